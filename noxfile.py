@@ -324,7 +324,7 @@ def bench(session: nox.Session) -> None:
     asv = ["asv", "--config", str(folder / "asv.conf.json")]
     session.run(*asv, "machine", "--yes", silent=True)
     session.run(*asv, "check", "--python=same")
-    quick = ["--quick", "--launch-method", "forkserver"]  # see bench/preload.py
+    quick = ["--quick", "--launch-method", "forkserver"]
     session.run(*asv, "run", *quick, "--python=same", "--show-stderr", *session.posargs)
 
 

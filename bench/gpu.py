@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import footprint, machine, rounds, store
-from .ranks import ROOT, launch
-from .speed import summarise
+from .compare import PARTS, footprint, rounds, summarise
+from .measure import ROOT, commit, describe, launch, mib, parser_of, table, table_of
 from .systems import SYSTEMS as KNOWN
 
 BUDGET = 540.0  # seconds for everything
@@ -52,18 +51,18 @@ def pieces(gpus: int, dry: bool) -> list[Piece]:
     dense, stacked = ("tiny", "tiny-moe") if dry else ("gpu-dense", "gpu-stacked")
     everyone = ["plain", "ours", "fsdp2", "ddp", "fsdp1"]
     request = {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone}
-    out = [Piece("one-rank", rounds.run, 1, request, 110)]
+    out = [Piece("one-rank", rounds, 1, request, 110)]
     for workload in (dense, stacked):
         for ranks in SIMULATED:
             request = {**base, "workload": workload, "systems": SYSTEMS, "simulate": {"ranks": ranks, **WIRE}}
-            out.append(Piece(f"simulated-{workload}-{ranks}", rounds.run, 1, request, 100))
+            out.append(Piece(f"simulated-{workload}-{ranks}", rounds, 1, request, 100))
     for ranks in SIMULATED:
         for system in ("ours", "fsdp2"):
             request = {**base, "workload": dense, "system": system, "simulate": {"ranks": ranks, **WIRE}}
-            out.append(Piece(f"memory-{dense}-{ranks}-{system}", footprint.run, 1, request, 60))
+            out.append(Piece(f"memory-{dense}-{ranks}-{system}", footprint, 1, request, 60))
     if gpus > 1 or dry:
-        request = {**base, "workload": dense, "systems": ["ddp", "ours", "fsdp2", "fsdp1", "megatron-fsdp"]}
-        out.insert(1, Piece("real", rounds.run, 2 if dry else gpus, request, 110))
+        request = {**base, "workload": dense, "systems": ["ddp", "ours", "fsdp2", "fsdp1"]}
+        out.insert(1, Piece("real", rounds, 2 if dry else gpus, request, 110))
     return out
 
 
@@ -121,7 +120,7 @@ def run(out: Path, *, dry: bool, budget: float, skip_tests: bool) -> dict[str, A
             limit = min(piece.limit, left() - 5)
             try:
                 answer = launch(piece.worker, piece.ranks, piece.request, timeout=limit)
-                if piece.worker is rounds.run:
+                if piece.worker is rounds:
                     answer["times"] = summarise(answer)
             except RankError as error:
                 answer = {"failed": "; ".join(map(repr, error.causes.values())) or str(error)}
@@ -136,65 +135,47 @@ def run(out: Path, *, dry: bool, budget: float, skip_tests: bool) -> dict[str, A
 
 
 def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything as tables: `{"title", "text", "header", "rows"}`."""
+    """Everything as tables."""
     where, figures = content["machine"], content["figures"]
+    pieces = figures["pieces"]
     title = f"GPU: {where['gpus']} x {where['gpu'] or 'no GPU'}"
-    dry = (
-        " A DRY RUN on a CPU with tiny models: the path works, the figures mean nothing."
-        if figures["dry_run"]
-        else ""
+    text = f"GPU tests: {figures.get('tests', 'not run')}. All took {figures['seconds']:.0f} s."
+    if figures["dry_run"]:
+        text += " A DRY RUN on a CPU with tiny models: the path works, the figures mean nothing."
+    text += "".join(
+        f" {n} failed: {p['failed'].splitlines()[0]}." for n, p in pieces.items() if "failed" in p
     )
-    failed = {
-        name: piece["failed"].splitlines()[0]
-        for name, piece in figures["pieces"].items()
-        if "failed" in piece
-    }
-    text = f"GPU tests: {figures.get('tests', 'not run')}. All took {figures['seconds']:.0f} s.{dry}"
-    text += "".join(f" {name} failed: {why}." for name, why in failed.items())
-    rows = []
-    for name, piece in figures["pieces"].items():
+    rows, exposed = [], []
+    for name, piece in pieces.items():
         for system, t in piece.get("times", {}).items():
-            parts = (f"{1e3 * t[part]:.2f}" for part in ("forward", "backward", "update"))
+            parts = (f"{1e3 * t[part]:.2f}" for part in PARTS)
             ratio = f"{t['wall_ratio_fsdp2']:.2f}" if "wall_ratio_fsdp2" in t else ""
             rows.append(
                 [name, KNOWN[system].label, f"{1e3 * t['wall']:.2f}", ratio, *parts, f"{t['spread']:.1%}"]
             )
-    header = ["world", "system", "step ms", "x FSDP2", "forward ms", "backward ms", "optimizer ms", "spread"]
-    out = [{"title": title, "text": text, "header": header, "rows": rows}]
-    if rows := _memory(figures["pieces"]):
-        header = ["world and system", "reserved MiB", "allocated MiB", "RSS MiB"]
-        out.append(
-            {"title": f"{title}: peak memory", "text": "One process each.", "header": header, "rows": rows}
-        )
-    if rows := _exposed(figures["pieces"]):
-        text = "Step minus the same step with no delay on the wire."
-        header = ["world", "system", "exposed ms", "share of the step"]
-        out.append({"title": f"{title}: exposed communication", "text": text, "header": header, "rows": rows})
-    skipped = sorted(
-        {(KNOWN[s].label, why) for p in figures["pieces"].values() for s, why in p.get("skipped", {}).items()}
-    )
-    if skipped:
-        rows = [list(pair) for pair in skipped]
-        out.append({"title": f"{title}: not measured", "text": "", "header": ["system", "why"], "rows": rows})
-    return out
-
-
-def _memory(found: dict[str, Any]) -> list[list[str]]:
+            if "exposed" in t:
+                exposed.append([name, system, f"{1e3 * t['exposed']:.2f}", f"{t['exposed'] / t['wall']:.1%}"])
+    header = "world; system; step ms; x FSDP2; forward ms; backward ms; optimizer ms; spread"
     keys = ("cuda_reserved", "cuda_allocated", "start")
-    return [
-        [name.removeprefix("memory-"), *(store.mib(piece[key]) if key in piece else "" for key in keys)]
-        for name, piece in found.items()
+    memory = [
+        [name.removeprefix("memory-"), *(mib(piece[key]) if key in piece else "" for key in keys)]
+        for name, piece in pieces.items()
         if name.startswith("memory-") and "start" in piece
     ]
-
-
-def _exposed(found: dict[str, Any]) -> list[list[str]]:
-    return [
-        [name, system, f"{1e3 * t['exposed']:.2f}", f"{t['exposed'] / t['wall']:.1%}"]
-        for name, piece in found.items()
-        for system, t in piece.get("times", {}).items()
-        if "exposed" in t
+    skipped = {(KNOWN[s].label, why) for p in pieces.values() for s, why in p.get("skipped", {}).items()}
+    delay, by_world = (
+        "Step minus the same step with no delay on the wire.",
+        "world and system; reserved MiB; ",
+    )
+    tables = [
+        table_of(title, text, header, rows),
+        table_of(f"{title}: peak memory", "One process each.", by_world + "allocated MiB; RSS MiB", memory),
+        table_of(
+            f"{title}: exposed communication", delay, "world; system; exposed ms; share of the step", exposed
+        ),
+        table_of(f"{title}: not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),
     ]
+    return [tables[0], *(part for part in tables[1:] if part["rows"])]
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -202,7 +183,7 @@ def summary(content: dict[str, Any]) -> str:
     where = content["machine"]
     lines = [f"# GPU benchmarks, torch {where['torch']}, {where['date']}, commit {content['commit']}"]
     for part in content["figures"]["tables"]:
-        lines += [f"## {part['title']}", part["text"], store.table(part["header"], part["rows"])]
+        lines += [f"## {part['title']}", part["text"], table(part["header"], part["rows"])]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -210,7 +191,7 @@ def main(arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
     import torch
 
-    parser = store.parser_of("gpu", __doc__)
+    parser = parser_of("gpu", __doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (540)")
@@ -221,16 +202,11 @@ def main(arguments: list[str]) -> int:
         return 1
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options.out.mkdir(parents=True, exist_ok=True)
-    code = run(options.out, dry=options.dry_run, budget=options.budget, skip_tests=options.skip_tests)
-    content: dict[str, Any] = {
-        "machine": machine.describe(),
-        "commit": store.commit(),
-        "noise": [],
-        "figures": code,
-    }
-    code["tables"] = report_tables(content)
+    figures = run(options.out, dry=options.dry_run, budget=options.budget, skip_tests=options.skip_tests)
+    content: dict[str, Any] = {"machine": describe(), "commit": commit(), "noise": [], "figures": figures}
+    figures["tables"] = report_tables(content)
     (options.out / "figures.json").write_text(json.dumps(content, indent=1))
     (options.out / "summary.md").write_text(summary(content))
     print(f"\n{summary(content)}\nwritten to {options.out}")
-    failed = [name for name, piece in code["pieces"].items() if "failed" in piece]
-    return 1 if failed or "failed" in code.get("tests", {}) else 0
+    failed = [name for name, piece in figures["pieces"].items() if "failed" in piece]
+    return 1 if failed or "failed" in figures.get("tests", {}) else 0

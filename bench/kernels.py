@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from . import store
+from .measure import parser_of, table
 
 SMS, CLOCK, BANDWIDTH = 132, 1.98e9, 4.8e12
 ISSUE, INTEGER, SPECIAL = 128, 64, 16  # lanes' instructions a cycle and multiprocessor
@@ -272,7 +272,7 @@ facts_of = functools.cache(compiled)
 
 def main(arguments):
     """Print the table."""
-    parser = store.parser_of("kernels", __doc__)
+    parser = parser_of("kernels", __doc__)
     parser.add_argument("names", nargs="*", help="only kernels whose name contains one of these")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90)
     options = parser.parse_args(arguments)
@@ -282,5 +282,5 @@ def main(arguments):
         if not options.names or any(name in case.name for name in options.names)
     ]
     print(__doc__.split("\n\n", 2)[2])
-    print(store.table(HEAD, rows))
+    print(table(HEAD, rows))
     return 0

@@ -2,25 +2,169 @@
 
 python -m bench report                     writes results/REPORT.md
 python -m bench report --readme README.md  also replaces the summary block of that file
-python -m bench report --plots FOLDER      also draws the figures as SVG files; needs matplotlib
 """
 
 import re
 from pathlib import Path
+from typing import Any
 
-from . import sections, store
+from . import compare, counts
+from .measure import FOLDER, load_all, mib, parser_of, table
 
 BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of bench summary -->"
+INTRODUCTION = """\
+# Benchmarks: the newest figures
+
+Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
+ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds; ratios are taken within a
+round. [The README](../README.md) has the commands and the method."""
+SHOWN_RANKS = (64, 1024)  # of padding
+# Rows that the report leaves out of tables that bring themselves; the JSON files have them.
+LEFT_OUT = {
+    "host": {"simulated ranks": ("8", "1024")},
+    "muon": {"ranks": ("2", "64")},
+}
+# Systems of ours in the summary, and how bytes get from rank to rank there.
+WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
 
 
-def write(folder: Path, drawings: Path | None = None) -> Path:
-    """Write REPORT.md of all results in `folder`, and draw the figures into `drawings`. Returns the page's path."""
-    parts = ["# Benchmarks: the newest figures", sections.INTRODUCTION]
-    for section in sections.ALL:
-        parts += section(folder, drawings)
+def write(folder: Path) -> Path:
+    """Write REPORT.md of all results in `folder`; returns the page's path."""
+    parts = [INTRODUCTION, *counts_section(folder), *speed_section(folder), *tables_section(folder)]
     path = folder / "REPORT.md"
-    path.write_text("\n\n".join(parts) + "\n")
+    path.write_text("\n\n".join([*parts, *padding_section(folder)]) + "\n")
     return path
+
+
+def _about(item: dict[str, Any], *, exact: bool = False) -> str:
+    where = item["machine"]
+    device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
+    text = f"*{device}, torch {where['torch']}, {where['date'][:10]}, commit {item['commit']}.*"
+    if item["noise"] and not exact:
+        text += f"\n**The machine was too busy for times to be trusted: {'; '.join(item['noise'])}.**"
+    return text
+
+
+def counts_section(folder: Path) -> list[str]:
+    """Exact counts and live memory."""
+    out: list[str] = []
+    for item in load_all("counts-", folder):
+        figures = {world: item["figures"][world] for world in ("64 simulated", "1024 simulated", "4 real")}
+        out += [
+            f"## Exact counts of one step, workload {item['name'].removeprefix('counts-')}\n\nBeyond the same model's"
+            " own step with no sharding. *Copied* are bytes written by ops that only move or cast values; *calls* are"
+            f" dispatcher calls. {_about(item)}",
+            counts.as_table(figures),
+            "Live memory at the peak of the step:",
+            counts.memory_table({"64 simulated": figures["64 simulated"]}),
+        ]
+    return out
+
+
+def speed_section(folder: Path) -> list[str]:
+    """A table for each workload and number of ranks that a quiet machine has measured; of busy ones the reason."""
+    out = []
+    for item in load_all("speed-", folder):
+        figures = item["figures"]
+        work, head = figures["workload"], [figures["optimizer"], figures["precision"]]
+        title = f"### {work['name']}, {figures['ranks']} ranks, {', '.join(head)}"
+        about = f"{work['parameters'] / 1e6:.1f}M parameters in {work['tensors']} tensors, {work['tokens_per_rank']}"
+        about += f" tokens on each rank. {_about(item)}"
+        out.append(f"{title}\n\n{about}" + ("" if item["noise"] else f"\n\n{compare.as_table(figures)}"))
+    return ["## Speed and memory, all systems on the same work", *out] if out else []
+
+
+def tables_section(folder: Path) -> list[str]:
+    """Results that bring tables, as `measure.table_of` makes them."""
+    out = []
+    for item in load_all("", folder):
+        for part in item["figures"].get("tables", []):
+            rows = part["rows"]
+            for column, values in LEFT_OUT.get(item["name"], {}).items():
+                if column in part["header"]:
+                    index = part["header"].index(column)
+                    rows = [row for row in rows if row[index] not in values]
+            about = _about(item, exact=part.get("exact", False))
+            out += [f"## {part['title']}\n\n{part['text']} {about}", table(part["header"], rows)]
+    return out
+
+
+def padding_section(folder: Path) -> list[str]:
+    """Padding of real models by each layout rule."""
+    out: list[str] = []
+    for item in load_all("padding", folder):
+        ranks = item["figures"]["ranks"]
+        rows = [
+            [model, block, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in SHOWN_RANKS)]
+            for model, blocks in item["figures"]["curves"].items()
+            for block, rules in blocks.items()
+            for rule, y in rules.items()
+        ]
+        out.append(
+            "## Padding of real models\n\nBeyond the model's parameters, as a share of them. Computed."
+        )
+        out.append(table(["model", "block", "rule", *(f"{r:,} ranks" for r in SHOWN_RANKS)], rows))
+    return out
+
+
+def summary(folder: Path) -> list[str]:
+    """The summary for the README: exact counts first, then speed."""
+    out = []
+    for item in load_all("counts-counts", folder):
+        systems = item["figures"].get("64 simulated", {})
+        rows = [
+            [label, *(mib(f["copied"][part]) for part in ("forward", "backward")), sum(f["calls"].values()),
+             mib(f["peak"])]
+            for label, f in (("fsdp_runtime", systems["ours"]), ("FSDP2", systems["fsdp2"]))
+        ]  # fmt: skip
+        header = [
+            "64 ranks",
+            "MiB copied in forward",
+            "in backward",
+            "dispatcher calls",
+            "MiB live at the peak",
+        ]
+        out += [
+            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work. Nothing is copied around"
+            " a gather; each gradient is written once into the buffer that is reduced; FSDP2 writes it twice.",
+            table(header, rows),
+        ]
+    results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
+    quiet = [item for item in results if not item["noise"]]
+    busy = " Times of a busy machine are left out." if len(quiet) < len(results) else ""
+    if quiet:
+        columns = "workload; ranks; bytes travel by; tokens/s; x FSDP2; x DDP; "
+        columns += "CPU s/step, of FSDP2's; peak RSS, of FSDP2's"
+        rows = [
+            _speed_row(item["figures"], system, way)
+            for item in quiet
+            for system, way in WAYS
+            if system in item["figures"]["times"]
+        ]
+        where = quiet[-1]["machine"]
+        out += [
+            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
+            f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}",
+            table(columns.split("; "), rows),
+        ]
+    elif busy:
+        out.append(busy.strip())
+    return [*out, "All figures: [bench/results/REPORT.md](bench/results/REPORT.md)."]
+
+
+def _speed_row(figures: dict[str, Any], system: str, way: str) -> list[Any]:
+    t, memory = figures["times"][system], figures["memory"]
+    share = memory[system]["start"] / memory["fsdp2"]["start"] if {system, "fsdp2"} <= set(memory) else None
+    name = figures["workload"]["name"]
+    return [
+        name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
+        figures["ranks"],
+        way,
+        f"{t['tokens_per_second']:,.0f}",
+        *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
+        f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
+        f"{share:.0%}" if share else "",
+    ]
 
 
 def put_into(readme: Path, folder: Path) -> None:
@@ -29,7 +173,7 @@ def put_into(readme: Path, folder: Path) -> None:
     Raises:
         ValueError: `readme` has no such block.
     """
-    text, block = readme.read_text(), "\n\n".join([BEGIN, *sections.summary(folder), END])
+    text, block = readme.read_text(), "\n\n".join([BEGIN, *summary(folder), END])
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"{readme} has no block from {BEGIN} to {END}; add the two lines where it should be")
@@ -38,12 +182,11 @@ def put_into(readme: Path, folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Write the report."""
-    parser = store.parser_of("report", __doc__)
-    parser.add_argument("--folder", type=Path, default=store.FOLDER, help="results to read (bench/results)")
+    parser = parser_of("report", __doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="results to read (bench/results)")
     parser.add_argument("--readme", type=Path, help="also put the summary into this file")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
     options = parser.parse_args(arguments)
-    print(f"written to {write(options.folder, options.plots)}")
+    print(f"written to {write(options.folder)}")
     if options.readme:
         put_into(options.readme, options.folder)
         print(f"summary put into {options.readme}")

@@ -1,7 +1,6 @@
 """block-optim: steps that each optimizer takes to one held-out loss, over ten seeds.
 
-python -m bench steps                the grid of learning rates, ten seeds at the best; writes bench/results/steps.json
-python -m bench steps --plot FILE    also draws the mean curves (needs matplotlib); --redraw: from the saved figures
+python -m bench steps     the grid of learning rates, ten seeds at the best; writes bench/results/steps.json
 
 A small form of modded-nanogpt's optimizer track: model, data, batch size and target are fixed, the optimizer
 changes. A Llama-style model (0.1M parameters, bytes) learns the source of Python's standard library in fp32 on one CPU
@@ -17,14 +16,13 @@ length of the run. A seed decides the first weights and the batches; optimizers 
 """
 
 import concurrent.futures
+import functools
 import math
 import multiprocessing
 import statistics
-from pathlib import Path
 from typing import Any
 
-from . import store
-from .text import standard_library
+from .measure import parser_of, print_tables, save, table_of
 
 VOCAB, CONTEXT, BATCH = 128, 64, 16
 DIM, LAYERS, HEADS, INNER = 64, 2, 4, 128
@@ -60,13 +58,20 @@ def build_optimizer(model: Any, name: str, lr: float) -> Any:
     )
 
 
-def held_out_tokens(data: Any) -> tuple[Any, Any]:
-    """The part of the data to train on, and 32 sequences from the rest."""
+@functools.cache
+def tokens() -> tuple[Any, Any]:
+    """Bytes of the standard library's source to train on, and 32 held-out sequences: the text of `fsdp-train`."""
     import torch
 
-    part = data[-len(data) // 10 :]
-    starts = torch.linspace(0, len(part) - CONTEXT - 2, 32).long().tolist()
-    return data[: -len(data) // 10], torch.stack([part[s : s + CONTEXT + 1] for s in starts])
+    from fsdp_runtime.train.data import read_data
+
+    data = read_data([], dtype="uint8", vocab_size=None, held_out=[], seq_len=CONTEXT)
+    train, rest = (
+        torch.from_numpy(side.read(0, min(side.num_tokens, 2_000_000))).clamp_(max=VOCAB - 1)
+        for side in (data.train, data.held_out)
+    )
+    starts = torch.linspace(0, len(rest) - CONTEXT - 2, 32).long().tolist()
+    return train, torch.stack([rest[s : s + CONTEXT + 1] for s in starts])
 
 
 def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
@@ -83,17 +88,17 @@ def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
 
     name, lr, seed, target, most = request
     torch.set_num_threads(1)
-    train_part, held_out = held_out_tokens(standard_library(most=2_000_000).clamp_(max=VOCAB - 1))
+    train_part, held_out = tokens()
     model = build(Shape(dim=DIM, layers=LAYERS, heads=HEADS, inner=INNER, vocab=VOCAB), seed=seed)
     optimizer = build_optimizer(model, name, lr)
     full = [group["lr"] for group in optimizer.param_groups]
     generator, curve = torch.Generator().manual_seed(seed), []
     for step in range(1, most + 1):
         starts = torch.randint(len(train_part) - CONTEXT - 1, (BATCH,), generator=generator).tolist()
-        tokens = torch.stack([train_part[s : s + CONTEXT + 1] for s in starts])
+        batch = torch.stack([train_part[s : s + CONTEXT + 1] for s in starts])
         for group, rate in zip(optimizer.param_groups, full, strict=True):
             group["lr"] = rate * min(1.0, step / WARMUP)
-        loss = losses_of(model, tokens[:, :-1], tokens[:, 1:])[0]
+        loss = losses_of(model, batch[:, :-1], batch[:, 1:])[0]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -195,55 +200,28 @@ def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
         for name, cells in figures["grid"].items()
     ]
     width = max(len(row) for row in grid_rows)
+    text = (
+        "A Llama-style model of 0.1M parameters on bytes of Python's standard library; the rule of the hidden matrices"
+        " changes, the rest has AdamW. *t*: difference to AdamW's mean over its standard error. *By the rule*: the"
+        " first step at which the mean loss is below the target by three standard errors."
+    )
+    header = "optimizer; lr; mean steps; standard deviation; t; by the rule"
+    title, grid = (
+        f"Steps to a held-out loss of {target}, {count} seeds",
+        "Steps to that loss by learning rate",
+    )
+    grid_text = "The grid, on another seed: learning rate and steps. The fewest decide."
+    padded = [row + [""] * (width - len(row)) for row in grid_rows]
     return [
-        {
-            "title": f"Steps to a held-out loss of {target}, {count} seeds",
-            "text": "A Llama-style model of 0.1M parameters on bytes of Python's standard library; the rule of the"
-            " hidden matrices changes, the rest has AdamW. *t*: difference to AdamW's mean over its standard error."
-            " *By the rule*: the first step at which the mean loss is below the target by three standard errors.",
-            "header": ["optimizer", "lr", "mean steps", "standard deviation", "t", "by the rule"],
-            "rows": rows,
-            "exact": True,
-        },
-        {
-            "title": "Steps to that loss by learning rate",
-            "text": "The grid, on another seed: learning rate and steps. The fewest decide.",
-            "header": ["optimizer", *[""] * (width - 1)],
-            "rows": [row + [""] * (width - len(row)) for row in grid_rows],
-            "exact": True,
-        },
+        table_of(title, text, header, rows, exact=True),
+        table_of(grid, grid_text, "optimizer" + "; " * (width - 1), padded, exact=True),
     ]
 
 
-def draw(path: Path, figures: dict[str, Any]) -> None:
-    """Mean held-out loss by step, an optimizer a line, as far as all of its seeds go; needs matplotlib."""
-    from . import plots
-
-    series = {}
-    for name, runs in curves_in(figures).items():
-        shortest = min(map(len, runs))
-        means = [statistics.mean(run[i][1] for run in runs) for i in range(shortest)]
-        series[name] = ([step for step, _ in runs[0][:shortest]], means)
-    panel = plots.Panel("Held-out loss", series, unit="nats a byte", reference=figures["target"])
-    plots.lines(path, [panel], columns=1, x_label="steps")
-
-
 def main(arguments: list[str]) -> int:
-    """Measure, save and print; or draw what was saved."""
-    parser = store.parser_of("steps", __doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the mean curves into this SVG file")
-    parser.add_argument(
-        "--redraw", action="store_true", help="from the saved figures, without a new measurement"
-    )
-    options = parser.parse_args(arguments)
-    saved = store.load("steps") if options.redraw else None
-    if options.redraw and saved is None:
-        parser.error("--redraw: no figures are saved")
-    figures = measure() if saved is None else saved["figures"]
-    tables = tables_of(figures)
-    store.print_tables(tables)
-    if saved is None:
-        print(f"written to {store.save('steps', {**figures, 'tables': tables})}")
-    if options.plot:
-        draw(options.plot, figures)
+    """Measure, print and save."""
+    parser_of("steps", __doc__).parse_args(arguments)
+    figures = measure()
+    tables = print_tables(tables_of(figures))
+    print(f"written to {save('steps', {**figures, 'tables': tables})}")
     return 0

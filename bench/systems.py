@@ -1,21 +1,23 @@
 """The systems under comparison behind one interface: same model, same batches, same optimizer.
 
     build("fsdp2", job) -> Trainer      forward(batch) -> loss, backward(loss), update()
-    why_not("megatron-fsdp", job)       None, or the reason why it cannot run here
+    why_not("deepspeed", job)           None, or the reason why it cannot run here
 
 How a model is wrapped is `fsdp_runtime.train.systems`, as in `fsdp-train compare`. Here are the systems that only
-benchmarks know, and our own with one idea taken away (`seams`).
+benchmarks know, and our own runtime with one of its ideas taken away, through public arguments of `fully_shard`:
+
+    Staged        a transport that copies through staging buffers, as a runtime without one flat buffer has to
+    Gathering     an optimizer that gathers whole tensors, as a block-wise one has to where blocks are cut
 """
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from . import seams
-from .workloads import WORKLOADS, Workload
+from .models import WORKLOADS, Workload
 
 LEARNING_RATE = 1e-3
 TILE = (32, 32)  # of 8-bit AdamW's states
@@ -79,11 +81,6 @@ def build(name: str, job: Job) -> Trainer:
     if reason := why_not(name, job):
         raise RuntimeError(f"{name} cannot run: {reason}")
     return SYSTEMS[name].build(name, job)
-
-
-def build_plain(job: Job) -> Trainer:
-    """The model without sharding, wherever: what others are compared with."""
-    return SYSTEMS["plain"].build("plain", job)
 
 
 def why_not(name: str, job: Job) -> str | None:
@@ -154,7 +151,7 @@ def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
 
 def _gathering(name: str, job: Job) -> Trainer:
     def gather(module: Any, job: Job) -> list[Any]:
-        return [seams.Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
+        return [Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
 
     return _ours(name, job, blocks=lambda job: None, optimizers=gather)
 
@@ -187,30 +184,6 @@ def _deepspeed(name: str, job: Job) -> Trainer:
 
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed refuses to start without
     return _as_compared("deepspeed", name, job)
-
-
-def _megatron(name: str, job: Job) -> Trainer:
-    import torch
-    from megatron_fsdp import fully_shard
-
-    from fsdp_runtime.train.systems import make_system
-
-    made: list[Any] = []
-
-    def wrap(model: Any) -> Any:
-        wrapped, optimizer = fully_shard(
-            module=model,
-            optimizer=make_optimizers(model, job)[0],
-            device_mesh=job.mesh,
-            dp_shard_dim=job.mesh.mesh_dim_names[0],
-            fsdp_unit_modules=[type(model.blocks[0])],
-            zero_dp_strategy=3,
-        )
-        made.append(optimizer)
-        return wrapped
-
-    system = make_system(_config(job, "one"), torch.device(job.device), job.mesh)
-    return _finish(name, job, system, wrap=wrap, optimizers=lambda module, job: made)
 
 
 def _config(job: Job, system: Any) -> Any:
@@ -310,6 +283,112 @@ def make_optimizers(module: Any, job: Job) -> list[Any]:
     raise ValueError(f"optimizer {job.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
 
 
+# -- one idea taken away -----------------------------------------------------------------------------------------------
+
+
+class After:
+    """A work with something to do once it has completed."""
+
+    def __init__(self, work: Any, then: Callable[[], None]) -> None:
+        self._work, self._then = work, then
+
+    def wait(self) -> None:
+        """Wait, then act; not again when it is called again."""
+        self._work.wait()
+        then, self._then = self._then, lambda: None
+        then()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._work.is_completed()
+
+
+class Staged:
+    """A `dbuffer.Transport` around another: what is sent and received lies in memory of its own, and is copied."""
+
+    def __init__(self, rank: int, inner: Any) -> None:
+        self.name = f"staged {inner.name}"
+        self._rank, self._inner = rank, inner
+
+    def all_gather(self, pairs: Any, label: str) -> After:
+        """Copy in, gather, copy out."""
+        staging = []
+        for receive, send in pairs:
+            whole = receive.new_empty(receive.shape)
+            own = whole.narrow(0, self._rank * send.numel(), send.numel())
+            staging.append((whole, own.copy_(send)))
+        work = self._inner.all_gather(staging, label)
+
+        def copy_out() -> None:
+            for (receive, _), (whole, _) in zip(pairs, staging, strict=True):
+                receive.copy_(whole)
+
+        return After(work, copy_out)
+
+    def reduce_scatter(self, pairs: Any, op: Any, label: str) -> After:
+        """Copy in, reduce."""
+        staging = [(receive, send.clone()) for receive, send in pairs]
+        return After(self._inner.reduce_scatter(staging, op, label), staging.clear)
+
+    def all_to_all(self, receive: Any, send: Any, label: str) -> After:
+        """Copy in, exchange, copy out."""
+        sent, received = send.clone(), receive.new_empty(receive.shape)
+        work = self._inner.all_to_all(received, sent, label)
+        return After(work, lambda: receive.copy_(received))
+
+    def all_reduce(self, tensors: Any, op: Any, label: str) -> Any:
+        """As the other."""
+        return self._inner.all_reduce(tensors, op, label)
+
+
+def staged(group: Any) -> Staged:
+    """For `fully_shard(transport=staged)`: what the group would have had, with staging buffers."""
+    from dbuffer.transport import transport_of
+
+    return Staged(group.rank(), transport_of(group, "auto"))
+
+
+class Gathering:
+    """Steps whole copies of sharded parameters, from gathered weights and gradients, and keeps this rank's slices.
+
+    Args:
+        sharded: the parameters of a module that `fully_shard` was called on.
+        make: from whole parameters to the optimizers that step them.
+    """
+
+    def __init__(self, sharded: Iterable[Any], make: Callable[[Any], list[Any]]) -> None:
+        from torch.nn import Parameter, ParameterList
+
+        self.sharded = list(sharded)
+        self.whole = [Parameter(p.full_tensor().detach().clone()) for p in self.sharded]
+        self._optimizers = make(ParameterList(self.whole))
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Of all optimizers inside."""
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Communicates two gathers for each parameter: its weights and its gradient."""
+        import torch
+
+        from ragged_shard import distribute_like
+
+        with torch.no_grad():
+            for whole, sharded in zip(self.whole, self.sharded, strict=True):
+                whole.copy_(sharded.full_tensor())
+                whole.grad = sharded.grad.full_tensor()
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for whole, sharded in zip(self.whole, self.sharded, strict=True):
+                sharded.copy_(distribute_like(whole.detach(), sharded, src_data_rank=None))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for param in (*self.whole, *self.sharded):
+            param.grad = None
+
+
 # -- which can run -----------------------------------------------------------------------------------------------------
 
 
@@ -333,17 +412,8 @@ def _plain_parameters(job: Job) -> str | None:
 
 
 def _deepspeed_can(job: Job) -> str | None:
-    return _missing("deepspeed") or _plain_parameters(job)
-
-
-def _megatron_can(job: Job) -> str | None:
-    if job.device == "cpu":
-        return "needs CUDA: its buffers and streams are CUDA's"
-    return _missing("megatron_fsdp") or _plain_parameters(job)
-
-
-def _missing(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) else f"the package {module} is not installed"
+    missing = importlib.util.find_spec("deepspeed") is None
+    return "the package deepspeed is not installed" if missing else _plain_parameters(job)
 
 
 @dataclass(frozen=True)
@@ -366,7 +436,7 @@ SYSTEMS = {
     ),
     "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
     "ours-lean": System("fsdp_runtime, least memory", _lean),
-    "ours-staged": System("without zero-copy", partial(_ours, transport=seams.staged)),
+    "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
     "ours-held": System("gradients not fused", partial(_ours, late=True)),
     "ours-given-order": System("planner off: given order", _given_order),
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
@@ -379,13 +449,4 @@ SYSTEMS = {
     ),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
     "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
-    "megatron-fsdp": System("Megatron-FSDP", _megatron, _megatron_can),
 }
-
-# Systems that are gone, of results that are still there.
-RETIRED = {"ours-sends": "fsdp_runtime, sends only"}
-
-
-def label_of(name: str) -> str:
-    """The name of a system in tables, also of one that is gone."""
-    return SYSTEMS[name].label if name in SYSTEMS else RETIRED[name]

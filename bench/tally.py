@@ -36,11 +36,7 @@ COPIES = {
 # Memory without values, or labels: neither calls of interest nor writes.
 SILENT = {"profiler::_record_function_enter_new", "profiler::_record_function_exit"}
 EMPTY = {
-    "aten::empty",
-    "aten::new_empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty_strided",
+    f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 }
 # What this rank receives: (argument that counts, factor as a function of the number of ranks).
 WIRE = {

@@ -14,9 +14,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import calls, counts, tally, wrap
-from bench.count_step import outside
-from bench.ranks import fake_ranks
+from bench import calls, counts, host, tally
+from bench.measure import fake_ranks
 
 from dbuffer.transport import transport_of
 
@@ -213,7 +212,7 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
     common = {"parameter_bytes": 10, "peak": 1, "floor": 1, "at_peak": {}, "each": {}}
     base = {**common, "ranks": 1, "parts": {"forward": part, "backward": part, "update": part}}
     found = {**common, "ranks": 8, "parts": {"forward": more, "backward": part, "update": part}}
-    beyond = outside(found, base)
+    beyond = counts.outside(found, base)
     assert beyond["calls"] == {"forward": 2, "backward": 0, "update": 0}
     assert beyond["copied"] == {"forward": 2, "backward": 0}
     assert beyond["ops"]["forward"] == {"b": 2}
@@ -255,8 +254,8 @@ def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else(tmp_path):
 
 
 def test_wrapping_takes_as_many_calls_for_each_further_unit_however_many_there_are():
-    wrap.wrap("ours", 2)  # what is looked up once
-    few, twice, four_times = (wrap.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
+    host.wrap("ours", 2)  # what is looked up once
+    few, twice, four_times = (host.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
     assert four_times - twice == 2 * (twice - few)
 
 
