@@ -17,13 +17,13 @@ INTRODUCTION = """\
 
 Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
 ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds; ratios are taken within a
-round. [The README](../README.md) has the commands and the method."""
-SHOWN_RANKS = (64, 1024)  # of padding
-# Rows that the report leaves out of tables that bring themselves; the JSON files have them.
-LEFT_OUT = {
-    "host": {"simulated ranks": ("8", "1024")},
-    "muon": {"ranks": ("2", "64")},
-}
+round; times of a busy machine are left out. Each section names machine, date and commit. [The README](../README.md)
+has the commands and the method."""
+WORLDS = ("64 simulated",)  # of counts
+PADDED_RANKS, PADDED_BLOCK = (64, 1024), "rows:32"
+# Rows and tables that are left out here; the JSON files have them.
+LEFT_OUT = {("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64")}
+LEFT_OUT_TABLES = ("Steps to that loss by learning rate", "Newton-Schulz, cpu")
 # Systems of ours in the summary, and how bytes get from rank to rank there.
 WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
 
@@ -36,42 +36,43 @@ def write(folder: Path) -> Path:
     return path
 
 
-def _about(item: dict[str, Any], *, exact: bool = False) -> str:
+def _about(item: dict[str, Any]) -> str:
     where = item["machine"]
     device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
-    text = f"*{device}, torch {where['torch']}, {where['date'][:10]}, commit {item['commit']}.*"
-    if item["noise"] and not exact:
-        text += f"\n**The machine was too busy for times to be trusted: {'; '.join(item['noise'])}.**"
-    return text
+    return f"*{device}, {where['date'][:10]}, {item['commit']}.*"
 
 
 def counts_section(folder: Path) -> list[str]:
     """Exact counts and live memory."""
     out: list[str] = []
     for item in load_all("counts-", folder):
-        figures = {world: item["figures"][world] for world in ("64 simulated", "1024 simulated", "4 real")}
+        figures = {world: item["figures"][world] for world in WORLDS if world in item["figures"]}
+        name = item["name"].removeprefix("counts-")
         out += [
-            f"## Exact counts of one step, workload {item['name'].removeprefix('counts-')}\n\nBeyond the same model's"
-            " own step with no sharding. *Copied* are bytes written by ops that only move or cast values; *calls* are"
-            f" dispatcher calls. {_about(item)}",
+            f"## Exact counts of one step, workload {name}\n\nBeyond the same model's own step with no sharding."
+            " *Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls."
+            f" {_about(item)}",
             counts.as_table(figures),
             "Live memory at the peak of the step:",
-            counts.memory_table({"64 simulated": figures["64 simulated"]}),
+            counts.memory_table(figures),
         ]
     return out
 
 
 def speed_section(folder: Path) -> list[str]:
-    """A table for each workload and number of ranks that a quiet machine has measured; of busy ones the reason."""
-    out = []
+    """A table for each workload and number of ranks that a quiet machine has measured."""
+    out, busy = [], []
     for item in load_all("speed-", folder):
         figures = item["figures"]
-        work, head = figures["workload"], [figures["optimizer"], figures["precision"]]
-        title = f"### {work['name']}, {figures['ranks']} ranks, {', '.join(head)}"
+        work = figures["workload"]
+        title = f"{work['name']}, {figures['ranks']} ranks, {figures['optimizer']}, {figures['precision']}"
+        if item["noise"]:
+            busy.append(f"Left out, {title}: {'; '.join(item['noise'])}.")
+            continue
         about = f"{work['parameters'] / 1e6:.1f}M parameters in {work['tensors']} tensors, {work['tokens_per_rank']}"
         about += f" tokens on each rank. {_about(item)}"
-        out.append(f"{title}\n\n{about}" + ("" if item["noise"] else f"\n\n{compare.as_table(figures)}"))
-    return ["## Speed and memory, all systems on the same work", *out] if out else []
+        out += [f"### {title}\n\n{about}", compare.as_table(figures)]
+    return ["## Speed and memory, all systems on the same work", *out, *busy] if out or busy else []
 
 
 def tables_section(folder: Path) -> list[str]:
@@ -79,13 +80,15 @@ def tables_section(folder: Path) -> list[str]:
     out = []
     for item in load_all("", folder):
         for part in item["figures"].get("tables", []):
-            rows = part["rows"]
-            for column, values in LEFT_OUT.get(item["name"], {}).items():
-                if column in part["header"]:
-                    index = part["header"].index(column)
-                    rows = [row for row in rows if row[index] not in values]
-            about = _about(item, exact=part.get("exact", False))
-            out += [f"## {part['title']}\n\n{part['text']} {about}", table(part["header"], rows)]
+            if part["title"] in LEFT_OUT_TABLES:
+                continue
+            title = f"## {part['title']}\n\n"
+            if item["noise"] and not part.get("exact"):
+                out.append(f"{title}Left out: {'; '.join(item['noise'])}.")
+                continue
+            hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
+            rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
+            out += [f"{title}{part['text']} {_about(item)}", table(part["header"], rows)]
     return out
 
 
@@ -95,15 +98,13 @@ def padding_section(folder: Path) -> list[str]:
     for item in load_all("padding", folder):
         ranks = item["figures"]["ranks"]
         rows = [
-            [model, block, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in SHOWN_RANKS)]
+            [model, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in PADDED_RANKS)]
             for model, blocks in item["figures"]["curves"].items()
-            for block, rules in blocks.items()
-            for rule, y in rules.items()
+            for rule, y in blocks[PADDED_BLOCK].items()
         ]
-        out.append(
-            "## Padding of real models\n\nBeyond the model's parameters, as a share of them. Computed."
-        )
-        out.append(table(["model", "block", "rule", *(f"{r:,} ranks" for r in SHOWN_RANKS)], rows))
+        text = "Buffers beyond the model's parameters, as a share of them; blocks of 32 rows. Computed."
+        out.append(f"## Padding of real models\n\n{text}")
+        out.append(table(["model", "rule", *(f"{r:,} ranks" for r in PADDED_RANKS)], rows))
     return out
 
 
