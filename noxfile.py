@@ -8,7 +8,6 @@ import ctypes.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,19 +24,9 @@ ROOT = Path(__file__).parent
 PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
 FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
-
-LINT = ["ruff>=0.15,<0.18", "check-jsonschema>=0.33", "pre-commit>=4", "zizmor>=1.14", "import-linter>=2.10"]
-TYPECHECK = ["mypy>=2.0,<3"]
-COVERAGE = ["coverage>=7.10"]
-BUILD = ["build", "hatchling>=1.26", "twine>=6.1"]
-BARE = ["torch", "triton>=3.6", "numpy", "pytest>=8.4"]  # all that the GPU machines have
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2", LINT[0]]
-BENCH = ["asv>=0.6.5,<0.7", "matplotlib>=3.9", "virtualenv"]
-OTHERS = {
-    "trainers": ["transformers>=5", "peft>=0.17", "accelerate>=1.15", "torchao>=0.18", "lightning-fabric>=2.6",
-                 "torchtitan>=0.3", "torchft>=0.2", "triton", "ray[train]>=2.50"],
-    "verl": ["verl>=0.9.1", "uvicorn", "fastapi", "pyzmq", "cachetools", "msgspec"],
-}  # fmt: skip
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")["tool"][
+    "sessions"
+]  # what sessions install, by group
 INTEGRATIONS = [
     "test_accelerate.py", "test_convert.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
     "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py",
@@ -60,37 +49,36 @@ UNTYPED = [
 ]  # fmt: skip
 
 
+def _group(*names: str) -> list[str]:
+    """Requirements of the repository's dependency groups."""
+    return [line for name in names for line in nox.project.dependency_groups(PROJECT, name)]
+
+
 def _test_requirements(*packages: str) -> list[str]:
     projects = [nox.project.load_toml(FOLDERS[name] / "pyproject.toml") for name in packages]
-    groups = [nox.project.dependency_groups(project, "test") for project in projects]
-    return sorted({requirement for group in groups for requirement in group})
+    return sorted({line for project in projects for line in nox.project.dependency_groups(project, "test")})
 
 
-def _find_links() -> str:
-    """Wheel folders from pip's settings, separated by commas; uv reads neither pip's variables nor its files."""
-    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
-    configured = subprocess.run(command, capture_output=True, text=True, check=False)
-    links = [] if configured.returncode else configured.stdout.split()
-    return ",".join(dict.fromkeys([*os.environ.get("PIP_FIND_LINKS", "").split(), *links]))
-
-
-def _prepare(session: nox.Session, constraint: Path = ROOT / "constraints.txt") -> None:
+def _prepare(session: nox.Session, *groups: str, constraint: Path = ROOT / "constraints.txt") -> None:
+    """Set pip's, uv's and the tests' variables; install dependency groups."""
     session.env.update(PIP_CONSTRAINT=str(constraint), UV_CONSTRAINT=str(constraint), OMP_NUM_THREADS="1")
-    if links := _find_links():
-        session.env.setdefault("UV_FIND_LINKS", links)
+    if links := os.environ.get("PIP_FIND_LINKS", "").split():  # uv does not read pip's variables
+        session.env.setdefault("UV_FIND_LINKS", ",".join(links))
+    if groups:
+        session.install(*_group(*groups))
 
 
 def _workspace(*requirements: str) -> list[str]:
     """Arguments of pip that install all five packages from this checkout, and `requirements`."""
     editable = [argument for folder in FOLDERS.values() for argument in ("-e", str(folder))]
-    # pip looks for a package that is also named without its folder in the index, where ours are not.
+    # pip looks for a package that is also named without its folder in the index, where it is missing.
     return [*editable, *(line for line in requirements if line not in PACKAGES)]
 
 
-def _prepare_tests(session: nox.Session, *requirements: str) -> None:
-    """Prepare the session; install the workspace, what its tests need, and `requirements`."""
+def _prepare_tests(session: nox.Session, *groups: str) -> None:
+    """Prepare the session; install the workspace, what its tests need, and dependency groups."""
     _prepare(session)
-    session.install(*_workspace(*requirements, *_test_requirements(*PACKAGES)))
+    session.install(*_workspace(*_group(*groups), *_test_requirements(*PACKAGES)))
 
 
 def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
@@ -116,7 +104,7 @@ def tests_full(session: nox.Session) -> None:
 @nox.session
 def stress(session: nox.Session) -> None:
     """Run `tests` 20 times in random order, 5 of them on a loaded machine; list what failed once: tools/stress.py."""
-    _prepare_tests(session, "pytest-random-order")
+    _prepare_tests(session, "stress")
     session.run("python", "tools/stress.py", *_pytest(session, marks=USUAL)[1:])  # arguments come last
 
 
@@ -130,7 +118,7 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
-    _prepare_tests(session, *COVERAGE)
+    _prepare_tests(session, "coverage")
     folder = Path(session.create_tmp()).resolve()
     session.env["COVERAGE_FILE"] = str(folder / "coverage")
     if sys.version_info >= (3, 12):
@@ -138,12 +126,10 @@ def coverage(session: nox.Session) -> None:
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", *_pytest(session, "tests", "packages"))
     session.run("coverage", "combine", "--quiet", silent=True)
-    for unfinished in folder.glob("coverage.*"):  # of processes that a test has killed
-        unfinished.unlink()
     for name, package in FOLDERS.items():
         report = ["coverage", "report", "--format=total", f"--include={package / 'src'}/*"]
-        total = str(session.run(*report, silent=True, success_codes=[0, 1])).strip()  # 1: none of it has run
-        session.log(f"coverage of lines: {name} {total}")
+        total = session.run(*report, silent=True, success_codes=[0, 1])  # 1: none of it has run
+        session.log(f"coverage of lines: {name} {str(total).strip()}")
 
 
 @nox.session
@@ -156,7 +142,7 @@ def memory(session: nox.Session) -> None:
     if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's checks need it from 2.34 on
         environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
     else:
-        session.warn("no libc_malloc_debug here: only dbuffer's memory is checked")
+        session.warn("no libc_malloc_debug: only dbuffer's memory is checked")
     folders = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
     slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
     session.run(*_pytest(session, *folders), *slow, env=environment)
@@ -175,10 +161,10 @@ def nightly(session: nox.Session, job: str) -> None:
 
 
 @nox.session
-@nox.parametrize("others", list(OTHERS), ids=list(OTHERS))
+@nox.parametrize("others", ["trainers", "verl"], ids=["trainers", "verl"])
 def integrations(session: nox.Session, others: str) -> None:
     """Run the tests that need other projects' packages, which `tests` skips. verl pins an older transformers."""
-    _prepare_tests(session, *OTHERS[others])
+    _prepare_tests(session, others)
     if others == "verl":  # compile once, not in all ranks at the same time
         session.run("python", "-c", "import verl.workers.engine")
     folder = FOLDERS["fsdp-runtime"] / "tests"
@@ -193,7 +179,7 @@ def versions(session: nox.Session, torch: str) -> None:
     """Run the packages' tests on one Python and one torch: `./run "versions-3.12(torch-2.11)"`."""
     constraint = Path(session.create_tmp()).resolve() / "constraints.txt"
     constraint.write_text(TORCH[torch] + "\n")
-    _prepare(session, constraint)
+    _prepare(session, constraint=constraint)
     session.install(*_workspace(*_test_requirements(*PACKAGES)))
     session.run("python", "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)")
     session.run(*_pytest(session, "packages"))
@@ -205,19 +191,14 @@ def dev(session: nox.Session) -> None:
     _prepare(session)
     folder = Path(session.posargs[0] if session.posargs else ".venv").resolve()
     session.run(sys.executable, "-m", "virtualenv", str(folder), external=True)
-    wanted = _workspace("nox", *COVERAGE, *LINT, *TYPECHECK, *BENCH, *_test_requirements(*PACKAGES))
+    tools = _group("coverage", "lint", "typecheck", "bench")
+    wanted = _workspace("nox", *tools, *_test_requirements(*PACKAGES))
     session.run(str(folder / "bin" / "python"), "-m", "pip", "install", *wanted, external=True)
 
 
 @nox.session(python=False)
 def gpu_tests(session: nox.Session) -> None:
-    """Run the tests marked gpu on this interpreter's CUDA torch; skip, with the reason, without one."""
-    probe = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        session.skip("the interpreter that runs nox has no torch")
-    if answer.stdout.strip() == "0":
-        session.skip("torch sees no CUDA device")
+    """Run the tests marked gpu on this interpreter's CUDA torch; without a device each is skipped with the reason."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", *(session.posargs or ["tests", "packages"])]
     session.run(*command, env={"PYTHONPATH": SOURCES})
 
@@ -228,8 +209,7 @@ def gpu_guard(session: nox.Session) -> None:
 
     Collects the tests marked gpu (skipped without a CUDA device), runs those marked gpu_guard, and `gpu.sh --dry-run`.
     """
-    _prepare(session)
-    session.install(*BARE)
+    _prepare(session, "bare")
     session.env["PYTHONPATH"] = SOURCES
     folders = session.posargs or ["packages", "tests"]
     session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *folders)
@@ -240,8 +220,7 @@ def gpu_guard(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build sdist and wheel of every package into dist/ and check their metadata."""
-    _prepare(session)
-    session.install(*BUILD)
+    _prepare(session, "build")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for folder in FOLDERS.values():
         session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(folder), silent=True)
@@ -271,8 +250,7 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style with ruff, imports with import-linter, the workflows with check-jsonschema and zizmor."""
-    _prepare(session)
-    session.install(*LINT)
+    _prepare(session, "lint")
     session.run("ruff", "check", *(session.posargs or ["."]))
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": f"{ROOT}{os.pathsep}{SOURCES}"})
@@ -286,14 +264,11 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check the sources with mypy in strict mode; tests and benchmarks without asking them for annotations."""
-    _prepare_tests(
-        session, *TYPECHECK, "safetensors[numpy]>=0.4.3", "rich>=13.7", "matplotlib>=3.9", BENCH[0]
-    )
+    _prepare_tests(session, "typecheck")
     for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
         session.run("mypy", str(folder))
     session.run("mypy", *UNTYPED, "bench", "examples")
-    # Tests import helpers by name where a conftest.py puts their folder on the path, else relatively; mypy is told the
-    # same, one folder at a time.
+    # Tests import helpers by name if a conftest.py puts their folder on the path, else relatively: one run a folder.
     for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
         for folder in sorted({path.parent for path in top.rglob("*.py")}):
             by_name = (folder / "conftest.py").exists()
@@ -304,8 +279,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages into site/, links checked, and check what they load; `-- serve` shows them instead."""
-    _prepare(session)
-    session.install(*DOCS)  # sources are read, not imported: no torch; ruff formats signatures
+    _prepare(session, "docs")  # sources are read, not imported: no torch; ruff formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
     if not session.posargs:
@@ -316,7 +290,7 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run every benchmark once on the working tree and keep nothing; `asv run` keeps the history."""
     _prepare(session)
-    session.install(*_workspace(*BENCH))
+    session.install(*_workspace(*_group("bench")))
     folder = Path(session.create_tmp()).resolve()
     config = json.loads((ROOT / "asv.conf.json").read_text())
     config.update(repo=str(ROOT), benchmark_dir=str(ROOT / "bench"), results_dir=str(folder / "results"))
@@ -324,8 +298,8 @@ def bench(session: nox.Session) -> None:
     asv = ["asv", "--config", str(folder / "asv.conf.json")]
     session.run(*asv, "machine", "--yes", silent=True)
     session.run(*asv, "check", "--python=same")
-    quick = ["--quick", "--launch-method", "forkserver"]  # see bench/preload.py
-    session.run(*asv, "run", *quick, "--python=same", "--show-stderr", *session.posargs)
+    quick = ["--quick", "--launch-method", "forkserver", "--python=same", "--show-stderr"]
+    session.run(*asv, "run", *quick, *session.posargs)
 
 
 @nox.session

@@ -1,18 +1,60 @@
 """`python -m bench COMMAND ...`: see README.md in this folder for what each command does."""
 
+import importlib
 import sys
 
-from .commands import COMMANDS, run
+# command: its module, its function there, and what it does
+COMMANDS = {
+    "ablation": ("compare", "main_ablation", "the same step without one idea each"),
+    "calls": ("calls", "main", "Python calls and files of our own code, and FSDP2's"),
+    "checkpoint": ("checkpoint", "main", "how long saving and loading takes"),
+    "clip": ("host", "main_clip", "CPU time of clipping: torch's function and ours"),
+    "compile": ("calls", "main_compile", "graphs and graph breaks of torch.compile, ours and FSDP2's"),
+    "counts": ("counts", "main", "exact counts of one step: collectives, bytes, calls, live memory"),
+    "gpu": ("gpu", "main", "GPU tests and benchmarks, started by gpu.sh"),
+    "host": ("host", "main", "CPU time that a runtime adds, with nothing on the wire"),
+    "padding": ("packages", "main_padding", "padding of real models under each layout rule, for the report"),
+    "report": ("report", "main", "all results as one Markdown page"),
+    "speed": ("compare", "main", "tokens/s, CPU time, step parts and peak memory of all systems"),
+    "weights": (
+        "checkpoint",
+        "main_weights",
+        "loading and writing a model: bytes and memory, ours and torch's",
+    ),
+    "wrap": ("host", "main_wrap", "CPU time of fully_shard of a large model, and its growth"),
+    # One package each; they print tables.
+    "planner": ("packages", "main_planner", "layout-planner: time to plan real models, and padding"),
+    "placement": ("packages", "main_placement", "ragged-shard: host time of ops on ragged tensors"),
+    "buffer": ("packages", "main_buffer", "dbuffer: host time of moving a group, without the collective"),
+    "exchange": ("packages", "main_exchange", "dbuffer: large gathers and reductions by each transport"),
+    "optimizer": ("optimizers", "main", "block-optim: time of an AdamW step"),
+    "meshes": (
+        "optimizers",
+        "main_meshes",
+        "block-optim: whether the mesh decides the precision of 8-bit states",
+    ),
+    "one_device": (
+        "optimizers",
+        "main_one_device",
+        "block-optim: steps on plain tensors, torch's and torchao's too",
+    ),
+    "shampoo": ("optimizers", "main_shampoo", "block-optim: Shampoo's and SOAP's step and memory"),
+    "steps": ("steps", "main", "block-optim: steps of each optimizer to one loss, over ten seeds"),
+    "kernels": ("kernels", "main", "block-optim: what the Triton kernels compile to, without a GPU"),
+    "muon": ("muon", "main", "block-optim: Muon's step, Newton-Schulz, plans for large models"),
+}
 
 
 def main(arguments: list[str]) -> int:
-    """Hand the rest of the line to the command's module."""
+    """Run the command with the rest of the line; returns its exit code."""
     if not arguments or arguments[0] not in COMMANDS:
         width = max(map(len, COMMANDS))
         print("python -m bench COMMAND [--help]\n")
-        print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
+        print("\n".join(f"  {command:{width}}  {text}" for command, (*_, text) in COMMANDS.items()))
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
-    return run(arguments[0], arguments[1:])
+    module, function, _ = COMMANDS[arguments[0]]
+    command = getattr(importlib.import_module(f".{module}", __package__), function)
+    return command(arguments[1:]) or 0
 
 
 if __name__ == "__main__":

@@ -11,16 +11,8 @@ from pathlib import Path
 
 def main(checkout: str) -> int:
     packages = sorted(str(path.parent) for path in Path(checkout).glob("packages/*/pyproject.toml"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-build-isolation",
-        "--force-reinstall",
-    ]
-    return subprocess.run([*command, *packages], check=False).returncode
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--force-reinstall"]
+    return subprocess.run([*pip, *packages], check=False).returncode
 
 
 if __name__ == "__main__":

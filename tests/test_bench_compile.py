@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.counts import compile as compiled
+from bench import calls as compiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, on importing inductor

@@ -4,6 +4,7 @@ After a change that is meant to change them: `python -m bench counts --write-exp
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,11 +14,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.common import store
-from bench.common.ranks import fake_ranks
-from bench.counts import calls, counts, tally
-from bench.counts.step import outside
-from bench.times import wrap
+from bench import calls, counts, host, tally
+from bench.measure import fake_ranks
 
 from dbuffer.transport import transport_of
 
@@ -214,7 +212,7 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
     common = {"parameter_bytes": 10, "peak": 1, "floor": 1, "at_peak": {}, "each": {}}
     base = {**common, "ranks": 1, "parts": {"forward": part, "backward": part, "update": part}}
     found = {**common, "ranks": 8, "parts": {"forward": more, "backward": part, "update": part}}
-    beyond = outside(found, base)
+    beyond = counts.outside(found, base)
     assert beyond["calls"] == {"forward": 2, "backward": 0, "update": 0}
     assert beyond["copied"] == {"forward": 2, "backward": 0}
     assert beyond["ops"]["forward"] == {"b": 2}
@@ -236,18 +234,28 @@ def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_o
     )
 
 
-def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else():
-    with calls.Calls([Path(store.__file__).parent]) as here:
-        store.mib(0)
-        store.mib(1)
-        tally._kind_of("allreduce")
-    assert here.functions == {("common/store.py", "mib"): 2}
+def _file_of_act(path):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("def act(): pass")
+    return path
+
+
+def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else(tmp_path):
+    inside, outside_of_it = (
+        runpy.run_path(str(file))["act"]
+        for file in (_file_of_act(tmp_path / "inside" / "a.py"), _file_of_act(tmp_path / "b.py"))
+    )
+    with calls.Calls([tmp_path / "inside"]) as here:
+        inside()
+        inside()
+        outside_of_it()
+    assert here.functions == {("inside/a.py", "act"): 2}
     assert here.figures() == {"calls": 2, "functions": 1, "files": 1, "switches": 1}
 
 
 def test_wrapping_takes_as_many_calls_for_each_further_unit_however_many_there_are():
-    wrap.wrap("ours", 2)  # what is looked up once
-    few, twice, four_times = (wrap.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
+    host.wrap("ours", 2)  # what is looked up once
+    few, twice, four_times = (host.wrap("ours", layers, count=True)[1] for layers in (8, 16, 32))
     assert four_times - twice == 2 * (twice - few)
 
 

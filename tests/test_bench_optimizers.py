@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.optimizers import muon, steps
+from bench import muon, steps
 
 
 @pytest.mark.long
@@ -54,7 +54,7 @@ def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights
     found = muon.on_ranks(2, rounds=1)
     assert {system: figures[5] for system, figures in found.items()} == dict.fromkeys(muon.SYSTEMS, 0.0)
     ours, full = found[muon.OURS], found[muon.FULL]
-    assert full[3] == len(muon.shapes())
+    assert full[3] == len(muon.SHAPES)
     assert ours[3] < full[3]
     assert ours[4] == full[4] / 2
 

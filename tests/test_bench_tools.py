@@ -8,13 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.common import machine, store
-from bench.common.ranks import answer, launch
-from bench.gpu import run as gpu
-from bench.report import page
-from bench.systems.adapters import SYSTEMS
-from bench.systems.workloads import WORKLOADS, batch_of, describe
-from bench.times import host, rounds, speed
+from bench import compare, gpu, host, measure, report
+from bench.measure import answer, launch
+from bench.models import WORKLOADS, batch_of, describe
+from bench.systems import SYSTEMS
 
 from ragged_shard.testing import RankError, run_ranks
 
@@ -40,7 +37,9 @@ def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
         "steps": 1,
         "check_steps": 3,
     }
-    found = run_ranks(ranks, rounds.run, {**request, "options": {"block_policy": "rows:2"}}, timeout=200)[0]
+    found = run_ranks(ranks, compare.rounds, {**request, "options": {"block_policy": "rows:2"}}, timeout=200)[
+        0
+    ]
     assert found["skipped"] == {}
     assert found["losses"].pop("alone") != found["losses"]["ddp"]
     for name, losses in found["losses"].items():
@@ -49,26 +48,26 @@ def test_every_system_and_variant_gives_the_losses_of_ddp(ranks, workload):
 
 
 def test_a_system_whose_losses_differ_is_dropped_with_both_losses_in_the_reason():
-    differ = rounds.compare_losses({"ddp": [2.0, 1.0], "good": [2.0, 1.00001], "bad": [2.0, 1.1]}, 1e-4)
+    differ = compare.compare_losses({"ddp": [2.0, 1.0], "good": [2.0, 1.00001], "bad": [2.0, 1.1]}, 1e-4)
     assert list(differ) == ["bad"]
     assert "[2.0, 1.1]" in differ["bad"]
     assert "[2.0, 1.0]" in differ["bad"]
 
 
 def test_a_loss_that_is_not_a_number_is_a_difference():
-    assert "bad" in rounds.compare_losses({"ddp": [1.0], "bad": [math.nan]}, 1e-4)
+    assert "bad" in compare.compare_losses({"ddp": [1.0], "bad": [math.nan]}, 1e-4)
 
 
 def test_a_system_that_cannot_run_says_why():
-    request = {"workload": "tiny", "systems": ["fsdp2", "megatron-fsdp", "plain"], "rounds": 1, "steps": 1}
-    found = run_ranks(2, rounds.run, request, timeout=200)[0]
-    assert "CUDA" in found["skipped"]["megatron-fsdp"]
+    request = {"workload": "tiny", "systems": ["fsdp2", "fsdp1", "plain"], "rounds": 1, "steps": 1}
+    found = run_ranks(2, compare.rounds, {**request, "optimizer": "muon"}, timeout=200)[0]
+    assert "flat pieces of parameters to muon" in found["skipped"]["fsdp1"]
     assert "not distributed" in found["skipped"]["plain"]
 
 
 def test_after_its_time_no_further_round_begins():
     request = {"workload": "tiny", "systems": ["fsdp2"], "rounds": 5, "steps": 1, "seconds": 0.0}
-    assert len(run_ranks(2, rounds.run, request, timeout=200)[0]["samples"]["fsdp2"]) == 1
+    assert len(run_ranks(2, compare.rounds, request, timeout=200)[0]["samples"]["fsdp2"]) == 1
 
 
 def test_batches_differ_between_ranks_and_steps_and_not_between_calls():
@@ -88,7 +87,7 @@ def test_the_workloads_have_the_sizes_that_the_tables_name():
 def test_a_simulated_world_measures_the_same_steps_without_a_delay():
     request = {"workload": "tiny", "systems": ["plain", "ours", "fsdp2"], "rounds": 2, "steps": 1}
     request["simulate"] = {"ranks": 8, "bandwidth": 1e9, "latency": 1e-5}
-    found = run_ranks(1, answer, rounds.run, request, timeout=200)[0]
+    found = run_ranks(1, answer, compare.rounds, request, timeout=200)[0]
     assert found["ranks"] == 8
     assert found["skipped"] == {}
     assert {name: len(samples) for name, samples in found["free"].items()} == {
@@ -123,21 +122,21 @@ def raw_figures():
 
 
 def test_ratios_are_taken_within_a_round():
-    assert speed.summarise(raw_figures())["ours"]["wall_ratio_fsdp2"] == 2.0
+    assert compare.summarise(raw_figures())["ours"]["wall_ratio_fsdp2"] == 2.0
 
 
 def test_tokens_per_second_count_all_ranks():
     raw = raw_figures()
-    assert speed.summarise(raw)["ours"]["tokens_per_second"] == 2 * raw["workload"]["tokens_per_rank"] / 2.5
+    assert compare.summarise(raw)["ours"]["tokens_per_second"] == 2 * raw["workload"]["tokens_per_rank"] / 2.5
 
 
 def test_history_tracks_what_falls_when_things_get_better_and_leaves_a_busy_machine_out():
-    from bench.times.history import Speed
+    from bench.history import Speed
 
     raw = raw_figures()
     raw["samples"]["ddp"] = [sample(0.5), sample(2.0)]
     memory = {"ours": {"start": 123}}
-    quiet = {"dense": {**raw, "times": speed.summarise(raw), "memory": memory, "noise": []}}
+    quiet = {"dense": {**raw, "times": compare.summarise(raw), "memory": memory, "noise": []}}
     assert Speed().track_step_seconds(quiet, "dense", "ours") == 2.5
     assert Speed().track_step_of_ddp(quiet, "dense", "ours") == 2.0
     assert Speed().track_peak_rss_bytes(quiet, "dense", "ours") == 123
@@ -149,29 +148,29 @@ def test_history_tracks_what_falls_when_things_get_better_and_leaves_a_busy_mach
 def test_a_planted_slowdown_shows_in_the_ratio():
     raw = raw_figures()
     raw["samples"]["ours"] = [sample(3 * s["wall"]) for s in raw["samples"]["ours"]]
-    assert speed.summarise(raw)["ours"]["wall_ratio_fsdp2"] == pytest.approx(2 / 3)
+    assert compare.summarise(raw)["ours"]["wall_ratio_fsdp2"] == pytest.approx(2 / 3)
 
 
 def test_a_busy_machine_is_refused_with_each_reason(tmp_path, monkeypatch, capsys):
-    noise = machine.verdict(0.9, [1.0, 2.0, 3.0, 4.0, 5.0], [0.5, 0.5, 0.5])
+    noise = measure.verdict(0.9, [1.0, 2.0, 3.0, 4.0, 5.0], [0.5, 0.5, 0.5])
     assert len(noise) == 3
-    monkeypatch.setattr(store, "FOLDER", tmp_path)
-    assert store.record("x", {}, noise, keep_noisy=False) == store.TOO_BUSY != 0
+    monkeypatch.setattr(measure, "FOLDER", tmp_path)
+    assert measure.record("x", {}, noise, keep_noisy=False) == measure.TOO_BUSY != 0
     assert not list(tmp_path.iterdir())
     assert "nothing is recorded" in capsys.readouterr().err
-    assert store.record("x", {}, noise, keep_noisy=True) == 0
-    assert store.load_all("x", tmp_path)[0]["noise"] == noise
+    assert measure.record("x", {}, noise, keep_noisy=True) == 0
+    assert measure.load_all("x", tmp_path)[0]["noise"] == noise
 
 
 def test_a_quiet_machine_is_not_refused():
-    assert machine.verdict(0.02, [1.0, 1.01, 1.0, 1.02, 1.0], [0.01, 0.5, 0.0]) == []
+    assert measure.verdict(0.02, [1.0, 1.01, 1.0, 1.02, 1.0], [0.01, 0.5, 0.0]) == []
 
 
 @pytest.mark.long
 def test_a_worker_that_dies_is_an_error_with_its_cause():
     request = {"workload": "no such workload", "systems": [], "rounds": 1, "steps": 1}
     with pytest.raises(RankError, match="no such workload"):
-        launch(rounds.run, 1, request, timeout=100)
+        launch(compare.rounds, 1, request, timeout=100)
 
 
 def test_the_ratio_of_tiny_units_is_taken_within_a_round():
@@ -191,32 +190,24 @@ def results(tmp_path):
     """A results folder with one speed result and one table."""
     raw = raw_figures()
     memory = {name: {"start": 2**30, "steady": 2**29} for name in raw["samples"]}
-    store.save("speed-tiny-2", {**raw, "times": speed.summarise(raw), "memory": memory}, folder=tmp_path)
-    bars = [{"title": "t", "ticks": ["x"], "series": {"ours": [1.0]}}]
-    extra = {"title": "A table", "text": "About it.", "header": ["a", "b"], "rows": [["x", 1]], "bars": bars}
-    store.save("extra", {"tables": [extra]}, noise=["it rained"], folder=tmp_path)
+    measure.save("speed-tiny-2", {**raw, "times": compare.summarise(raw), "memory": memory}, folder=tmp_path)
+    extra = measure.table_of("A table", "About it.", "a; b", [["x", 1]])
+    measure.save("extra", {"tables": [extra]}, noise=["it rained"], folder=tmp_path)
     return tmp_path
 
 
 def test_the_report_has_every_section_of_the_results(results):
-    text = page.write(results).read_text()
+    text = report.write(results).read_text()
     for part in ("2.00", "it is tired", "A table", "it rained", SYSTEMS["fsdp2"].label):
         assert part in text
 
 
-@pytest.mark.long
-def test_figures_are_drawn_only_into_a_folder_that_is_asked_for(results):
-    pytest.importorskip("matplotlib")
-    page.write(results, results / "drawings")
-    assert sorted(path.name for path in results.rglob("*.svg")) == ["extra-0.svg", "speed.svg"]
-
-
 def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
     raw = raw_figures()
-    store.save("speed-tiny-2", {**raw, "times": speed.summarise(raw), "memory": {}}, folder=tmp_path)
+    measure.save("speed-tiny-2", {**raw, "times": compare.summarise(raw), "memory": {}}, folder=tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    page.put_into(readme, tmp_path)
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.put_into(readme, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -227,11 +218,11 @@ def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
 def test_a_readme_without_markers_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="bench summary"):
-        page.put_into(tmp_path / "README.md", tmp_path)
+        report.put_into(tmp_path / "README.md", tmp_path)
 
 
 def test_tables_align_numbers_to_the_right():
-    lines = store.table(["name", "value"], [["a", "1.5"], ["bcd", "20"]]).splitlines()
+    lines = measure.table(["name", "value"], [["a", "1.5"], ["bcd", "20"]]).splitlines()
     assert lines[1] == "| ---- | ----: |"
     assert lines[2] == "| a    |   1.5 |"
 
@@ -240,14 +231,14 @@ def test_tables_align_numbers_to_the_right():
 def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkeypatch):
     good = {"workload": "tiny", "systems": ["plain"], "rounds": 1, "steps": 1, "device": "cpu"}
     chosen = [
-        gpu.Piece("bad", rounds.run, 1, {**good, "workload": "none"}, 60),
-        gpu.Piece("good", rounds.run, 1, good, 60),
+        gpu.Piece("bad", compare.rounds, 1, {**good, "workload": "none"}, 60),
+        gpu.Piece("good", compare.rounds, 1, good, 60),
     ]
     monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
     found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
     assert "KeyError('none')" in found["pieces"]["bad"]["failed"]
     assert "plain" in found["pieces"]["good"]["times"]
-    content = {"machine": machine.describe(), "commit": None, "figures": found}
+    content = {"machine": measure.describe(), "commit": None, "figures": found}
     found["tables"] = gpu.report_tables(content)
     text = gpu.summary(content)
     assert "DRY RUN" in text

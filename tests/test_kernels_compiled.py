@@ -6,8 +6,8 @@ Each compilation takes seconds, so these are representatives; `python -m bench k
 import importlib.util
 
 import pytest
-from bench.optimizers import kernels
-from bench.optimizers.kernels import ARCHITECTURES, CASES
+from bench import kernels
+from bench.kernels import ARCHITECTURES, CASES
 
 pytestmark = [
     pytest.mark.long,

@@ -52,21 +52,17 @@ def outcome(name: str, bench: Bench) -> Result:
 
 
 def row(result: Result) -> str:
-    """A case as a row of the table."""
+    """A case as a row of the table; the middle of a long line is left out."""
     outcome = "finished" if result.finished else "ended with an error"
     if result.wrong:
         outcome = f"**wrong**: {result.wrong}"
-    valid = f"{result.valid[0]} of {result.valid[1]}"
-    line = shortened(result.line).replace("|", "\\|")
-    return (
-        f"| {result.case} | {outcome} | {result.seconds:.0f} | {result.distance:.0e} | {valid} "
-        f"| {f'`{line}`' if line else ''} |"
+    line = result.line if len(result.line) <= 150 else f"{result.line[:75]} ... {result.line[-75:]}"
+    line = "`" + line.replace("|", "\\|") + "`" if line else ""
+    seconds, valid = (
+        f"{result.seconds:.0f} | {result.distance:.0e}",
+        f"{result.valid[0]} of {result.valid[1]}",
     )
-
-
-def shortened(line: str, most: int = 150) -> str:
-    """A long line without its middle: where it happened is in front, who was missing at the end."""
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+    return f"| {result.case} | {outcome} | {seconds} | {valid} | {line} |"
 
 
 def write(page: Path, results: list[Result]) -> None:

@@ -17,11 +17,8 @@ from pathlib import Path
 
 from .hosts import SHARED, Host, Hosts, Process, wait_until
 
-STEPS = 40
-TIMEOUT = 20.0  # --timeout of the runs
-LATE = 5.0  # --late
-_PATIENCE = 240.0  # seconds for a launch
-_START = 90.0  # for its first steps: two processes import torch, one after the other
+STEPS, TIMEOUT, LATE = 40, 20.0, 5.0  # of the runs
+_PATIENCE, _START = 240.0, 90.0  # seconds for a launch, and for its first steps, which import torch
 _SETTLED = 1e-4  # relative distance of two curves that are the same
 _FAKETIME = {"LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1", "FAKETIME": "+3600"}
 # torch 2.13 does not tell a host that joins a later round where the ranks' store is if it is shared
@@ -32,16 +29,10 @@ _REPORT = re.compile(r"fsdp-train: rank \d+ \(\w+\) has ")  # the watchdog's rep
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a case.
+    """Outcome of a case: seconds from the fault to the end of the last rank, distance of the curve from one process's.
 
-    Attributes:
-        case: its name.
-        finished: whether training came to its last step; else it ended with an error.
-        seconds: from the fault, or the start where there is none, to the end of the last rank.
-        distance: of the curve from one process's, relative, over all steps.
-        line: the error, or the report of the watchdog; "" if none was printed.
-        valid: checkpoints that `fsdp-train verify` found as written, of how many.
-        wrong: what is not as it should be, or "".
+    `line` is the error, or else a report of the watchdog; `valid` are checkpoints as written, of how many; `wrong` is
+    "" if all is as it should be.
     """
 
     case: str
@@ -54,12 +45,7 @@ class Result:
 
 
 class Bench:
-    """A shared folder with text to train on, the curve of one process, and ways to start runs.
-
-    Args:
-        folder: an empty one.
-        reference: losses of one process by step, from `one_process`.
-    """
+    """A shared, at first empty folder with text to train on, the losses of one process, and a way to start runs."""
 
     def __init__(self, folder: Path, reference: dict[int, float]) -> None:
         self.folder, self.run, self.reference = folder, folder / "run", reference
@@ -70,12 +56,11 @@ class Bench:
         variables: Callable[[Host], dict[str, str]] = lambda host: {},
     ) -> dict[Host, Process]:  # fmt: skip
         """Start torchrun on hosts; the first one serves the rendezvous."""
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "alpha:29400", "--rdzv-id", run_id]
-        size = f"--nnodes {nodes or len(hosts)} --nproc-per-node 2 --max-restarts {restarts}".split()
-        saved = ["--save-every", "10", "--keep", "9", "--out", str(SHARED / "run")]
-        times = ["--timeout", f"{TIMEOUT:g}", "--late", f"{LATE:g}"]
-        program = ["-m", "fsdp_runtime.train", *options(SHARED / "text", *saved, *times, *more)]
-        command = [sys.executable, "-m", "torch.distributed.run", *meeting, *size, *program]
+        launch = f"--rdzv-backend c10d --rdzv-endpoint alpha:29400 --rdzv-id {run_id} --nproc-per-node 2"
+        launch += f" --nnodes {nodes or len(hosts)} --max-restarts {restarts} -m fsdp_runtime.train"
+        saved = f"--save-every 10 --keep 9 --out {SHARED / 'run'} --timeout {TIMEOUT:g} --late {LATE:g}"
+        program = [*launch.split(), *options(SHARED / "text", *saved.split(), *more)]
+        command = [sys.executable, "-m", "torch.distributed.run", *program]
         return {
             host: host.start(command, self._log(host), {"OMP_NUM_THREADS": "1", **variables(host)})
             for host in hosts
@@ -84,22 +69,23 @@ class Bench:
     def _log(self, host: Host) -> Path:
         return self.folder / f"{host.name}.log"
 
+    def _text(self, host: Host) -> str:
+        return self._log(host).read_text(errors="replace")
+
     def reach(self, step: int) -> None:
         """Wait until rank 0 has written the figures of a step."""
         wait_until(_START, lambda: len(losses(self.run)) >= step, f"step {step}")
 
-    def wait(
-        self, running: dict[Host, Process], seconds: float = _PATIENCE, *, torchrun: bool = False
-    ) -> str:
+    def wait(self, running: dict[Host, Process], seconds: float = _PATIENCE, torchrun: bool = False) -> str:
         """Wait until no rank is left; return "", or the problem if some are. `torchrun`: wait for it too."""
 
-        def over(host: Host) -> bool:
+        def ended(host: Host) -> bool:
             # torchrun may stay for minutes after its ranks, where its store is cut off.
-            failed = not torchrun and bool(errors(self._log(host).read_text(errors="replace")))
+            failed = not torchrun and bool(errors(self._text(host)))
             return running[host].poll() is not None or (failed and not ranks_of(host))
 
         try:
-            wait_until(seconds, lambda: all(map(over, running)), "end of all ranks")
+            wait_until(seconds, lambda: all(map(ended, running)), "end of all ranks")
         except TimeoutError as error:
             return str(error)
         return ""
@@ -108,7 +94,7 @@ class Bench:
         self, case: str, begin: float, hosts: Sequence[Host], expected: str = "", wrong: str = ""
     ) -> Result:
         """Outcome of a case. `expected`: a pattern of the error; "" if training must finish."""
-        curve, log = losses(self.run), "".join(self._log(h).read_text(errors="replace") for h in hosts)
+        curve, log = losses(self.run), "".join(map(self._text, hosts))
         shared = curve.keys() & self.reference.keys()
         distance = max((abs(curve[n] / self.reference[n] - 1) for n in shared), default=0.0)
         finished, valid = len(curve) == STEPS, self._verified()
@@ -120,9 +106,9 @@ class Bench:
             f"training did not finish: {(matching or ['no error'])[0]}": not expected and not finished,
         }
         wrong = wrong or "; ".join(problem for problem, holds in problems.items() if holds)
-        reports = [line for line in _LINE.findall(log) if _REPORT.match(line)]
-        line = (matching or reports or [""])[0].removeprefix("fsdp-train: ")
-        return Result(case, finished, time.monotonic() - begin, distance, line, valid, wrong)
+        line = (matching or list(filter(_REPORT.match, _LINE.findall(log))) or [""])[0]
+        seconds = time.monotonic() - begin
+        return Result(case, finished, seconds, distance, line.removeprefix("fsdp-train: "), valid, wrong)
 
     def _verified(self) -> tuple[int, int]:
         command = [sys.executable, "-m", "fsdp_runtime.train", "verify", str(self.run)]
@@ -133,15 +119,14 @@ class Bench:
 
 def options(text: Path, *more: str) -> list[str]:
     """Arguments of `fsdp-train`."""
-    model = "--preset tiny --seq-len 32 --batch 12 --optimizer torch-adamw --device cpu --no-plot"
-    times = f"--steps {STEPS} --warmup 2 --eval-every 0"
-    return [*model.split(), *times.split(), "--data", str(text), *more]
+    fixed = "--preset tiny --seq-len 32 --batch 12 --optimizer torch-adamw --device cpu --no-plot"
+    return [*f"{fixed} --steps {STEPS} --warmup 2 --eval-every 0 --data {text}".split(), *more]
 
 
 def one_process(folder: Path) -> dict[int, float]:
     """Train in one process, in an empty folder; returns the losses by step."""
     write_text(folder / "text")
-    where = ["--ranks", "1", "--system", "one", "--save-every", "0", "--out", str(folder / "run")]
+    where = f"--ranks 1 --system one --save-every 0 --out {folder / 'run'}".split()
     command = [sys.executable, "-m", "fsdp_runtime.train", *options(folder / "text", *where)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return losses(folder / "run")
@@ -218,44 +203,35 @@ def clocks_apart(case: str, bench: Bench) -> Result:
         return bench.result(case, begin, hosts, wrong=wrong)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault of the second of two hosts while they train.
+def fault(
+    step: int, begin: Callable[[Host], None], expected: str = "", most: float = _PATIENCE, *,
+    lasts: float = 0.0, end: Callable[[Host], None] = lambda host: None, restarts: int = 0,
+) -> Callable[[str, Bench], Result]:  # fmt: skip
+    """A case: a fault of the second of two hosts while they train.
 
-    Attributes:
+    Args:
         step: step from which it happens.
-        begin: what happens.
+        begin: causes it.
         expected: pattern of the error; "" if training is to finish.
         most: seconds within which all ranks must end.
         lasts: seconds until `end`; 0 if the fault stays.
-        end: how it ends.
+        end: ends it.
         restarts: how often torchrun starts all ranks again.
     """
 
-    step: int
-    begin: Callable[[Host], None]
-    expected: str = ""
-    most: float = _PATIENCE
-    lasts: float = 0.0
-    end: Callable[[Host], None] = lambda host: None
-    restarts: int = 0
-
-    def happen(self, case: str, bench: Bench) -> Result:
-        """Train, let it happen, and wait for the ranks."""
+    def run(case: str, bench: Bench) -> Result:
         with Hosts(("alpha", "beta"), bench.folder) as hosts:
-            running = bench.start(hosts, restarts=self.restarts)
-            bench.reach(self.step)
-            begin = time.monotonic()
-            self.begin(hosts[1])
-            if self.lasts:
-                time.sleep(self.lasts)
-                self.end(hosts[1])
-            wrong = bench.wait(running, self.most, torchrun=self.restarts > 0)
-            return bench.result(case, begin, hosts, self.expected, wrong)
+            running = bench.start(hosts, restarts=restarts)
+            bench.reach(step)
+            began = time.monotonic()
+            begin(hosts[1])
+            if lasts:
+                time.sleep(lasts)
+                end(hosts[1])
+            wrong = bench.wait(running, most, torchrun=restarts > 0)
+            return bench.result(case, began, hosts, expected, wrong)
 
-
-def _lost(*hosts: str) -> str:
-    return rf"rank \d \((?:{'|'.join(hosts)})\): .*(?:all_(?:gather|reduce)|reduce_scatter)"
+    return run
 
 
 def _link(**change: float) -> Callable[[Host], None]:
@@ -270,24 +246,24 @@ def _fill_disk(host: Host) -> None:
     host.run("mount", "-t", "tmpfs", "-o", "size=64k", "none", str(SHARED / "run" / "checkpoints"))
 
 
-_FROZEN = rf"{_lost('alpha')}.*ranks 2, 3 \(beta\)"
+def _kill_a_rank(host: Host) -> None:
+    os.kill(ranks_of(host)[3], signal.SIGKILL)
+
+
+_LOST = r"rank \d \((?:%s)\): .*(?:all_(?:gather|reduce)|reduce_scatter)"
+_FROZEN = rf"{_LOST % 'alpha'}.*ranks 2, 3 \(beta\)"
 _FULL = r"cannot save .*rank [23] \(beta\): No space left on device"
 _STOP, _GO = _signal(signal.SIGSTOP), _signal(signal.SIGCONT)
-FAULTS = {
-    "link of a host down": Fault(22, _link(down=True), _lost("alpha", "beta"), 2 * TIMEOUT + 20),
-    "link of a host down for 8 s": Fault(22, _link(down=True), lasts=8, end=_link(down=False)),
-    "200 ms delay": Fault(34, _link(delay=0.2)),
-    "5 % loss": Fault(22, _link(loss=0.05)),
-    "1 Mbit/s": Fault(34, _link(rate=1e6)),
-    "host frozen for 8 s": Fault(22, _STOP, lasts=8, end=_GO),
-    "host frozen for 35 s": Fault(22, _STOP, _FROZEN, 2 * TIMEOUT + 20, lasts=35, end=_GO),
-    "full disk on a host": Fault(12, _fill_disk, _FULL, 2 * TIMEOUT),
-    "rank killed, started again by torchrun": Fault(
-        22, lambda host: os.kill(ranks_of(host)[3], signal.SIGKILL), restarts=3
-    ),
-}
 _RUNS = {
-    **{case: fault.happen for case, fault in FAULTS.items()},
+    "link of a host down": fault(22, _link(down=True), _LOST % "alpha|beta", 2 * TIMEOUT + 20),
+    "link of a host down for 8 s": fault(22, _link(down=True), lasts=8, end=_link(down=False)),
+    "200 ms delay": fault(34, _link(delay=0.2)),
+    "5 % loss": fault(22, _link(loss=0.05)),
+    "1 Mbit/s": fault(34, _link(rate=1e6)),
+    "host frozen for 8 s": fault(22, _STOP, lasts=8, end=_GO),
+    "host frozen for 35 s": fault(22, _STOP, _FROZEN, 2 * TIMEOUT + 20, lasts=35, end=_GO),
+    "full disk on a host": fault(12, _fill_disk, _FULL, 2 * TIMEOUT),
+    "rank killed, started again by torchrun": fault(22, _kill_a_rank, restarts=3),
     "2 hosts, resumed on 3, then on 1": train_and_move,
     "host killed, another one joined": power_cut,
     "clocks an hour apart": clocks_apart,

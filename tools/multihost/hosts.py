@@ -23,6 +23,7 @@ from pathlib import Path
 Process = subprocess.Popen[bytes]
 
 SHARED = Path("/mnt/shared")
+_SPACES = "--net --uts --mount --pid"
 _NEEDED = ("ip", "unshare", "nsenter", "mount", "setpriv")
 _SET_UP = """
 set -e
@@ -45,8 +46,8 @@ def obstacle() -> str:
         return f"{', '.join(missing)} not installed"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "no /dev/net/tun, or not allowed to open it"
-    command = "unshare --net --uts --mount --pid --fork mount -t tmpfs none /mnt"
-    tried = subprocess.run(command.split(), capture_output=True, text=True)
+    command = f"unshare {_SPACES} --fork mount -t tmpfs none /mnt".split()
+    tried = subprocess.run(command, capture_output=True, text=True)
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -61,24 +62,13 @@ class Host:
     def __init__(self, name: str, port: int, names: Path, shared: Path, switch: Process) -> None:
         self.name, self._port, self._switch = name, port, switch
         # setpriv ends it with the process that started it, however that ends.
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--fork",
-        ]
-        command += ["--kill-child", "--mount-proc", "sh", "-c", _SET_UP, name, str(shared), str(names)]
-        self._holder = _start(command, stdin=subprocess.DEVNULL)
+        command = f"setpriv --pdeathsig KILL unshare {_SPACES} --fork --kill-child --mount-proc sh -c".split()
+        self._holder = _start([*command, _SET_UP, name, str(shared), str(names)], stdin=subprocess.DEVNULL)
         self._started = [self._holder]
         try:
             children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
             self._init = int(_when_ready(self._holder, children.read_text))
-            self._enter = f"nsenter --target {self._init} --net --uts --mount --pid".split()
+            self._enter = f"nsenter --target {self._init} {_SPACES}".split()
             move = f"ip link set tap{port} address 02:00:00:00:00:{port:02x} netns {self._init}"
             _run([*f"nsenter --target {switch.pid} --net".split(), *move.split()])
             for line in (

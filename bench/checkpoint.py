@@ -1,0 +1,321 @@
+"""Checkpoints of model and optimizer, and weights in and out of a large model, compared with torch's ways.
+
+python -m bench checkpoint     torch.distributed.checkpoint, save and load in turns; writes results/checkpoint.json
+python -m bench weights [--parameters 1e9] [--ranks 2 4] [--dtype bfloat16]
+
+Checkpoints: each rank writes its part into one folder (in memory, /dev/shm, where there is one, so that no disk is
+measured) and loads it back into the same world.
+
+Weights: random ones of a Llama-like model are written to a temporary folder. Each way loads them into a model on meta,
+sharded over new gloo ranks, and writes the full model again. Memory is a rank's rise, without pages of files, looked
+at every few milliseconds: the most of any rank, and rank 0's. The shard counts.
+"""
+
+import importlib
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .compare import Clock, build_all, noise_of
+from .measure import (
+    CpuTimes,
+    busy_share,
+    in_turns,
+    launch,
+    memory_field,
+    mib,
+    parser_of,
+    print_tables,
+    record,
+    spread,
+    table,
+    table_of,
+)
+from .systems import SYSTEMS, Job, Trainer
+
+COMPARED = ["ddp", "ours", "fsdp2"]
+LOAD = {
+    "ours": "load_safetensors",
+    "ours, from rank 0": "set_full_state_dict(rank0_only=True)",
+    "torch, from rank 0": "set_model_state_dict(broadcast_from_rank0=True)",
+    "torch, by all ranks": "distribute_tensor of each tensor",
+}
+SAVE = {
+    "ours": "save_safetensors",
+    "torch, from rank 0": "get_model_state_dict(full, cpu_offload) and save_file",
+}
+WIDTH, INNER = 2048, 5632
+MIB = 1 << 20
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: build, train a little, then save and load in turns."""
+    import torch.distributed as dist
+
+    job = Job.of(request)
+    trainers, skipped = build_all(request["systems"], job)
+    clock = Clock(job)
+    for trainer in trainers.values():
+        clock.mean_losses(trainer, 2)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+    sizes: dict[str, int] = {}
+    calibration = []
+    for names in in_turns(list(trainers), request["rounds"]):
+        calibration.append(clock.calibrate())
+        for name in names:
+            times, sizes[name] = _round_trip(trainers[name], clock)
+            samples[name].append(times)
+    about = {
+        "workload": job.workload.name,
+        "ranks": dist.get_world_size(),
+        "bytes": sizes,
+        "skipped": skipped,
+    }
+    return {**about, "samples": samples, "calibration": calibration}
+
+
+def _round_trip(trainer: Trainer, clock: Clock) -> tuple[dict[str, float], int]:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder = [tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)]
+    dist.broadcast_object_list(folder)
+    try:
+        dist.barrier()
+        before, cpu, start = CpuTimes.now(), time.process_time(), time.perf_counter()
+        model, optimizer = get_state_dict(trainer.module, trainer.optimizers)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        dist.barrier()
+        saved = time.perf_counter()
+        model, optimizer = get_state_dict(trainer.module, trainer.optimizers)
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        set_state_dict(trainer.module, trainer.optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        dist.barrier()
+        loaded, foreign = time.perf_counter(), before.foreign(clock.sum(time.process_time() - cpu))
+        size = sum(path.stat().st_size for path in Path(folder[0]).rglob("*") if path.is_file())
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0], ignore_errors=True)
+    return {"save": saved - start, "load": loaded - saved, "foreign": foreign}, size
+
+
+def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's table."""
+    rows = []
+    for name, times in raw["samples"].items():
+        save, load = (1e3 * statistics.median(s[key] for s in times) for key in ("save", "load"))
+        varied = spread([s["save"] for s in times])
+        rows.append(
+            [SYSTEMS[name].label, f"{save:.0f}", f"{load:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
+        )
+    text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state. "
+    text += " ".join(f"{SYSTEMS[n].label} is missing: {why}." for n, why in raw["skipped"].items())
+    return [table_of("Checkpoints", text, "system; save ms; load ms; MiB on disk; spread", rows)]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, record."""
+    parser = parser_of("checkpoint", __doc__, timed=True)
+    parser.add_argument("--workload", default="dense")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    before = busy_share()
+    request = {"workload": options.workload, "systems": COMPARED, "rounds": options.rounds}
+    raw = launch(run, options.ranks, request)
+    raw["tables"] = print_tables(tables(raw))
+    return record("checkpoint", raw, noise_of(before, raw), options.keep_noisy)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _shapes(parameters: float) -> dict[str, tuple[int, int]]:
+    layer = dict.fromkeys("qkvo", (WIDTH, WIDTH))
+    layer |= {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    embedding = 2 * 32000 * WIDTH
+    count = max(1, round((parameters - embedding) / sum(a * b for a, b in layer.values())))
+    shapes = {f"layers.{i}.{name}": shape for i in range(count) for name, shape in layer.items()}
+    return {"embed": (32000, WIDTH), **shapes, "head": (32000, WIDTH)}
+
+
+def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
+    """Write a file for each gigabyte or so; returns the bytes of all tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    total, batch, number = 0, dict[str, Any](), 0
+    for name, shape in shapes.items():
+        batch[name] = torch.randn(shape, dtype=getattr(torch, dtype))
+        total += batch[name].nbytes
+        if sum(t.nbytes for t in batch.values()) > 1e9 or name == "head":
+            save_file(batch, folder / f"part-{number}.safetensors")
+            batch, number = {}, number + 1
+    return total
+
+
+def _model(shapes: dict[str, tuple[int, int]], dtype: str, fully_shard: Callable[..., Any]) -> Any:
+    """A model on meta, sharded layer by layer."""
+    import torch
+    from torch import nn
+
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList()
+    for name, shape in shapes.items():
+        param = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        if not name.startswith("layers."):
+            setattr(model, name, param)
+            continue
+        _, index, inner = name.split(".")
+        if int(index) == len(model.layers):
+            model.layers.append(nn.Module())
+        setattr(model.layers[int(index)], inner, param)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+class Peak:
+    """Looks at this process's memory, without pages of files, from another thread."""
+
+    def __init__(self) -> None:
+        self._before = self._peak = self._memory()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.003):
+            self._peak = max(self._peak, self._memory())
+
+    def end(self) -> int:
+        """The largest rise since the start, in bytes."""
+        self._ended.set()
+        self._thread.join()
+        return max(self._peak, self._memory()) - self._before
+
+    @staticmethod
+    def _memory() -> int:
+        return memory_field("status", "RssAnon", "RssShmem")
+
+
+def run_weights(request: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: load in one way, then save; bytes and memory of all ranks."""
+    import torch.distributed as dist
+
+    ours = request["way"].startswith("ours")
+    folder, shapes = Path(request["folder"]), request["shapes"]
+    shard: Any = importlib.import_module("fsdp_runtime" if ours else "torch.distributed.fsdp").fully_shard
+    model = _model(shapes, request["dtype"], shard)
+    results = {}
+    for action, act in (("load", _load), ("save", _save)):
+        dist.barrier()
+        began, peak = time.perf_counter(), Peak()
+        read = act(request["way"], model, folder)
+        own = {"peak": peak.end(), "read": read, "seconds": time.perf_counter() - began}
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        results[action] = every
+    return results
+
+
+def _load(way: str, model: Any, folder: Path) -> int:
+    """Load; the bytes of files that this rank used."""
+    import torch
+    import torch.distributed as dist
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.tensor import distribute_tensor
+
+    from fsdp_runtime import load_safetensors, set_full_state_dict
+
+    if way == "ours":
+        return load_safetensors(model, folder).bytes_read
+    state: dict[str, Any] = {}
+    if way.endswith("from rank 0"):
+        if dist.get_rank() == 0:
+            for file in sorted(folder.glob("part-*")):
+                state.update(load_file(file))
+        read = sum(tensor.nbytes for tensor in state.values())
+        if way.startswith("ours"):
+            set_full_state_dict(model, state, rank0_only=True)
+        else:
+            model.to_empty(device="cpu")
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, state, options=options)
+        return read
+    model.to_empty(device="cpu")
+    params, read = dict(model.named_parameters()), 0
+    for file in sorted(folder.glob("part-*")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                whole = opened.get_tensor(name)
+                read += whole.nbytes
+                with torch.no_grad():
+                    placed = distribute_tensor(whole, params[name].device_mesh, params[name].placements)
+                    params[name].copy_(placed)
+    return read
+
+
+def _save(way: str, model: Any, folder: Path) -> int:
+    """Write the full model; the bytes read, which are none."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from fsdp_runtime import save_safetensors
+
+    target = folder / "saved"
+    if way.startswith("ours"):
+        save_safetensors(model, target, bucket_bytes=256 * MIB, max_file_bytes=512 * MIB)
+        return 0
+    target.mkdir(exist_ok=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        save_file(state, target / "model.safetensors")
+    return 0
+
+
+def main_weights(arguments: list[str]) -> int:
+    """Print the tables."""
+    parser = parser_of(
+        "weights", "Weights in and out of a model of a billion parameters: bytes and peak memory."
+    )
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args(arguments)
+    shapes = _shapes(options.parameters)
+    rows: dict[str, list[list[Any]]] = {"load": [], "save": []}
+    with tempfile.TemporaryDirectory() as folder:
+        total = _write(Path(folder), shapes, options.dtype)
+        count = sum(a * b for a, b in shapes.values())
+        print(f"{count / 1e9:.3f}B parameters in {options.dtype}: {mib(total)} MiB in files")
+        for ranks in options.ranks:
+            for way in LOAD:
+                request = {"way": way, "folder": folder, "shapes": shapes, "dtype": options.dtype}
+                results = launch(run_weights, ranks, request)
+                for action, names in (("load", LOAD), ("save", SAVE)):
+                    if way in names:
+                        every = results[action]
+                        most = max(result["peak"] for result in every)
+                        cells = [mib(most), mib(every[0]["peak"]), f"{most / total:.2f}"]
+                        cells.append(f"{max(result['seconds'] for result in every):.1f}")
+                        read = f"{sum(result['read'] for result in every) / total:.3f}"
+                        rows[action].append(
+                            [ranks, names[way], *([read] if action == "load" else []), *cells]
+                        )
+    heads = ["peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
+    print(table(["ranks", "way", "read / file", *heads], rows["load"]))
+    print(f"\n{table(['ranks', 'way', *heads], rows['save'])}")
+    return 0

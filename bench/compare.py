@@ -1,0 +1,384 @@
+"""Tokens/s, step time and its parts, CPU seconds and peak memory of all systems on the same work.
+
+python -m bench speed [--workload dense] [--ranks 2] ...      table; writes results/speed-WORKLOAD-RANKS.json
+python -m bench ablation                                      the same step without one idea; results/ablation.json
+
+"Alone" is the same model on each rank without communication: the limit of what any system can reach.
+
+Times: one launch, every system built in the same ranks from the same weights, in alternating rounds. Losses are
+compared first; a system whose losses differ is dropped and reported. Ratios are taken within a round and the median
+over rounds is reported, so that a slow minute hits all systems equally. Memory: one launch for each system, since a
+process's peak cannot be divided among systems. Exit code 3, and nothing written, if the machine was too busy.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import counts, measure
+from .measure import fake_ranks, in_turns, launch, mib, parser_of, print_tables, record, table, table_of
+from .models import WORKLOADS, batch_of, describe
+from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, why_not
+
+OURS = ["ours", "ours-peer-memory", "ours-collectives"]
+ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed"]
+PEERS = ("alone", "ddp", "fsdp2")  # ratios are taken to these
+PARTS = ("forward", "backward", "update")
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+LAYOUT = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm", "fsdp2"]
+OPTIMIZER = ["ours", "ours-gathering"]
+BLOCKS = {"block_policy": "rows:32"}
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+def build_all(names: list[str], job: Job) -> tuple[dict[str, Trainer], dict[str, str]]:
+    """Trainers by name, and the reasons why others are missing."""
+    trainers, skipped = {}, {}
+    for name in names:
+        if reason := why_not(name, job):
+            skipped[name] = reason
+            continue
+        try:
+            trainers[name] = build(name, job)
+        except Exception as error:  # a peer that does not work here must not cost the others their figures
+            skipped[name] = f"{type(error).__name__}: {error}"
+    return trainers, skipped
+
+
+class Clock:
+    """Steps a trainer and times it. Each system sees the same sequence of batches."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._began = time.perf_counter()
+        self._steps: dict[str, int] = {}
+
+    def batch(self, trainer: Trainer) -> Any:
+        """The next batch of this rank for this system."""
+        import torch.distributed as dist
+
+        step = self._steps.get(trainer.name, 0)
+        self._steps[trainer.name] = step + 1
+        return batch_of(self.job.workload, step, dist.get_rank(), self.job.device)
+
+    def elapsed(self) -> float:
+        """Seconds since the start by rank 0's clock; the same on all ranks."""
+        import torch.distributed as dist
+
+        return self.sum(time.perf_counter() - self._began if dist.get_rank() == 0 else 0.0)
+
+    def calibrate(self) -> float:
+        """Rank 0's fixed loop while the others wait: four ranks on two cores would only measure each other."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        seconds = measure.calibrate() if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        return seconds
+
+    def mean_losses(self, trainer: Trainer, steps: int) -> list[float]:
+        """The loss of each of some steps, averaged over ranks."""
+        import torch.distributed as dist
+
+        return [self.sum(trainer.step(self.batch(trainer))) / dist.get_world_size() for _ in range(steps)]
+
+    def measure(self, trainer: Trainer, steps: int) -> dict[str, float]:
+        """Seconds of a step: wall, CPU of this rank and the three parts; and others' share of the CPUs."""
+        import torch.distributed as dist
+
+        batches = [self.batch(trainer) for _ in range(steps)]
+        parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._now()
+        dist.barrier()
+        before, cpu, start = measure.CpuTimes.now(), time.process_time(), time.perf_counter()
+        for batch in batches:
+            marks = [time.perf_counter()]
+            loss = trainer.forward(batch)
+            marks.append(self._now())
+            trainer.backward(loss)
+            marks.append(self._now())
+            trainer.update()
+            marks.append(self._now())
+            for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
+                parts[part].append(end - begin)
+        dist.barrier()
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        means = {name: statistics.mean(values) for name, values in parts.items()}
+        return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": before.foreign(self.sum(cpu))}
+
+    def _now(self) -> float:
+        if self.job.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def sum(self, value: float) -> float:
+        """The sum over ranks."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
+        dist.all_reduce(total)
+        return float(total)
+
+
+def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
+    """Build all systems, compare their losses, and measure them in turns; raw samples of rank 0.
+
+    Walls are taken between barriers, so they are the slowest rank's. In a simulated world each measurement is repeated
+    with a network that takes no time, which shows exposed communication; losses mean nothing there.
+    """
+    import torch.distributed as dist
+
+    job = Job.of(request)
+    trainers, skipped = build_all(request["systems"], job)
+    clock = Clock(job)
+    check_steps = request.get("check_steps", 3)
+    losses = {name: clock.mean_losses(trainer, check_steps) for name, trainer in trainers.items()}
+    if simulation is None:
+        compared = {name: curve for name, curve in losses.items() if SYSTEMS[name].communicates}
+        differ = compare_losses(compared, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
+        skipped.update(differ)
+        for name in differ:
+            del trainers[name]
+    if not trainers:
+        raise RuntimeError(f"no system is left to measure: {skipped}")
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+    free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+    calibration: list[float] = []
+    for names in in_turns(list(trainers), request["rounds"]):
+        if calibration and clock.elapsed() > request.get("seconds", float("inf")):
+            break
+        calibration.append(clock.calibrate())
+        for name in names:
+            samples[name].append(clock.measure(trainers[name], request["steps"]))
+            if simulation is not None:
+                with no_delay(simulation):
+                    free[name].append(clock.measure(trainers[name], request["steps"]))
+    about = {"ranks": dist.get_world_size(), "simulate": request.get("simulate"), "device": job.device}
+    about |= {"optimizer": job.optimizer, "precision": job.precision, "workload": describe(job.workload)}
+    measured = {"samples": samples, "free": free, "calibration": calibration}
+    return {**about, "losses": losses, "skipped": skipped, **measured}
+
+
+@contextmanager
+def no_delay(simulation: Any) -> Iterator[None]:
+    """A simulated network that takes no time: a step without waiting for it."""
+    from ragged_shard.testing import Network
+
+    network, simulation.network = simulation.network, Network()
+    try:
+        yield
+    finally:
+        simulation.network = network
+
+
+def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str, str]:
+    """Systems whose losses differ from the first one's by more than `tolerance` of the loss, and how."""
+    differ = {}
+    reference, expected = next(iter(losses.items()), ("", []))
+    for name, curve in losses.items():
+        gap = max(abs(a - b) / abs(b) for a, b in zip(curve, expected, strict=True))
+        if not gap <= tolerance:
+            differ[name] = f"its losses {curve} differ from {reference}'s {expected}"
+    return differ
+
+
+def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
+    """Peak resident memory of one system alone in new processes, in bytes, the most of any rank: `start`.
+
+    Building and wrapping the model count. On CUDA also the most that torch's allocator reserved and allocated.
+    """
+    import torch
+    import torch.distributed as dist
+
+    job = Job.of(request)
+    if reason := why_not(request["system"], job):
+        return {"skipped": reason}
+    trainer = build(request["system"], job)
+    loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
+    rss = {"start": measure.memory_field("status", "VmHWM")}
+    if job.device == "cuda":
+        rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
+        rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
+    values = torch.tensor(list(rss.values()), dtype=torch.float64, device=job.device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return {"loss": loss, **{name: int(value) for name, value in zip(rss, values, strict=True)}}
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(
+    workload: str,
+    ranks: int,
+    *,
+    systems: list[str],
+    num_rounds: int = 8,
+    steps: int = 2,
+    seconds: float = float("inf"),
+    memory: bool = True,
+    **job: Any,
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures of one workload, and reasons not to trust their times."""
+    before = measure.busy_share()
+    request = {"workload": workload, "systems": systems, "rounds": num_rounds, "steps": steps, **job}
+    raw = launch(rounds, ranks, {**request, "seconds": seconds})
+    noise = noise_of(before, raw)
+    figures = {**raw, "times": summarise(raw), "memory": {}}
+    if memory:
+        for name in raw["samples"]:
+            request = {"workload": workload, "system": name, **job}
+            figures["memory"][name] = launch(footprint, ranks, request)
+    return figures, noise
+
+
+def noise_of(before: float, *raws: dict[str, Any]) -> list[str]:
+    """Reasons not to trust the times of some launches."""
+    foreign = [s["foreign"] for raw in raws for samples in raw["samples"].values() for s in samples]
+    return measure.verdict(before, [c for raw in raws for c in raw["calibration"]], foreign)
+
+
+def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Medians, spread, and each system's ratios to alone, DDP and FSDP2, from the raw samples."""
+    samples = raw["samples"]
+    tokens = raw["workload"]["tokens_per_rank"] * raw["ranks"]
+    out = {}
+    for name, runs in samples.items():
+        medians = {key: statistics.median(r[key] for r in runs) for key in runs[0] if key != "foreign"}
+        rate = {
+            "tokens_per_second": tokens / medians["wall"],
+            "spread": measure.spread([r["wall"] for r in runs]),
+        }
+        out[name] = {**medians, **rate}
+        if free := raw.get("free", {}).get(name):
+            pairs = zip(runs, free, strict=True)
+            out[name]["exposed"] = statistics.median(
+                with_["wall"] - without["wall"] for with_, without in pairs
+            )
+        for peer in PEERS:
+            if peer in samples:
+                for key in ("wall", "cpu"):
+                    pairs = zip(samples[peer], runs, strict=True)
+                    out[name][f"{key}_ratio_{peer}"] = statistics.median(p[key] / r[key] for p, r in pairs)
+    return out
+
+
+def as_table(figures: dict[str, Any]) -> str:
+    """Markdown: one row a system; below it the systems that could not run, and why."""
+    header = "system; tokens/s; of alone; x FSDP2; x DDP; CPU s/step; forward ms; backward ms; optimizer ms; spread; "
+    rows = []
+    for name, t in figures["times"].items():
+        if name not in SYSTEMS:  # of an old result
+            continue
+        peak = figures["memory"].get(name, {}).get("start")
+        ratios = (t.get(f"wall_ratio_{peer}") for peer in ("alone", "fsdp2", "ddp"))
+        cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
+        cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in PARTS), f"{t['spread']:.1%}"]
+        rows.append([SYSTEMS[name].label, *cells, mib(peak) if peak else ""])
+    missing = [
+        f"\n{SYSTEMS[n].label} is not in the table: {w}."
+        for n, w in figures["skipped"].items()
+        if n in SYSTEMS
+    ]
+    return "\n".join([table([*header.split("; ")[:-1], "peak RSS MiB"], rows), *missing])
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, record."""
+    parser = parser_of("speed", __doc__, timed=True)
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="dense")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--systems", default=",".join(ALL), help="separated by commas")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="of each system in each round")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further round after these"
+    )
+    parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
+    o = parser.parse_args(arguments)
+    figures, noise = speed(
+        o.workload, o.ranks, systems=o.systems.split(","), num_rounds=o.rounds, steps=o.steps, seconds=o.seconds,
+        memory=not o.no_memory, optimizer=o.optimizer, precision=o.precision,
+    )  # fmt: skip
+    done = max(map(len, figures["samples"].values()))
+    print(
+        f"{o.workload}, {o.ranks} ranks, {o.optimizer}, {o.precision}; {done} rounds\n\n{as_table(figures)}"
+    )
+    suffix = "".join(f"-{x}" for x in (o.optimizer, o.precision) if x not in ("adamw", "float32"))
+    return record(f"speed-{o.workload}-{o.ranks}{suffix}", figures, noise, o.keep_noisy)
+
+
+# -- ablation ----------------------------------------------------------------------------------------------------------
+
+
+def ablate(ranks: int, num_rounds: int) -> tuple[dict[str, Any], list[str]]:
+    """Times without one idea each, exact counts on 64 simulated ranks, and reasons not to trust the times.
+
+    Experts in stacked tensors with biases, in sizes whose blocks share no small multiple; blocks of 32 rows; for the
+    optimizer's part 8-bit AdamW in tiles of 32x32.
+    """
+    from ragged_shard.testing import RankError
+
+    before = measure.busy_share()
+    common = {"workload": "ablation", "rounds": num_rounds, "steps": 2}
+    layout = launch(rounds, ranks, {**common, "systems": LAYOUT, "options": BLOCKS})
+    try:
+        optimizer = launch(rounds, ranks, {**common, "systems": OPTIMIZER, "optimizer": "adamw8bit"})
+    except RankError as error:
+        optimizer = {"failed": str(error).splitlines()[-1], "samples": {}, "calibration": [], "skipped": {}}
+    base = counts.plain("ablation")
+    with fake_ranks(64) as mesh:
+        job = Job(WORKLOADS["ablation"], mesh, options=BLOCKS)
+        exact = {name: counts.outside(counts.count(name, job), base) for name in LAYOUT}
+    figures = {"ranks": ranks, "layout": layout, "optimizer": optimizer, "counts": exact}
+    return figures, noise_of(before, layout, optimizer)
+
+
+def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's tables."""
+    out: list[dict[str, Any]] = []
+    texts = {
+        "layout": "Blocks of 32 rows, AdamW.",
+        "optimizer": "8-bit AdamW in tiles of 32x32: on whole blocks in place, or on gathered tensors.",
+    }
+    for key, text in texts.items():
+        raw = figures[key]
+        if not raw["samples"].get("ours"):
+            continue
+        times = summarise(raw)
+        rows = [
+            [SYSTEMS[n].label, f"{times['ours']['wall'] / t['wall']:.1%}", f"{t['cpu'] / times['ours']['cpu']:.2f}",
+             f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
+            for n, t in times.items()
+        ]  # fmt: skip
+        text += "".join(
+            f" {SYSTEMS[n].label} is not in the table: {why}." for n, why in raw["skipped"].items()
+        )
+        header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
+        out.append(table_of(f"Ablation, {figures['ranks']} real ranks: {key}", text, header, rows))
+    rows = [
+        [SYSTEMS[n].label, f"{f['padding']:.1%}", mib(f["wire_bytes"]), mib(f["copied"]["forward"]),
+         mib(f["copied"]["backward"]), sum(f["calls"].values()), mib(f["peak"])]
+        for n, f in figures["counts"].items()
+    ]  # fmt: skip
+    header = "runtime; padding; wire MiB; copied forward MiB; copied backward MiB; calls; peak MiB"
+    text = "Exact, beyond the model's own step; blocks of 32 rows, which FSDP2 does not keep whole."
+    return [*out, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
+
+
+def main_ablation(arguments: list[str]) -> int:
+    """Measure, print, record."""
+    parser = parser_of("ablation", "The same step with one idea taken away.", timed=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args(arguments)
+    figures, noise = ablate(options.ranks, options.rounds)
+    figures["tables"] = print_tables(ablation_tables(figures))
+    return record("ablation", figures, noise, options.keep_noisy)

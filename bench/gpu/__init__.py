@@ -1,1 +1,0 @@
-"""A machine with GPUs and nothing but PyTorch."""

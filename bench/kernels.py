@@ -1,0 +1,286 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
+"""block-optim: what its Triton kernels compile to, without a GPU, and how fast that could be.
+
+python -m bench kernels [--arch 90] [NAME ...]
+
+Compiles representatives of each kernel, block and dtype for sm_80, sm_90 or sm_100, as `Launch` would have them
+compiled, and reads PTX and machine code. Spills: local-memory loads and stores. Widths: of all accesses of tensors,
+in bytes. Instructions an element: on the usual path (no slow paths of divisions), loops counted as often as they run.
+
+The share is AN ESTIMATE, not a measurement: an H200's 132 multiprocessors at 1.98 GHz issue 128 instructions a cycle
+(of all lanes), 64 of integer and compare instructions, 16 of special functions, and its memory moves 4.8 TB/s; each
+is taken to be busy all the time. The share is the time of the bytes over the longest of these times. Latency, launch,
+caches and the ramp at both ends are left out, so a kernel cannot do better than this and may do worse.
+"""
+
+import functools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from .measure import parser_of, table
+
+SMS, CLOCK, BANDWIDTH = 132, 1.98e9, 4.8e12
+ISSUE, INTEGER, SPECIAL = 128, 64, 16  # lanes' instructions a cycle and multiprocessor
+INTEGER_OPS = {
+    "LOP3", "SHF", "IADD3", "VIADD", "ISETP", "FSETP", "FMNMX", "FMNMX3", "IMNMX", "VIMNMX", "VIMNMX3", "SEL", "FSEL",
+    "PRMT", "LEA", "PLOP3", "SGXT", "BMSK", "IABS", "VABSDIFF", "F2FP", "VIADDMNMX",
+}  # fmt: skip
+SPECIAL_OPS = {"MUFU", "FCHK", "I2F", "F2I", "I2FP", "F2F"}
+ARCHITECTURES = (80, 90, 100)
+HEAD = [
+    "kernel", "arch", "registers", "spills", "stack", "widths", "instructions", "static", "bytes",
+    "share (estimate)",
+]  # fmt: skip
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z0-9_.]+)(.*?);")
+_ACCESS = re.compile(r"(?:LDG|STG)\.")
+_ASSEMBLY = re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A representative.
+
+    Attributes:
+        tile: of 8-bit states; None for fp32 moments.
+        dtypes: of parameters and gradients, "fp32" or "bf16".
+        scalar: for addresses that are not aligned.
+    """
+
+    name: str
+    tile: tuple[int, int] | None
+    dtypes: tuple[str, str]
+    rounds: bool = False
+    scalar: bool = False
+    single: bool = False
+
+    @property
+    def variant(self) -> Any:
+        """What `Launch` would compile."""
+        import torch
+
+        from block_optim.adam.q8.variants import quantized_variant
+        from block_optim.adam.variants import Types, wide_variant
+
+        named = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        param, grad = (named[d] for d in self.dtypes)
+        types = Types(param, grad, self.rounds)
+        if self.tile is None:
+            return wide_variant(types, not self.scalar)
+        return quantized_variant(self.tile, types, not self.scalar, self.single)
+
+    @property
+    def data_bytes(self) -> tuple[int, int]:
+        """Bytes an element of tensors that are read and of those that are written, codes aside."""
+        param, grad = (4 if d == "fp32" else 2 for d in self.dtypes)
+        return param + grad + (8 if self.tile is None else 0), param + (8 if self.tile is None else 0)
+
+    @property
+    def bytes_moved(self) -> float:
+        """Bytes an element, each tensor read and written once; scales included."""
+        codes = 0.0 if self.tile is None else 4 + 16 / (self.tile[0] * self.tile[1])
+        return sum(self.data_bytes) + codes
+
+
+def _case(name: str, tile: tuple[int, int] | None, *dtypes: str, **options: Any) -> Case:
+    return Case(name, tile, (dtypes[0], dtypes[-1]), single=tile is not None and tile[0] == 1, **options)
+
+
+CASES = (
+    _case("elements:256 fp32", (1, 256), "fp32"),
+    _case("elements:256 bf16", (1, 256), "bf16"),
+    _case("elements:256 bf16, fp32 gradients", (1, 256), "bf16", "fp32"),
+    _case("elements:256 bf16 stochastic", (1, 256), "bf16", rounds=True),
+    _case("elements:256 bf16, not aligned", (1, 256), "bf16", scalar=True),
+    _case("elements:2048 bf16", (1, 2048), "bf16"),
+    _case("tile:32x32 fp32", (32, 32), "fp32"),
+    _case("tile:32x32 bf16", (32, 32), "bf16"),
+    _case("tile:128x128 fp32", (128, 128), "fp32"),
+    _case("tile:128x128 bf16", (128, 128), "bf16"),
+    _case("fp32 moments, bf16", None, "bf16"),
+    _case("fp32 moments, bf16 stochastic", None, "bf16", rounds=True),
+    _case("fp32 moments, bf16, fp32 gradients", None, "bf16", "fp32"),
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of the machine code."""
+
+    address: int
+    predicate: str
+    op: str
+    rest: str
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch or a call goes."""
+        addresses = re.findall(r"0x[0-9a-f]+", self.rest)
+        return int(addresses[-1], 16) if addresses and self.op.split(".")[0] in ("BRA", "CALL") else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a kernel compiled to; counts are of a thread.
+
+    Attributes:
+        usual: instructions on the usual path by name, loops as often as they run.
+        accesses: how many loads and stores of global memory have a width in bytes.
+        stored: the same of stores alone.
+        fused, flushed: multiply-adds, and operations that flush denormals, in the PTX outside inline assembly.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    static: int
+    usual: Counter[str]
+    accesses: Counter[int]
+    stored: Counter[int]
+    fused: int
+    flushed: int
+
+
+def compiled(case: Case, arch: int) -> Facts:
+    """Compile a representative for an architecture, and read it. Needs Triton, no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    variant = case.variant
+    pointers = dict.fromkeys(("rates", "counts", "flag"), "*fp32") | {"table": "*i64", "row_of": "*i32"}
+    for state in ("first", "second"):
+        pointers |= {f"{state}_values": "*fp32", f"{state}_base": "*i32", f"{state}_limit": "*i32"}
+    names = variant.kernel.arg_names
+    signature = {name: pointers.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers}
+    source = ASTSource(variant.kernel, signature, constants, attributes)
+    options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
+    build = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    loops = variant.pieces if variant.constants.get("PASSES") == 2 else 1
+    return read(build.asm["cubin"], build.asm["ptx"], loops)
+
+
+def read(cubin: bytes, ptx: str, loops: int) -> Facts:
+    """The facts of one kernel; every loop runs ``loops`` times."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = text.stdout + text.stderr
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, f"cuobjdump says nothing of registers:\n{report[:500]}"
+    code = [
+        Instruction(int(m[1], 16), m[2] or "", m[3], m[4])
+        for line in report.splitlines()
+        if (m := _LINE.match(line))
+    ]
+    while code[-1].op == "NOP":
+        code.pop()
+    accesses = [i.op for i in code if _ACCESS.match(i.op)]
+    ptx = _ASSEMBLY.sub("", ptx)
+    return Facts(
+        int(usage[1]),
+        int(usage[2]),
+        sum(i.op.startswith(("LDL", "STL")) for i in code),
+        len(code),
+        _usual(code, loops),
+        Counter(map(_width, accesses)),
+        Counter(_width(op) for op in accesses if op.startswith("STG")),
+        len(re.findall(r"\bfma\.", ptx)),
+        ptx.count(".ftz"),
+    )
+
+
+def _width(op: str) -> int:
+    for suffix, width in ((".128", 16), (".64", 8), ("8", 1), ("16", 2)):
+        if any(field.lstrip("US") == suffix.lstrip(".") for field in op.split(".")[1:]):
+            return width
+    return 4
+
+
+def _usual(code: list[Instruction], loops: int) -> Counter[str]:
+    """Instructions that run when no block calls a slow path, loops as often as they run."""
+    index = {i.address: n for n, i in enumerate(code)}
+    starts = {0}
+    for n, i in enumerate(code):
+        if i.op.split(".")[0] in ("BRA", "CALL", "EXIT", "RET"):
+            starts.add(n + 1)
+        if i.target is not None:
+            starts.add(index[i.target])
+    order = sorted(n for n in starts if n < len(code))
+    ends = dict(zip(order, [*order[1:], len(code)], strict=True))
+    reached, todo = set(), [0]
+    while todo:
+        start = todo.pop()
+        if start in reached or start not in ends:
+            continue
+        last = code[ends[start] - 1]
+        name = last.op.split(".")[0]
+        if name == "CALL":
+            continue
+        reached.add(start)
+        if name == "BRA" and last.target is not None:
+            todo.append(index[last.target])
+        if name not in ("BRA", "EXIT", "RET") or last.predicate or "," in last.rest:
+            todo.append(ends[start])
+    back = [i for i in code if i.op.startswith("BRA") and i.target is not None and i.target < i.address]
+    counts: Counter[str] = Counter()
+    for start in reached:
+        for i in code[start : ends[start]]:
+            inside = any(b.target <= i.address <= b.address for b in back if b.target is not None)
+            counts[i.op.split(".")[0]] += loops if inside else 1
+    return counts
+
+
+def share(case: Case, facts: Facts, held: float) -> float:
+    """The estimated share of the memory's bandwidth; ``held``: elements of a thread."""
+    memory = case.bytes_moved / BANDWIDTH
+    cycles = [
+        facts.usual.total() / ISSUE,
+        sum(n for op, n in facts.usual.items() if op in INTEGER_OPS) / INTEGER,
+        sum(n for op, n in facts.usual.items() if op in SPECIAL_OPS) / SPECIAL,
+    ]
+    return memory / max(memory, *(c / held / (SMS * CLOCK) for c in cycles))
+
+
+def held_by(case: Case) -> float:
+    """Elements that a thread has in the whole run of its program."""
+    variant = case.variant
+    return variant.elements / (32 * variant.num_warps)
+
+
+def row_of(case: Case, facts: Facts, held: float, arch: int) -> list[str]:
+    """A row of the table."""
+    widths = " ".join(f"{facts.accesses[w]}x{w}" for w in sorted(facts.accesses, reverse=True))
+    return [
+        case.name, f"sm_{arch}", str(facts.registers), str(facts.local), str(facts.stack), widths,
+        f"{facts.usual.total() / held:.0f}", f"{facts.static / held:.0f}", f"{case.bytes_moved:.1f}",
+        f"{share(case, facts, held):.2f}",
+    ]  # fmt: skip
+
+
+facts_of = functools.cache(compiled)
+
+
+def main(arguments):
+    """Print the table."""
+    parser = parser_of("kernels", __doc__)
+    parser.add_argument("names", nargs="*", help="only kernels whose name contains one of these")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90)
+    options = parser.parse_args(arguments)
+    rows = [
+        row_of(case, facts_of(case, options.arch), held_by(case), options.arch)
+        for case in CASES
+        if not options.names or any(name in case.name for name in options.names)
+    ]
+    print(__doc__.split("\n\n", 2)[2])
+    print(table(HEAD, rows))
+    return 0

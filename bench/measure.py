@@ -1,0 +1,327 @@
+"""Shared by all commands: processes, clocks, the state of the machine, result files and tables.
+
+    launch(compare.rounds, 2, request)     two new gloo ranks of one thread each call `compare.rounds(request)`
+    fake_ranks(64)                         torch's fake process group: collectives return at once and send nothing
+    interleave(calls, 20)                  seconds of each call, all taking turns
+
+bench/results/NAME.json        {"machine": ..., "commit": ..., "noise": [], "figures": ...}
+bench/results/MACHINE/*.json   asv's own files, its history
+
+A time is kept only if the machine was quiet:
+
+    before        share of all CPU time in use, over one second
+    calibration   spread of a fixed loop that is timed before every measurement
+    meanwhile     CPU time of other processes during each measurement
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "bench" / "results"
+TOO_BUSY = 3  # exit code
+BUSY_BEFORE = 0.15  # of all cores
+CALIBRATION_SPREAD = 0.10  # interquartile range over median
+FOREIGN = 0.10  # of all cores, in the median measurement
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def launch(run: Callable[..., Any], ranks: int, request: dict[str, Any], *, timeout: float = 1200.0) -> Any:
+    """Result of `run(request)` on rank 0 of new processes, which end with the call and leave no memory behind.
+
+    With `request["simulate"]` = {"ranks", "bandwidth", "latency"} the one rank launched stands for rank 0 of a
+    simulated world on its device (`ragged_shard.testing.simulated_ranks`).
+
+    Raises:
+        RankError: a rank raised, died, or did not answer within `timeout` seconds.
+    """
+    from ragged_shard.testing import run_ranks, shut_down
+
+    if str(ROOT) not in sys.path:  # asv has its own way to find this package, other processes do not
+        sys.path.insert(0, str(ROOT))
+    device = request.get("device", "cpu")
+    shut_down()
+    try:
+        return run_ranks(ranks, answer, run, request, timeout=timeout, device=device, seed=0)[0]
+    finally:
+        shut_down()
+
+
+def answer(run: Callable[..., Any], request: dict[str, Any]) -> Any:
+    """Answer a request on a rank; in a simulated world `run` also gets the `Simulation`."""
+    if "simulate" not in request:
+        return run(request)
+    import torch.distributed as dist
+
+    from ragged_shard.testing import Network, simulated_ranks
+
+    dist.destroy_process_group()
+    wanted = request["simulate"]
+    network = Network(wanted["bandwidth"], wanted.get("latency", 0.0))
+    with simulated_ranks(wanted["ranks"], network=network) as simulation:
+        return run(request, simulation)
+
+
+@contextmanager
+def fake_ranks(ranks: int, *, rank: int = 0) -> Iterator[Any]:
+    """A mesh of ranks of which only this process exists; torch uses one thread inside.
+
+    Torch's own fake group, unlike `simulated_ranks`, passes the dispatcher, where collectives are counted.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():  # a launched rank that stands for one of many
+        dist.destroy_process_group()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+def in_turns(names: list[str], rounds: int) -> Iterator[list[str]]:
+    """The names in each round, every time beginning with another one."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield names[first:] + names[:first]
+
+
+def interleave(
+    calls: Mapping[Any, Callable[[], Any]],
+    rounds: int,
+    *,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.thread_time,
+    before: Mapping[Any, Callable[[], Any]] | None = None,
+    shuffled: bool = False,
+) -> dict[Any, list[float]]:
+    """Seconds of each call, round by round, all taking turns.
+
+    Args:
+        warm_up: first rounds that are not kept.
+        before: called outside of the time, by the name of the call that follows.
+        shuffled: another order in each round, so that a call finds the caches as any of the others left them.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
+    for turn in range(rounds + warm_up):
+        if shuffled:
+            shuffle(order)
+        for name in order:
+            if before and name in before:
+                before[name]()
+            began = clock()
+            calls[name]()
+            if turn >= warm_up:
+                times[name].append(clock() - began)
+    return times
+
+
+def medians_ms(times: Mapping[Any, list[float]]) -> dict[Any, float]:
+    """Medians in milliseconds of what `interleave` returned."""
+    return {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+
+
+def spread(values: list[float]) -> float:
+    """Interquartile range over median; of fewer than four values the whole range."""
+    if len(values) < 4:
+        return (max(values) - min(values)) / statistics.median(values)
+    first, middle, third = statistics.quantiles(values, n=4)
+    return (third - first) / middle
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def describe() -> dict[str, Any]:
+    """Machine and date, as a results file has them."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus": torch.cuda.device_count(),
+        "os": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds since boot, all cores together."""
+
+    busy: float
+    total: float
+
+    @classmethod
+    def now(cls) -> "CpuTimes":
+        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        tick = os.sysconf("SC_CLK_TCK")
+        idle = fields[3] + fields[4]  # waiting for disk is idle too; stolen time is busy
+        return cls((sum(fields) - idle) / tick, sum(fields) / tick)
+
+    def foreign(self, own: float) -> float:
+        """Share of all CPU time since these times that other processes used; `own`: seconds of the ranks."""
+        now = CpuTimes.now()
+        return max((now.busy - self.busy - own) / max(now.total - self.total, 1e-9), 0.0)
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """Share of all CPU time that is in use."""
+    before = CpuTimes.now()
+    time.sleep(seconds)
+    return before.foreign(0.0)
+
+
+def calibrate() -> float:
+    """Seconds of a fixed piece of single-threaded work: the best of five, so that one interruption is no verdict."""
+    import torch
+
+    best = float("inf")
+    for _ in range(5):
+        a = torch.ones(192, 192)
+        start = time.perf_counter()
+        for _ in range(30):
+            a = (a @ a).div_(192.0)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def verdict(before: float, calibration: list[float], foreign: list[float]) -> list[str]:
+    """Reasons not to trust times; empty if the machine was quiet."""
+    reasons = []
+    if before > BUSY_BEFORE:
+        reasons.append(f"{before:.0%} of its CPU time was in use before the start (limit {BUSY_BEFORE:.0%})")
+    if (measured := spread(calibration)) > CALIBRATION_SPREAD:
+        reasons.append(f"a fixed loop varied by {measured:.0%} (limit {CALIBRATION_SPREAD:.0%})")
+    if foreign and (measured := statistics.median(foreign)) > FOREIGN:
+        reasons.append(f"others used {measured:.0%} of the CPUs meanwhile (limit {FOREIGN:.0%})")
+    return reasons
+
+
+def memory_field(file: str, *fields: str) -> int:
+    """Bytes of fields of a file in /proc/self, such as "VmHWM" (the peak of resident memory) of "status"."""
+    lines = (line.split() for line in Path(f"/proc/self/{file}").read_text().splitlines())
+    values = {words[0].rstrip(":"): words[1] for words in lines if len(words) == 3}
+    return 1024 * sum(int(values[field]) for field in fields)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def parser_of(command: str, text: str | None, *, timed: bool = False) -> argparse.ArgumentParser:
+    """The parser of `python -m bench COMMAND`, described by the first line of a docstring."""
+    description = (text or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description)
+    if timed:
+        parser.add_argument(
+            "--keep-noisy", action="store_true", help="record on a busy machine too, marked so"
+        )
+    return parser
+
+
+def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
+    """Save the figures unless the machine was too busy; returns the exit code."""
+    for reason in noise:
+        print(f"too busy to tell: {reason}", file=sys.stderr)
+    if noise and not keep_noisy:
+        print("nothing is recorded", file=sys.stderr)
+        return TOO_BUSY
+    print(f"\nwritten to {save(name, figures, noise=noise)}")
+    return 0
+
+
+def save(name: str, figures: Any, *, noise: list[str] | None = None, folder: Path | None = None) -> Path:
+    """Write figures with machine, date and commit; `noise`: reasons not to trust their times."""
+    path = (folder or FOLDER) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": describe(), "commit": commit(), "noise": noise or [], "figures": figures}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def load_all(prefix: str, folder: Path | None = None) -> list[dict[str, Any]]:
+    """Every result whose name begins so, by name."""
+    paths = sorted((folder or FOLDER).glob(f"{prefix}*.json"))
+    return [{"name": path.stem, **json.loads(path.read_text())} for path in paths]
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a plus sign if files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return None
+    status = [*git, "status", "--porcelain", "--untracked-files=no"]
+    changed = subprocess.run(status, capture_output=True, text=True)
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table, columns aligned; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(cell[:1] in "-+<0123456789" for cell in column[1:]) for column in columns]
+    rule = ["-" * (w - 1) + ":" if right else "-" * w for w, right in zip(widths, numeric, strict=True)]
+    lines = []
+    for row in (cells[0], rule, *cells[1:]):
+        places = zip(row, widths, numeric, strict=True)
+        lines.append(f"| {' | '.join(c.rjust(w) if right else c.ljust(w) for c, w, right in places)} |")
+    return "\n".join(lines)
+
+
+def table_of(
+    title: str, text: str, header: str, rows: list[list[Any]], *, exact: bool = False
+) -> dict[str, Any]:
+    """A table of the report, as result files keep it.
+
+    Args:
+        header: names of the columns, separated by "; ".
+        exact: a busy machine does not change its figures.
+    """
+    return {"title": title, "text": text, "header": header.split("; "), "rows": rows, "exact": exact}
+
+
+def print_tables(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print tables from `table_of`, and return them."""
+    for part in tables:
+        print(f"{part['title']}\n\n{part['text']}\n\n{table(part['header'], part['rows'])}\n", flush=True)
+    return tables
+
+
+def mib(count: float) -> str:
+    """Bytes as MiB."""
+    value = count / 2**20
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

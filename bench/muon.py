@@ -1,0 +1,330 @@
+"""block-optim: Muon's step on torch's fully_shard, compared with one full_tensor() a matrix; plans of large models.
+
+python -m bench muon     prints tables and writes bench/results/muon.json; 2 and 4 real ranks, 64 to 1024 simulated
+
+Steps: the 14 matrices of two Llama-style layers (0.1M parameters) on real gloo ranks of one thread each. All systems
+alternate in the same processes and get the same gradients.
+
+    ours, fully_shard  Muon on the parameters of torch's `fully_shard`, cut in even rows
+    ours, ragged       Muon on ragged parameters as a planner lays them out: contiguous, cut anywhere between rows
+    ours, whole        Muon where each matrix is whole on one rank: nothing travels
+    ours, DDP          Muon on unsharded parameters (`replicate_mesh`): only updates travel
+    full_tensor        as it is written by hand, on `fully_shard`: each rank gathers every update (in bf16) and
+                       orthogonalises all of it
+    torch, plain       torch.optim.Muon in one process, here on every rank: no communication, all of the work
+
+Sent are bytes of the busiest rank to others; FLOPs are Newton-Schulz's of the busiest rank; deviation is the largest
+difference of a weight from torch.optim.Muon's in one process. Matrices are small since a CPU without bf16 units
+multiplies bf16 matrices at about 1 GFLOP/s; the counts are formulas in the shapes, checked by tests.
+
+Simulated ranks: `Muon.assignment` of rank 0 on a fake process group, for matrices of real models cut in even rows. Sent
+are a rank's bytes on average. "By turns" is the imbalance of owners that take turns.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from . import measure
+from .measure import fake_ranks, launch, parser_of, print_tables, save, table_of
+from .optimizers import matrices
+
+DIM, FFN, LAYERS = 64, 172, 2
+OURS, DIVIDED, FULL, PLAIN = "ours, fully_shard", "ours, DDP", "full_tensor", "torch, plain"
+SYSTEMS = (OURS, "ours, ragged", "ours, whole", DIVIDED, FULL, PLAIN)
+SHAPES = matrices(DIM, FFN)
+MODELS: dict[str, tuple[int, list[tuple[int, int]]]] = {  # (layers, matrices of a layer)
+    "llama-3-8b": (32, [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
+    "llama-3-70b": (80, [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]),
+}
+
+
+def layouts(system: str, mesh: Any) -> list[Any]:
+    """One placement for each matrix; None for plain tensors."""
+    from torch.distributed.tensor import Shard
+
+    from ragged_shard import RaggedShard
+
+    world = mesh.size()
+    if system == "ours, whole":
+        owners = zip(SHAPES, itertools.cycle(range(world)), strict=False)
+        return [RaggedShard((0,), tuple(int(r == rank) for r in range(world))) for _, rank in owners]
+    if system != "ours, ragged":
+        return [None if system in (DIVIDED, PLAIN) else Shard(0)] * len(SHAPES)
+    # One buffer of equal parts, all matrices of a layer one after the other, cut between rows as near as it can be.
+    placements, layer = [], SHAPES[:7]
+    share, start = -(-sum(rows * columns for rows, columns in layer) // world), 0
+    for rows, columns in layer:
+        cuts = [min(max(round((rank * share - start) / columns), 0), rows) for rank in range(world + 1)]
+        cuts[-1] = rows
+        placements.append(RaggedShard((0,), tuple(b - a for a, b in itertools.pairwise(cuts))))
+        start += rows * columns
+    return placements * LAYERS
+
+
+class AllGatherMuon:
+    """The same update where every rank gathers all updates and orthogonalises each."""
+
+    def __init__(self, params: list[Any], lr: float) -> None:
+        import torch
+
+        self.params, self.lr = params, lr
+        self.momenta = [torch.zeros_like(p) for p in params]
+
+    def step(self) -> None:
+        import torch
+
+        from block_optim import orthogonalize
+
+        with torch.no_grad():
+            for p, m in zip(self.params, self.momenta, strict=True):
+                m.lerp_(p.grad, 0.05)
+                whole = p.grad.lerp(m, 0.95).bfloat16().full_tensor()
+                update = orthogonalize(whole).chunk(p.device_mesh.size())[p.device_mesh.get_local_rank()]
+                alpha = -self.lr * max(1, whole.size(0) / whole.size(1)) ** 0.5
+                p.to_local().mul_(1 - self.lr * 0.1).add_(update, alpha=alpha)
+
+
+def build(
+    system: str, mesh: Any, weights: list[Any], grads: list[Any], lr: float = 0.02
+) -> tuple[list[Any], Any]:
+    """A system's parameters, with gradients, and its optimizer."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+    from block_optim import Muon
+    from ragged_shard import distribute_tensor
+
+    def put(value: Any, placement: Any) -> Any:
+        if placement is None:
+            return value.clone()
+        make: Any = torch_distribute if type(placement) is Shard else distribute_tensor
+        return make(value.clone(), mesh, [placement])
+
+    placements = layouts(system, mesh)
+    if system in (OURS, FULL):
+        model: Any = torch.nn.ParameterList([torch.nn.Parameter(weight.clone()) for weight in weights])
+        fully_shard(model, mesh=mesh)
+        params = list(model.parameters())
+    else:
+        params = [torch.nn.Parameter(put(w, where)) for w, where in zip(weights, placements, strict=True)]
+    for param, grad, placement in zip(params, grads, placements, strict=True):
+        param.grad = put(grad, placement)
+    kind: Any = {FULL: AllGatherMuon, PLAIN: torch.optim.Muon}.get(system, Muon)
+    options: dict[str, Any] = {"bucket_bytes": 1 << 16} if kind is Muon else {}
+    if system == DIVIDED:
+        options |= {"replicate_mesh": mesh}
+    return params, kind(params, lr=lr, **options)
+
+
+def run(request: dict[str, Any]) -> dict[str, list[float]]:
+    """Medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs, deviation: the most of any rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ragged_shard.testing import record_collectives
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    weights, grads = ([torch.randn(s, generator=generator) for s in SHAPES] for _ in range(2))
+    built = {system: build(system, mesh, weights, grads) for system in SYSTEMS}
+    wall: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    cpu: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    for turn in range(request["rounds"] + 1):
+        for system, (_, optimizer) in built.items():
+            dist.barrier()
+            began = time.perf_counter(), time.process_time()
+            optimizer.step()
+            if turn:
+                wall[system].append((time.perf_counter() - began[0]) * 1e3)
+                cpu[system].append((time.process_time() - began[1]) * 1e3)
+    exact = {}
+    everything = sum(flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in SHAPES)
+    with torch.no_grad():
+        for system, (_, optimizer) in built.items():
+            with record_collectives() as sent:
+                optimizer.step()
+            plan = optimizer.assignment.domains[0] if hasattr(optimizer, "assignment") else None
+            if system == OURS:  # the formula of the simulated ranks
+                assert len(sent.kinds) == collectives_of(plan)
+            exact[system] = [sent.bytes_sent, len(sent.kinds), max(plan.loads) if plan else everything]
+        alone = [p.detach() for p in built[PLAIN][0]]
+        for system, (params, _) in built.items():
+            full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
+            exact[system].append(max(float((a - b).abs().max()) for a, b in zip(full, alone, strict=True)))
+    medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), *exact[s]] for s in SYSTEMS]
+    most = torch.tensor(medians, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return dict(zip(SYSTEMS, most.tolist(), strict=True))
+
+
+def on_ranks(world_size: int, rounds: int = 3) -> dict[str, list[float]]:
+    """The largest figures of any rank, for each system."""
+    return launch(run, world_size, {"rounds": rounds}, timeout=600.0)
+
+
+def steps_tables(results: dict[int, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """The tables of exact counts and of times, of `{ranks: on_ranks(ranks)}`."""
+    exact, times = [], []
+    for ranks, systems in results.items():
+        for system, (wall, cpu, sent, collectives, flops, deviation) in systems.items():
+            row = [f"{sent / 2**20:.3f}", f"{collectives:.0f}", f"{flops / 1e9:.3f}", f"{deviation:.1e}"]
+            exact.append([str(ranks), system, *row])
+            ratio = wall / systems[FULL][0]
+            times.append([str(ranks), system, f"{wall:.1f}", f"{cpu:.1f}", f"{ratio:.2f}"])
+    text = f"{len(SHAPES)} matrices of widths {DIM} and {FFN}; the busiest rank's bytes, collectives and Newton-Schulz"
+    text += " work, and the largest difference of a weight from torch.optim.Muon's in one process."
+    header = "ranks; system; sent MiB; collectives; GFLOP, busiest rank; largest deviation"
+    timed = "The same steps, all systems alternating on two cores; medians of the slowest rank."
+    return [
+        table_of("Muon's step on fully_shard, real ranks", text, header, exact, exact=True),
+        table_of(
+            "Time of Muon's step, real ranks", timed, "ranks; system; step ms; CPU ms; of full_tensor", times
+        ),
+    ]
+
+
+# -- simulated ranks ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(model: str, world_size: int) -> Any:
+    """Muon's plan for a model whose matrices are cut in even rows over these ranks.
+
+    Builds rank 0's part of the parameters, of which nothing is ever written, and one byte of state for each element.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    from block_optim import Muon
+
+    layers, shapes = MODELS[model]
+    with fake_ranks(world_size) as mesh:
+        params = []
+        for rows, columns in shapes * layers:
+            local = torch.empty(-(-rows // world_size), columns, dtype=torch.bfloat16)
+            shape = torch.Size((rows, columns))
+            whole = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(columns, 1))
+            params.append(torch.nn.Parameter(whole))
+        (domain,) = Muon(params, momentum_dtype=torch.bfloat16).assignment.domains
+    return domain
+
+
+def counts(model: str, world_size: int) -> dict[str, Any]:
+    """GiB sent by a rank, collectives and TFLOP of ours and of full_tensor; imbalances."""
+    plan = plan_of(model, world_size)
+    turns = [sum(m.flops for m in plan.matrices[rank::world_size]) for rank in range(world_size)]
+    return {
+        "all_gather_gib": sum(m.nbytes for m in plan.matrices) * (world_size - 1) / world_size / 2**30,
+        "owners_gib": plan.bytes_moved / world_size / 2**30,
+        "collectives": collectives_of(plan),
+        "matrices": len(plan.matrices),
+        "tflop": max(plan.loads) / 1e12,
+        "all_tflop": sum(plan.loads) / 1e12,
+        "imbalance": plan.imbalance,
+        "turns_imbalance": max(turns) * world_size / sum(turns),
+    }
+
+
+def collectives_of(plan: Any) -> int:
+    """Two exchanges for each bucket, and two small all-reduces: are gradients finite, and which are there."""
+    return 2 * plan.num_buckets + 2
+
+
+def plans_table(
+    ranks: tuple[int, ...] = (64, 1024), models: tuple[str, ...] = tuple(MODELS)
+) -> dict[str, Any]:
+    """The table of simulated ranks."""
+    rows = []
+    for model in models:
+        for world_size in ranks:
+            c, first = counts(model, world_size), [model, str(world_size)]
+            load = (f"{c['tflop']:.1f}", f"{c['imbalance']:.2f}", f"{c['turns_imbalance']:.2f}")
+            rows.append([*first, OURS, f"{c['owners_gib']:.3f}", str(c["collectives"]), *load])
+            load = (f"{c['all_tflop']:.1f}", "1.00", "")
+            rows.append([*first, FULL, f"{c['all_gather_gib']:.3f}", str(c["matrices"]), *load])
+    text = "From the assignment of owners: matrices of real models, cut in even rows."
+    header = (
+        "model; ranks; system; sent GiB a rank; collectives; TFLOP, busiest rank; max / mean load; by turns"
+    )
+    return table_of("Muon's step on fully_shard, simulated ranks", text, header, rows, exact=True)
+
+
+# -- Newton-Schulz -----------------------------------------------------------------------------------------------------
+
+
+def seconds(call: Callable[[], Any], device: Any, rounds: int = 5, most: float = 4.0) -> float:
+    """The least time of a call, warm, of up to `rounds` or `most` seconds; this thread's CPU time on a CPU."""
+    import torch
+
+    times: list[float] = []
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
+    while len(times) < 2 or (len(times) < rounds + 2 and sum(times) < most):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - began)
+    return min(times[1:])
+
+
+def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
+    """FLOPs of one matrix, as Muon plans with them."""
+    import torch
+
+    from block_optim import Muon
+
+    matrix = torch.nn.Parameter(torch.empty(rows, columns, device=device))
+    return Muon([matrix], method=method).assignment.domains[0].matrices[0].flops
+
+
+def shares_table() -> dict[str, Any]:
+    """FLOP per second of `orthogonalize`, and as a share of one large product's of the same dtype and device."""
+    import torch
+
+    from block_optim import orthogonalize
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    large, scale, half = (8192, 16, torch.float16) if device.type == "cuda" else (512, 1, torch.float32)
+    rows, limits = [], {}
+    dtypes: dict[Any, torch.dtype] = {"standard": torch.bfloat16, "gram": half}
+    for method, dtype in dtypes.items():
+        a = torch.randn(large, large, device=device).to(dtype)
+        out = torch.empty_like(a)
+        limits[method] = 2 * large**3 / seconds(partial(torch.mm, a, a, out=out), device)
+    for m, n, count in ((256, 256, 1), (256, 1024, 1), (64, 64, 16)):
+        flops = {method: flops_of(m * scale, n * scale, device, method) for method in dtypes}
+        for method, dtype in dtypes.items():
+            if method == "gram" and flops["gram"] == flops["standard"]:
+                continue  # it would save nothing, and is not used
+            stack = torch.randn(count, m * scale, n * scale, device=device).bfloat16()
+            rate = flops[method] * count / seconds(partial(orthogonalize, stack, method=method), device)
+            cells = [f"{count} x {m * scale}x{n * scale}", method, str(dtype)[6:], f"{rate / 1e12:.4f}"]
+            rows.append([*cells, f"{rate / limits[method]:.2f}"])
+    text = "FLOP per second, and as a share of one large product's of the same dtype."
+    return table_of(f"Newton-Schulz, {device}", text, "matrices; method; dtype; TFLOP/s; of limit", rows)
+
+
+def all_tables() -> Iterator[dict[str, Any]]:
+    """The tables, each when it is measured."""
+    yield from steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)})
+    yield plans_table()
+    yield shares_table()
+
+
+def main(arguments: list[str]) -> int:
+    """Print the tables and save them. Counts are exact; the file says if the machine was too busy for the times."""
+    parser_of("muon", __doc__).parse_args(arguments)
+    busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
+    tables = [part for made in all_tables() for part in print_tables([made])]
+    noise = measure.verdict(busy, calibration, [])
+    print(f"written to {save('muon', {'tables': tables}, noise=noise)}")
+    return 0

@@ -1,1 +1,0 @@
-"""block-optim's optimizers: time, memory, distance from fp32."""

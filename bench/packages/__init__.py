@@ -1,1 +1,0 @@
-"""One package each, without a training step around it."""

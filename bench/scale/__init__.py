@@ -1,1 +1,0 @@
-"""Large clusters on paper, and how layouts pad large models."""

@@ -1,0 +1,452 @@
+"""The systems under comparison behind one interface: same model, same batches, same optimizer.
+
+    build("fsdp2", job) -> Trainer      forward(batch) -> loss, backward(loss), update()
+    why_not("deepspeed", job)           None, or the reason why it cannot run here
+
+How a model is wrapped is `fsdp_runtime.train.systems`, as in `fsdp-train compare`. Here are the systems that only
+benchmarks know, and our own runtime with one of its ideas taken away, through public arguments of `fully_shard`:
+
+    Staged        a transport that copies through staging buffers, as a runtime without one flat buffer has to
+    Gathering     an optimizer that gathers whole tensors, as a block-wise one has to where blocks are cut
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from .models import WORKLOADS, Workload
+
+LEARNING_RATE = 1e-3
+TILE = (32, 32)  # of 8-bit AdamW's states
+OPTIMIZERS = ("adamw", "block-adamw", "adamw8bit", "muon", "shampoo")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work for any system.
+
+    Attributes:
+        mesh: of one axis, over all ranks.
+        precision: "float32", or "bfloat16": computed in bf16, weights, reductions and optimizer in fp32.
+        options: further keyword arguments for our own `fully_shard`; `block_policy` may be text, such as "rows:32".
+    """
+
+    workload: Workload
+    mesh: Any
+    device: str = "cpu"
+    optimizer: str = "adamw"
+    precision: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: dict[str, Any]) -> "Job":
+        """The job that a request describes, on a mesh over all ranks."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = request.get("device", "cpu")
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        options = {key: request[key] for key in ("optimizer", "precision", "options") if key in request}
+        return cls(WORKLOADS[request["workload"]], mesh, device, **options)
+
+
+@dataclass
+class Trainer:
+    """A wrapped model and its optimizers. `forward`, `backward`, `update` are the three parts of a step."""
+
+    name: str
+    module: Any
+    optimizers: list[Any]
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], None]
+    update: Callable[[], None]
+
+    def step(self, batch: Any) -> float:
+        """One whole step; the loss on this rank."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return float(loss.detach())
+
+
+def build(name: str, job: Job) -> Trainer:
+    """Wrap a new model and build its optimizer.
+
+    Raises:
+        RuntimeError: the system cannot run here; the reason.
+    """
+    if reason := why_not(name, job):
+        raise RuntimeError(f"{name} cannot run: {reason}")
+    return SYSTEMS[name].build(name, job)
+
+
+def why_not(name: str, job: Job) -> str | None:
+    """Why a system cannot do this job on this machine; None where it can."""
+    return SYSTEMS[name].why_not(job)
+
+
+# -- how each is built -------------------------------------------------------------------------------------------------
+
+
+def _as_compared(system: str, name: str, job: Job) -> Trainer:
+    """As `fsdp-train compare` builds it."""
+    import torch
+
+    from fsdp_runtime.train.systems import make_system
+
+    return _finish(name, job, make_system(_config(job, system), torch.device(job.device), job.mesh))
+
+
+def _ours(
+    name: str,
+    job: Job,
+    *,
+    late: bool = False,
+    blocks: Any = None,
+    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    **options: Any,
+) -> Trainer:
+    """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
+    import torch
+
+    from fsdp_runtime.train.systems import Runtime
+
+    arguments = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
+    system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
+    trainer = _finish(name, job, system, optimizers=optimizers, wrap=wrap)
+    trainer.module.set_copy_gradients_late(late)
+    return trainer
+
+
+def _compiled(build: Callable[[str, Job], Trainer], name: str, job: Job) -> Trainer:
+    """The same with torch.compile on each block, after sharding."""
+    trainer = build(name, job)
+    for block in trainer.module.blocks:
+        block.compile(backend="inductor")
+    return trainer
+
+
+def _lean(name: str, job: Job) -> Trainer:
+    """No gathers ahead; the embedding is a unit of its own, which backward does not need."""
+    from fsdp_runtime import fully_shard
+
+    def embedding_apart(model: Any) -> Any:
+        fully_shard(model.embed, mesh=job.mesh, reshard_after_forward=True).set_unshard_in_backward(False)
+        return model
+
+    trainer = _ours(name, job, wrap=embedding_apart)
+    trainer.module.set_prefetch_depth(0)
+    return trainer
+
+
+def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
+    from layout_planner.baselines import in_given_order
+
+    return _ours(name, job, planner=partial(in_given_order, lcm=lcm))
+
+
+def _gathering(name: str, job: Job) -> Trainer:
+    def gather(module: Any, job: Job) -> list[Any]:
+        return [Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
+
+    return _ours(name, job, blocks=lambda job: None, optimizers=gather)
+
+
+def _fsdp1(name: str, job: Job) -> Trainer:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from fsdp_runtime.train.systems import make_system
+
+    def wrap(model: Any) -> Any:
+        half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=job.mesh,
+            device_id=torch.cuda.current_device() if job.device == "cuda" else torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+            mixed_precision=half if job.precision == "bfloat16" else None,
+            use_orig_params=True,
+        )
+
+    system = make_system(_config(job, "one"), torch.device(job.device), job.mesh)
+    return _finish(name, job, system, wrap=wrap, casts=True)
+
+
+def _deepspeed(name: str, job: Job) -> Trainer:
+    """As compared; also in a process without a launcher, which stands for rank 0."""
+    import os
+
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed refuses to start without
+    return _as_compared("deepspeed", name, job)
+
+
+def _config(job: Job, system: Any) -> Any:
+    """The job as a `fsdp_runtime.train` config, without clipping and checkpoints."""
+    from fsdp_runtime.train import RunConfig
+
+    return RunConfig(
+        system=system,
+        batch=job.workload.batch * job.mesh.size(),
+        precision="bf16" if job.precision == "bfloat16" else "fp32",
+        clip=0.0,
+        optimizer="torch-adamw",
+        block="none",
+    )
+
+
+def _finish(
+    name: str,
+    job: Job,
+    system: Any,
+    *,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    casts: bool = False,
+    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+) -> Trainer:
+    """A trainer of the workload's model.
+
+    Args:
+        system: of `fsdp_runtime.train.systems`.
+        wrap: what is done to the model before.
+        casts: whether `wrap` casts to the job's precision.
+        optimizers: makes them; `make_optimizers` unless given.
+    """
+    from fsdp_runtime.train.model import losses_of
+
+    made: list[Any] = []
+
+    def make(module: Any) -> Any:
+        made.extend((optimizers or make_optimizers)(module, job))
+        return made[0]
+
+    module, _ = system.build(wrap(job.workload.model(job.device)), None, make)
+    autocast = contextlib.nullcontext if casts else system.autocast
+
+    def forward(batch: Any) -> Any:
+        with autocast():
+            return losses_of(module, *batch)[0]
+
+    def update() -> None:
+        if job_engine := getattr(system, "engine", None):  # DeepSpeed's
+            job_engine.step()
+            return
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return Trainer(name, module, made, forward, system.backward, update)
+
+
+def _block_policy(job: Job) -> Any:
+    """What the job says, `rows:32`, `tile:32x32` or `whole` of every matrix; else what its optimizer asks for."""
+    import block_optim
+    from layout_planner import Tile, parse_block
+
+    policy = job.options.get("block_policy")
+    if isinstance(policy, str):
+        block = parse_block(policy)
+        return lambda name, parameter: block if parameter.ndim > 1 else None
+    if policy is None and job.optimizer == "adamw8bit":
+        return block_optim.AdamW8bit.block_policy(block=Tile(*TILE))
+    return block_optim.Shampoo.block_policy() if policy is None and job.optimizer == "shampoo" else policy
+
+
+def make_optimizers(module: Any, job: Job) -> list[Any]:
+    """The job's optimizer over a module's parameters; for Muon a second one takes what is not a matrix of a block."""
+    import torch
+
+    parameters = list(module.parameters())
+    if job.optimizer == "adamw":
+        return [torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)]
+    import block_optim
+
+    if job.optimizer == "block-adamw":
+        return [block_optim.AdamW(parameters, lr=LEARNING_RATE)]
+    if job.optimizer == "adamw8bit":
+        from layout_planner import Tile
+
+        return [block_optim.AdamW8bit(parameters, lr=LEARNING_RATE, block=Tile(*TILE))]
+    if job.optimizer == "shampoo":
+        return [block_optim.Shampoo(parameters, lr=LEARNING_RATE)]
+    if job.optimizer == "muon":
+        matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and "blocks" in n]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in parameters if id(p) not in chosen]
+        muon = block_optim.Muon(matrices, lr=20 * LEARNING_RATE)
+        return [muon, torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=True)]
+    raise ValueError(f"optimizer {job.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+
+
+# -- one idea taken away -----------------------------------------------------------------------------------------------
+
+
+class After:
+    """A work with something to do once it has completed."""
+
+    def __init__(self, work: Any, then: Callable[[], None]) -> None:
+        self._work, self._then = work, then
+
+    def wait(self) -> None:
+        """Wait, then act; not again when it is called again."""
+        self._work.wait()
+        then, self._then = self._then, lambda: None
+        then()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._work.is_completed()
+
+
+class Staged:
+    """A `dbuffer.Transport` around another: what is sent and received lies in memory of its own, and is copied."""
+
+    def __init__(self, rank: int, inner: Any) -> None:
+        self.name = f"staged {inner.name}"
+        self._rank, self._inner = rank, inner
+
+    def all_gather(self, pairs: Any, label: str) -> After:
+        """Copy in, gather, copy out."""
+        staging = []
+        for receive, send in pairs:
+            whole = receive.new_empty(receive.shape)
+            own = whole.narrow(0, self._rank * send.numel(), send.numel())
+            staging.append((whole, own.copy_(send)))
+        work = self._inner.all_gather(staging, label)
+
+        def copy_out() -> None:
+            for (receive, _), (whole, _) in zip(pairs, staging, strict=True):
+                receive.copy_(whole)
+
+        return After(work, copy_out)
+
+    def reduce_scatter(self, pairs: Any, op: Any, label: str) -> After:
+        """Copy in, reduce."""
+        staging = [(receive, send.clone()) for receive, send in pairs]
+        return After(self._inner.reduce_scatter(staging, op, label), staging.clear)
+
+    def all_to_all(self, receive: Any, send: Any, label: str) -> After:
+        """Copy in, exchange, copy out."""
+        sent, received = send.clone(), receive.new_empty(receive.shape)
+        work = self._inner.all_to_all(received, sent, label)
+        return After(work, lambda: receive.copy_(received))
+
+    def all_reduce(self, tensors: Any, op: Any, label: str) -> Any:
+        """As the other."""
+        return self._inner.all_reduce(tensors, op, label)
+
+
+def staged(group: Any) -> Staged:
+    """For `fully_shard(transport=staged)`: what the group would have had, with staging buffers."""
+    from dbuffer.transport import transport_of
+
+    return Staged(group.rank(), transport_of(group, "auto"))
+
+
+class Gathering:
+    """Steps whole copies of sharded parameters, from gathered weights and gradients, and keeps this rank's slices.
+
+    Args:
+        sharded: the parameters of a module that `fully_shard` was called on.
+        make: from whole parameters to the optimizers that step them.
+    """
+
+    def __init__(self, sharded: Iterable[Any], make: Callable[[Any], list[Any]]) -> None:
+        from torch.nn import Parameter, ParameterList
+
+        self.sharded = list(sharded)
+        self.whole = [Parameter(p.full_tensor().detach().clone()) for p in self.sharded]
+        self._optimizers = make(ParameterList(self.whole))
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Of all optimizers inside."""
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Communicates two gathers for each parameter: its weights and its gradient."""
+        import torch
+
+        from ragged_shard import distribute_like
+
+        with torch.no_grad():
+            for whole, sharded in zip(self.whole, self.sharded, strict=True):
+                whole.copy_(sharded.full_tensor())
+                whole.grad = sharded.grad.full_tensor()
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for whole, sharded in zip(self.whole, self.sharded, strict=True):
+                sharded.copy_(distribute_like(whole.detach(), sharded, src_data_rank=None))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for param in (*self.whole, *self.sharded):
+            param.grad = None
+
+
+# -- which can run -----------------------------------------------------------------------------------------------------
+
+
+def _always(job: Job) -> str | None:
+    return None
+
+
+def _one_rank(job: Job) -> str | None:
+    import torch.distributed as dist
+
+    # In a simulated world there is one process anyhow, and losses are not compared.
+    if job.mesh.size() == 1 or dist.get_backend() == "simulated":
+        return None
+    return "not distributed: its losses would be those of one rank's batches"
+
+
+def _plain_parameters(job: Job) -> str | None:
+    if job.optimizer == "adamw":
+        return None
+    return f"it hands flat pieces of parameters to {job.optimizer}, which needs whole tensors or DTensors"
+
+
+def _deepspeed_can(job: Job) -> str | None:
+    missing = importlib.util.find_spec("deepspeed") is None
+    return "the package deepspeed is not installed" if missing else _plain_parameters(job)
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system is built, when it can be, and what it is called in tables."""
+
+    label: str
+    build: Callable[[str, Job], Trainer]
+    why_not: Callable[[Job], str | None] = _always
+    communicates: bool = True  # else each rank trains by itself, and its losses are nobody else's
+
+
+SYSTEMS = {
+    "plain": System("no sharding, one rank", partial(_as_compared, "one"), _one_rank),
+    "alone": System("alone: no communication at all", partial(_as_compared, "one"), communicates=False),
+    "ddp": System("DDP (not sharded)", partial(_as_compared, "ddp")),
+    "ours": System("fsdp_runtime", _ours),
+    "ours-collectives": System(
+        "fsdp_runtime, gloo's collectives only", partial(_ours, transport="collectives")
+    ),
+    "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
+    "ours-lean": System("fsdp_runtime, least memory", _lean),
+    "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
+    "ours-held": System("gradients not fused", partial(_ours, late=True)),
+    "ours-given-order": System("planner off: given order", _given_order),
+    "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
+    "ours-gathering": System("blocks ignored", _gathering),
+    "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),
+    "ours-compiled": System("fsdp_runtime, blocks compiled", partial(_compiled, _ours)),
+    "fsdp2-compiled": System("FSDP2, blocks compiled", partial(_compiled, partial(_as_compared, "fsdp2"))),
+    "alone-compiled": System(
+        "alone, blocks compiled", partial(_compiled, partial(_as_compared, "one")), communicates=False
+    ),
+    "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
+    "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
+}

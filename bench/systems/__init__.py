@@ -1,1 +1,0 @@
-"""What is measured: workloads, models, and the systems that train them."""
