@@ -135,7 +135,7 @@ def test_every_expression_of_a_workflow_is_closed_and_names_a_key_of_the_matrix(
 
 
 def test_pre_commit_runs_the_versions_of_the_lint_session():
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["sessions"]["dependency-groups"]
     hooks = re.findall(r"additional_dependencies: (\[.+\])", (ROOT / ".pre-commit-config.yaml").read_text())
     assert hooks
     assert {name for hook in hooks for name in ast.literal_eval(hook)} <= set(groups["lint"])
