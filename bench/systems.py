@@ -300,7 +300,8 @@ class After:
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
-        return self._work.is_completed()
+        works = getattr(self._work, "works", (self._work,))  # torch's coalesced collectives have several
+        return all(work.is_completed() for work in works)
 
 
 class Staged:
