@@ -11,6 +11,7 @@ COMMANDS = {
     "clip": ("host", "main_clip", "CPU time of clipping: torch's function and ours"),
     "compile": ("calls", "main_compile", "graphs and graph breaks of torch.compile, ours and FSDP2's"),
     "counts": ("counts", "main", "exact counts of one step: collectives, bytes, calls, live memory"),
+    "export": ("export", "main", "whole weights or changes out of a model: bytes and memory"),
     "gpu": ("gpu", "main", "GPU tests and benchmarks, started by gpu.sh"),
     "host": ("host", "main", "CPU time that a runtime adds, with nothing on the wire"),
     "padding": ("packages", "main_padding", "padding of real models under each layout rule, for the report"),

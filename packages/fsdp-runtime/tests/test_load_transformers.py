@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import tokens
+from vllm_contract import interface
 
 from fsdp_runtime import fully_shard, get_full_state_dict, load_safetensors, save_safetensors
-from fsdp_runtime.checkpoint import MIXTRAL_EXPERTS, STACKED_EXPERTS
+from fsdp_runtime.checkpoint import MIXTRAL_EXPERTS, STACKED_EXPERTS, ExportedParams
+from fsdp_runtime.integrations.vllm import weight_patches, weight_source
 from ragged_shard.testing import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -88,6 +90,17 @@ def round_trip(folder, kind):
             tensors.update(load_file(file))
     assert theirs.keys() == ours.keys()
     assert all(ours[name].equal(value) for name, value in theirs.items())
+    with interface():
+        source = weight_source(model, bucket_bytes=5000)
+        if kind in ("mixtral", "qwen3_moe"):
+            with pytest.raises(
+                NotImplementedError, match=r"experts.* has another form in files of transformers"
+            ):
+                weight_patches(model, ExportedParams())
+    passed = {name: tensor.clone() for name, tensor in source.iter_full()}
+    assert list(passed) == [meta.name for meta in source.metadata]
+    assert passed.keys() == theirs.keys()
+    assert all(passed[name].equal(value) for name, value in theirs.items())
     with pytest.raises(
         NotImplementedError, match=r"save_pretrained: this rank holds shards; .*save_safetensors"
     ):

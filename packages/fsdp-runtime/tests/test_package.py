@@ -35,8 +35,8 @@ def test_every_exported_name_is_there():
 def test_importing_it_needs_no_extra_and_adapters_import_no_trainer():
     code = """
 import importlib, sys
-trainers = {"accelerate", "lightning_fabric", "torchtitan", "transformers", "verl"}
-for name in ("accelerate", "fabric", "torchtitan", "transformers", "verl"):
+trainers = {"accelerate", "lightning_fabric", "torchtitan", "transformers", "verl", "vllm"}
+for name in ("accelerate", "fabric", "torchtitan", "transformers", "verl", "vllm"):
     importlib.import_module(f"fsdp_runtime.integrations.{name}")
     assert not trainers & sys.modules.keys(), name
 for name in [name for name in sys.modules if name.startswith("fsdp_runtime")]:

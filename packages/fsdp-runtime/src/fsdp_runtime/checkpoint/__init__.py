@@ -9,6 +9,7 @@ loading, full_state     into shards                                             
 runs, changes, export   out of shards, in bounded memory, or only what changed     know: entries
 full_params             whole parameters in the modules for a while                knows: runs
 offload, snapshot       shards in CPU memory, copies of shards                     know: units
+store                   torch's checkpoints in a key-value store                   knows: nothing of models
 offloaded_optimizer     states in CPU memory, updates on the device                knows: offload
 """
 
@@ -29,6 +30,7 @@ from .offloaded_optimizer import OffloadedOptimizer
 from .rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
 from .safetensors_export import save_safetensors
 from .snapshot import Snapshot, snapshot
+from .store import StoreReader, StoreWriter
 
 __all__ = [
     "MIXTRAL_EXPERTS",
@@ -41,6 +43,8 @@ __all__ = [
     "Rename",
     "Snapshot",
     "Split",
+    "StoreReader",
+    "StoreWriter",
     "convert_checkpoint",
     "full_params",
     "get_full_optimizer_state_dict",

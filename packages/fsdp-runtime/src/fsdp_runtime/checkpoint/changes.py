@@ -1,5 +1,6 @@
 """What changed since the last export: an exact comparison with a copy, block by block."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,22 @@ class ChangedBlocks:
         for start, stop in self.ranges:
             flat[start:stop].copy_(self.values[at : at + stop - start])
             at += stop - start
+
+
+@dataclass(frozen=True)
+class ChangedElements:
+    """Elements of one tensor that changed.
+
+    Attributes:
+        name, shape: of the tensor.
+        indices: positions in the flattened tensor, ascending, int64.
+        values: theirs, 1-D.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: torch.Tensor
+    values: torch.Tensor
 
 
 class ExportedParams:
@@ -93,27 +110,47 @@ class ExportedParams:
 
 def changed_ranges(
     run: Run, values: torch.Tensor, low: int, exported: ExportedParams
-) -> list[tuple[int, int]]:
-    """Elements `(start, stop)` of the segment, of this rank's piece, in blocks that changed; ascending, merged.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements `(start, stop)` of the segment, of this rank's piece, in blocks that changed, ascending, merged; values.
 
     Args:
         values: this rank's piece in the exported dtype.
         low: where in the segment it begins.
     """
-    found: list[tuple[int, int]] = []
-    layout = run.group.plan.layout
+    ranges: list[tuple[int, int]] = []
+    for entry, first, differs in _compared(run, values, low, exported):
+        offset, spec = entry.place.offset, run.group.plan.layout.spec(entry.place.name)
+        ranges += [(start + offset, stop + offset) for start, stop in _blocks(spec, first - offset, differs)]
+    parts = [values[start - low : stop - low] for start, stop in ranges]
+    places = torch.tensor(ranges, dtype=torch.int64, device=values.device).view(-1)
+    return places, torch.cat(parts) if parts else values[:0]
+
+
+def changed_elements(
+    run: Run, values: torch.Tensor, low: int, exported: ExportedParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in the segment of this rank's elements that changed, ascending; values. See `changed_ranges`."""
+    nothing = torch.empty(0, dtype=torch.int64, device=values.device)
+    compared = _compared(run, values, low, exported)
+    places = torch.cat(
+        [nothing, *(torch.nonzero(differs).view(-1) + first for _, first, differs in compared)]
+    )
+    return places, values[places - low]
+
+
+def _compared(
+    run: Run, values: torch.Tensor, low: int, exported: ExportedParams
+) -> Iterator[tuple[Entry, int, torch.Tensor]]:
+    """Where in the segment this rank's part of each entry begins, and which elements differ from the last export."""
     for entry in run.members:
-        spec, offset = layout.spec(entry.place.name), entry.place.offset
-        first, last = max(low, offset), min(low + values.numel(), offset + spec.numel)
+        offset = entry.place.offset
+        first, last = max(low, offset), min(low + values.numel(), offset + entry.place.numel)
         if first >= last:
             continue
-        inside = first - offset
+        part = values[first - low : last - low]
         # By its place: where the layout is another one since, the copy is of other elements.
-        differs = exported.swap((entry.name, inside), values[first - low : last - low])
-        every = [(inside, inside + last - first)]
-        ranges = every if differs is None else _blocks(spec, inside, differs)
-        found += [(start + offset, stop + offset) for start, stop in ranges]
-    return found
+        differs = exported.swap((entry.name, first - offset), part)
+        yield entry, first, torch.ones_like(part, dtype=torch.bool) if differs is None else differs
 
 
 def _blocks(spec: TensorSpec, first: int, differs: torch.Tensor) -> list[tuple[int, int]]:

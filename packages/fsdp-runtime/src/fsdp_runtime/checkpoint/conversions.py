@@ -146,11 +146,51 @@ class FileForm:
             for name, value in made.items()
         }
 
+    def renamed(self, name: str) -> str | None:
+        """The name in the file of a tensor that has the same form there; None if it is converted."""
+        if self._converted(name)[1] is not None:
+            return None
+        (renamed,) = self.convert({name: torch.empty(0, device="meta")})
+        return renamed
+
     def _converted(self, name: str) -> tuple[str, str | None]:
         if not self._changes or self._library is None:
             return name, None
         key, pattern = self._library.loading.apply_converters(name, self._converters)
         return key, pattern
+
+
+class FileGroups:
+    """Tensors of a model that come one by one, in the form of files: each group once all of it has come.
+
+    Attributes:
+        names: the model's names of each group, in the order in which groups are complete.
+        made: what each group becomes, on meta, by the names of the file.
+    """
+
+    def __init__(self, form: FileForm, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: on meta, in the order in which they will come."""
+        place = {name: number for number, name in enumerate(tensors)}
+        self._form = form
+        self.names = sorted(form.groups(list(tensors)), key=lambda group: place[group[-1]])
+        self.made = [form.convert({name: tensors[name] for name in group}) for group in self.names]
+        self._group_of = {name: index for index, group in enumerate(self.names) for name in group}
+        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
+
+    def add(
+        self, name: str, full: torch.Tensor, device: torch.device | None = None
+    ) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The group that this tensor completes: its index, and its tensors as in the file; None if others are missing.
+
+        Args:
+            device: where tensors are copied to that wait for others. Defaults to theirs.
+        """
+        index = self._group_of[name]
+        whole, count = self._waiting.setdefault(index, {}), len(self.names[index])
+        whole[name] = full if count == 1 else full.to(device or full.device, copy=True)
+        if len(whole) < count:
+            return None
+        return index, self._form.convert(self._waiting.pop(index))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,21 @@ from torch.distributed.tensor import DTensor
 from ragged_shard import gather_from_ranks, same_on_all_ranks
 
 from .. import _torch_compat as compat
-from .changes import ChangedBlocks, ExportedParams, changed_ranges, has_changed
+from .changes import (
+    ChangedBlocks,
+    ChangedElements,
+    ExportedParams,
+    changed_elements,
+    changed_ranges,
+    has_changed,
+)
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Entry, entries_of_model
 
 _CALLER = "iter_full_params"
+Changed = tuple[
+    torch.Tensor, torch.Tensor
+]  # positions in a segment, or starts and stops of ranges; and their values
 
 
 @overload
@@ -129,6 +139,12 @@ class Exporter:
             return tensor.dtype
         return self._dtype
 
+    def on_meta(self) -> dict[str, torch.Tensor]:
+        """The tensors that come, on meta, in their order."""
+        return {
+            e.name: torch.empty(e.tensor.shape, dtype=self.dtype_of(e), device="meta") for e in self.entries
+        }
+
     @property
     def _receives(self) -> bool:
         return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
@@ -169,7 +185,27 @@ class Exporter:
     # -- only what changed ------------------------------------------------------------------------------------------
 
     def changes(self, exported: ExportedParams) -> Iterator[ChangedBlocks]:
-        """What differs from the last export."""
+        """Blocks that differ from the last export."""
+        for run, found in self._changed(exported, changed_ranges):
+            if run is None:
+                yield from map(_as_changed, found)
+            while run is not None and found:
+                yield from _by_tensor(run, *found.pop(0))
+
+    def elements(self, exported: ExportedParams) -> Iterator[ChangedElements]:
+        """Elements that differ from the last export, tensor by tensor; whole tensors where `changes` has them."""
+        for run, found in self._changed(exported, changed_elements):
+            if run is None:
+                yield from map(_all_elements, found)
+            elif found:
+                places, values = map(torch.cat, zip(*found, strict=True))
+                del found
+                yield from _elements_by_tensor(run, places, values)
+
+    def _changed(
+        self, exported: ExportedParams, find: Callable[..., Changed]
+    ) -> Iterator[tuple[Run | None, Any]]:
+        """Runs with each rank's changes, and None with an iterator over tensors that come as a whole."""
         valid = all(gather_from_ranks(exported.complete))
         exported.begin(valid=valid)
         whole = [run for run in self._runs if run.cut_by_others]
@@ -183,15 +219,14 @@ class Exporter:
                     kept := [e for e in run.members if e.name in changed], [run.dtype] * len(kept), 0
                 )
                 for part in parts:
-                    yield from map(_as_changed, self._whole_run(part))
+                    yield None, self._whole_run(part)
             else:
                 with torch.no_grad():
-                    found = _exchange(run, receivers_of(run, self._ranks), exported)
-                while found:
-                    yield from _by_tensor(run, *found.pop(0))
+                    pieces = _exchange(run, receivers_of(run, self._ranks), exported, find)
+                yield run, pieces
         for entry in self._single:
             if entry.name in changed:
-                yield from map(_as_changed, self._whole_entry(entry))
+                yield None, self._whole_entry(entry)
         exported.end()
 
 
@@ -208,21 +243,23 @@ def _as_changed(pair: tuple[str, torch.Tensor]) -> ChangedBlocks:
     return ChangedBlocks(name, tuple(tensor.shape), ((0, tensor.numel()),), tensor.contiguous().view(-1))
 
 
-Changed = tuple[list[tuple[int, int]], torch.Tensor]  # ranges of a segment, and their values
+def _all_elements(pair: tuple[str, torch.Tensor]) -> ChangedElements:
+    name, tensor = pair
+    indices = torch.arange(tensor.numel(), device=tensor.device)
+    return ChangedElements(name, tuple(tensor.shape), indices, tensor.contiguous().view(-1))
 
 
-def _exchange(run: Run, receivers: list[int] | None, exported: ExportedParams) -> list[Changed]:
+def _exchange(
+    run: Run, receivers: list[int] | None, exported: ExportedParams, find: Callable[..., Changed]
+) -> list[Changed]:
     """What each rank of the shard axis found changed in a run, on receivers; nothing on others."""
     data = run.group.plan.data
     piece, low = run.own()
     own = piece.to(data.device, run.dtype)
-    ranges = changed_ranges(run, own, low, exported)
-    parts = [own[start - low : stop - low] for start, stop in ranges]
-    values = torch.cat(parts) if parts else own[:0]
+    flat, values = find(run, own, low, exported)
     if data.shard_size == 1:
-        return [(ranges, values)] if ranges else []
+        return [(flat, values)] if flat.numel() else []
     group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
-    flat = torch.tensor(ranges, dtype=torch.int64, device=data.device).view(-1)
     counts = torch.empty(2 * data.shard_size, dtype=torch.int64, device=data.device)
     here = counts[2 * data.shard_rank : 2 * data.shard_rank + 2]
     here.copy_(torch.tensor([flat.numel(), values.numel()]))
@@ -238,7 +275,7 @@ def _exchange(run: Run, receivers: list[int] | None, exported: ExportedParams) -
         for tensor in (edges, sent):
             _give(tensor, rank, receivers, data.shard_rank, members, group)
         if takes:
-            found.append(([(int(a), int(b)) for a, b in edges.view(-1, 2).tolist()], sent))
+            found.append((edges, sent))
     return found
 
 
@@ -264,8 +301,9 @@ def _give(
         dist.all_to_all_single(out, given, takes, gives, group=group)
 
 
-def _by_tensor(run: Run, ranges: list[tuple[int, int]], values: torch.Tensor) -> Iterator[ChangedBlocks]:
+def _by_tensor(run: Run, edges: torch.Tensor, values: torch.Tensor) -> Iterator[ChangedBlocks]:
     """The changed blocks of one rank, tensor by tensor."""
+    ranges = [(int(start), int(stop)) for start, stop in edges.view(-1, 2).tolist()]
     begins = [entry.place.offset for entry in run.members]
     found: dict[int, list[tuple[int, int]]] = {}
     for start, stop in ranges:
@@ -277,3 +315,16 @@ def _by_tensor(run: Run, ranges: list[tuple[int, int]], values: torch.Tensor) ->
         inside = tuple((start - offset, stop - offset) for start, stop in own)
         yield ChangedBlocks(entry.name, tuple(entry.tensor.shape), inside, values[at : at + count])
         at += count
+
+
+def _elements_by_tensor(run: Run, places: torch.Tensor, values: torch.Tensor) -> Iterator[ChangedElements]:
+    """The changed elements of all ranks, which are ascending, tensor by tensor."""
+    begins = torch.tensor([entry.place.offset for entry in run.members], device=places.device)
+    counts = torch.bincount(
+        torch.searchsorted(begins, places, right=True) - 1, minlength=len(begins)
+    ).tolist()
+    parts = zip(run.members, places.split(counts), values.split(counts), strict=True)
+    for entry, indices, part in parts:
+        if part.numel():
+            shape = tuple(entry.tensor.shape)
+            yield ChangedElements(entry.name, shape, indices - entry.place.offset, part)

@@ -15,7 +15,7 @@ from dbuffer import BlockFP8, RowRun
 from ragged_shard import CPU, gather_from_ranks
 
 from .._schedule.model import member_of
-from .conversions import FileForm
+from .conversions import FileForm, FileGroups
 from .export import Exporter
 from .files import atomic_write, header_of, library, read_json
 from .fp8_files import CONFIG, SCALES
@@ -91,38 +91,28 @@ class _Files:
     def __init__(
         self, form: FileForm, exporter: Exporter, formats: dict[int, BlockFP8], folder: Path, limit: int
     ) -> None:
-        self.folder, self._form, self._exporter, self._formats = folder, form, exporter, formats
+        self.folder, self._exporter, self._formats = folder, exporter, formats
         self._entries = {entry.name: entry for entry in exporter.entries}
-        place = {name: number for number, name in enumerate(self._entries)}
-        # Tensors that are converted together, in the order in which they are complete.
-        self._groups = sorted(form.groups(list(place)), key=lambda group: place[group[-1]])
-        self._group_of = {name: index for index, group in enumerate(self._groups) for name in group}
-        self._sizes = [self._sizes_of(group) for group in self._groups]
+        self._groups = FileGroups(form, exporter.on_meta())
+        self._sizes = list(map(self._sizes_of, self._groups.names, self._groups.made))
         bins = split_by_size([sum(sizes.values()) for sizes in self._sizes], limit)
         self.paths = [folder / name for name in file_names(len(bins))]
         self._bins = list(zip(self.paths, bins, strict=True))
         self._last_of = {members[-1]: path for path, members in self._bins if members}
-        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
         self._content: dict[str, torch.Tensor] = {}  # of the file that is being filled
 
     def _format_of(self, name: str) -> BlockFP8 | None:
         return self._formats.get(_id_of(self._entries[name]))
 
-    def _sizes_of(self, group: list[str]) -> dict[str, int]:
+    def _sizes_of(self, group: list[str], made: dict[str, torch.Tensor]) -> dict[str, int]:
         """The tensors that a group of entries becomes in the file, and the bytes of each."""
-        entries, fmt = [self._entries[name] for name in group], self._format_of(group[0])
-        made = self._form.convert(
-            {
-                e.name: torch.empty(e.tensor.shape, dtype=self._exporter.dtype_of(e), device="meta")
-                for e in entries
-            }
-        )
+        fmt = self._format_of(group[0])
         if fmt is None:
             return {name: tensor.nbytes for name, tensor in made.items()}
-        shape = entries[0].tensor.shape
-        if len(entries) > 1 or [tensor.shape for tensor in made.values()] != [shape]:
+        shape = self._entries[group[0]].tensor.shape
+        if len(group) > 1 or [tensor.shape for tensor in made.values()] != [shape]:
             raise ValueError(
-                f"save_safetensors(quantized=True): {entries[0].name} has another form in files of transformers "
+                f"save_safetensors(quantized=True): {group[0]} has another form in files of transformers "
                 f"({', '.join(list(made)[:4])}), which its codes cannot be given"
             )
         (name,) = made
@@ -138,14 +128,11 @@ class _Files:
 
     def add(self, name: str, full: torch.Tensor) -> None:
         """Put a tensor into its file's content, when its group is complete, and write the file when that is."""
-        index = self._group_of[name]
-        whole, count = self._waiting.setdefault(index, {}), len(self._groups[index])
-        whole[name] = full if count == 1 else full.to(CPU)
-        if len(whole) < count:
+        complete = self._groups.add(name, full, CPU)
+        if complete is None:
             return
-        del self._waiting[index]
-        fmt = self._format_of(name)
-        for key, tensor in self._form.convert(whole).items():
+        (index, tensors), fmt = complete, self._format_of(name)
+        for key, tensor in tensors.items():
             if fmt is None:  # a copy: these are slices of a bucket
                 self._content[key] = tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
             else:
@@ -163,7 +150,7 @@ class _Files:
 
     def finish(self) -> None:
         """Write the index of several files; of no tensors an empty file."""
-        if not self._groups:
+        if not self._groups.names:
             self._write(self.paths[0])
         if len(self.paths) == 1:
             return

@@ -1,0 +1,153 @@
+"""vLLM: the trainer's side of its weight transfer, for models with units of fsdp_runtime.
+
+    source = weight_source(model, dtype=torch.bfloat16)           once, on every rank
+    engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
+    engine.send_weights()                                         after each step, on every rank
+
+    exported = ExportedParams(device="cpu")                       with the "sparse_nccl" backend, the changes alone
+    weight_patches(model, exported, dtype=torch.bfloat16)         once, when vLLM has the same weights
+    engine.send_weights(weight_patches(model, exported, dtype=torch.bfloat16))
+
+Written for vLLM 0.33.0, whose `weight_transfer/base.py` it was tried with. Not tried: its NCCL, IPC and RDT engines.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_runtime.checkpoint import ExportedParams
+
+from .. import _torch_compat as compat
+from .._torch.tree import cast_to, local_tensor
+from ..checkpoint.conversions import FileForm, FileGroups
+from ..checkpoint.export import Exporter
+from ..checkpoint.targets import entries_of_model
+
+_MOST = torch.iinfo(torch.int32).max
+
+
+def weight_source(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30) -> Any:
+    """A vLLM `WeightSource` of a model: its parameters and persistent buffers, whole, as its files have them.
+
+    Names and forms are those of the state dict, of a transformers model those that `save_pretrained` writes. `metadata`
+    communicates nothing. `iter_full` is `iter_full_params`, which every rank calls and iterates to the end; each pass
+    reads the model again. It has no `iter_local`: vLLM describes shards by `Shard` alone.
+
+    A pass has the values at the call of `iter_full`, or raises: if a LoRA is merged, the iterator made, and the LoRA
+    unmerged before the engine reads, it raises on the ranks whose shards changed. In-place changes count, including
+    optimizers' steps; those by a replayed CUDA graph do not.
+
+    Args:
+        model: sharded or not; without a forward or backward under way during a pass.
+        dtype: of floating-point tensors. Defaults to theirs.
+        bucket_bytes: of gathered memory; see `iter_full_params`.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: a pass, whose tensors changed; or the model has other tensors than `metadata`; by name.
+    """
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    base: Any = WeightSource
+
+    class ShardedModelSource(base):
+        """Weights of a model of fsdp_runtime."""
+
+        @cached_property
+        def metadata(self) -> list[Any]:
+            """Name, dtype and shape of each tensor, in the order of `iter_full`; every rank has all of them."""
+            cast, tensors = cast_to(dtype), dict[str, torch.Tensor]()
+            for entry in entries_of_model(model, buffers=True):
+                kept = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
+                tensors[entry.name] = cast(kept)
+            return [ParamMeta(*meta) for meta in _described(FileGroups(FileForm(model), tensors).made)]
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            """A pass over the whole tensors."""
+            exporter = Exporter(model, dtype, bucket_bytes, None, buffers=True, caller="iter_full")
+            groups = FileGroups(FileForm(model), exporter.on_meta())
+            before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
+            for old, new in zip(before, now := _described(groups.made), strict=False):
+                if old != new:
+                    raise RuntimeError(
+                        f"iter_full: {new[0]} {new[1]} {new[2]} comes where metadata has {old[0]} {old[1]} {old[2]}; "
+                        "make a new weight_source after changes of the model's tensors"
+                    )
+            if len(before) != len(now):
+                raise RuntimeError(
+                    f"iter_full: the model has {len(now)} tensors and metadata {len(before)}; make a new weight_source"
+                )
+            return _pass(exporter, groups)
+
+    return ShardedModelSource()
+
+
+def _described(made: list[dict[str, torch.Tensor]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(name, tensor.dtype, tuple(tensor.shape)) for group in made for name, tensor in group.items()]
+
+
+def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.Tensor]]:
+    """The exporter's tensors in the form of files, as long as they have the values that they have now."""
+    shards = {entry.name: local_tensor(entry.tensor) for entry in exporter.entries}
+    before = dict(zip(shards, compat.versions(shards.values()), strict=True))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, full in exporter.tensors():
+            if compat.versions([shards[name]]) != [before[name]]:
+                raise RuntimeError(
+                    f"iter_full: {name} was written to since iter_full was called; read all tensors of a pass before "
+                    "an optimizer's step, and while a LoRA is merged"
+                )
+            complete = groups.add(name, full)
+            del full
+            if complete is not None:
+                yield from complete[1].items()
+
+    return tensors()
+
+
+def weight_patches(
+    model: nn.Module,
+    exported: ExportedParams,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 1 << 30,
+) -> list[Any]:
+    """`SparseWeightPatch`es for vLLM's "sparse_nccl" backend: elements that differ from the last call, on rank 0.
+
+    Every rank calls it; the others get an empty list. It compares and sends as `iter_full_params(changed_since=)` does,
+    but element by element: 8 bytes and the value for each. The first call has all elements of all tensors.
+
+    Args:
+        model, dtype, bucket_bytes: as for `weight_source`.
+        exported: from the last call, or new.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        NotImplementedError: a tensor that files have in another form, such as stacked experts; by name.
+        ValueError: a tensor of over 2**31 - 1 elements, which vLLM's int32 indices cannot address; by name.
+    """
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+    exporter = Exporter(model, dtype, bucket_bytes, (0,), buffers=True, caller="weight_patches")
+    form, names = FileForm(model), dict[str, str]()
+    for entry in exporter.entries:
+        renamed = form.renamed(entry.name)
+        if renamed is None:
+            raise NotImplementedError(
+                f"weight_patches: {entry.name} has another form in files of transformers; send whole tensors "
+                "(weight_source)"
+            )
+        if entry.tensor.numel() > _MOST:
+            raise ValueError(
+                f"weight_patches: {entry.name} has {entry.tensor.numel()} elements, at most {_MOST} can be addressed; "
+                "send whole tensors (weight_source)"
+            )
+        names[entry.name] = renamed
+    return [
+        SparseWeightPatch(names[one.name], one.indices.to(torch.int32), one.values, one.shape)
+        for one in exporter.elements(exported)
+    ]

@@ -1,0 +1,139 @@
+"""Checkpoints in a key-value store, pulled by other numbers of ranks."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runtime_helpers import loss_of, seeded, shard, tokens
+
+from fsdp_runtime.checkpoint import StoreReader, StoreWriter, snapshot
+from ragged_shard.testing import run_ranks
+
+
+@pytest.fixture
+def port():
+    """The port of a TCPStore in this process."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+    del server
+
+
+def client(port):
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def whole(model):
+    return {name: tensor.full_tensor().detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def trained():
+    model = shard(seeded(width=16))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer, number=0):
+    loss_of(model, tokens(number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def put(port):
+    """Step while another thread puts a snapshot; the values at the time of the snapshot."""
+    model, optimizer = trained()
+    step(model, optimizer)
+    wanted, taken, group = whole(model), snapshot(model), dist.new_group()
+    writer = StoreWriter(client(port), "weights")
+    thread = threading.Thread(
+        target=dcp.save, args=(taken.model,), kwargs={"storage_writer": writer, "process_group": group}
+    )
+    thread.start()
+    for number in range(3):
+        step(model, optimizer, number)
+    thread.join()
+    assert not whole(model)["embed.weight"].equal(wanted["embed.weight"])
+    return wanted
+
+
+def pull(port):
+    model = shard(seeded(width=16, seed=1))
+    dcp.load(model.state_dict(), storage_reader=StoreReader(client(port), "weights"))
+    return whole(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_number_of_ranks_gets_the_values_at_the_time_of_the_snapshot(port, ranks):
+    wanted, *_ = run_ranks(3, put, port)
+    for pulled in run_ranks(ranks, pull, port):
+        assert pulled.keys() == wanted.keys()
+        assert all(pulled[name].equal(value) for name, value in wanted.items())
+
+
+def put_with_states(port, key, steps):
+    model, optimizer = trained()
+    for number in range(steps):
+        step(model, optimizer, number)
+    taken = snapshot(model, optimizer)
+    state = {"model": taken.model, "step": steps, "moments": taken.optimizer["state"][0]["exp_avg"]}
+    dcp.save(state, storage_writer=StoreWriter(client(port)), checkpoint_id=key)
+    return taken.optimizer["state"][0]["exp_avg"].full_tensor(), whole(model)
+
+
+def pull_with_states(port, key):
+    model, optimizer = trained()
+    step(model, optimizer)
+    moments = optimizer.state[model.embed.weight]["exp_avg"]
+    state = {"model": model.state_dict(), "step": 0, "moments": moments}
+    dcp.load(state, storage_reader=StoreReader(client(port)), checkpoint_id=key)
+    return state["step"], moments.full_tensor(), whole(model)
+
+
+def test_a_key_that_is_put_again_has_the_newer_checkpoint_with_states_and_numbers(port):
+    for steps in (1, 2):
+        (moments, wanted), *_ = run_ranks(3, put_with_states, port, "job/weights", steps)
+    (number, pulled, values), _ = run_ranks(2, pull_with_states, port, "job/weights")
+    assert number == 2
+    assert pulled.equal(moments)
+    assert all(values[name].equal(value) for name, value in wanted.items())
+
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+class InProcess:
+    """A store in this process."""
+
+    def __init__(self):
+        self.content: dict[str, bytes] = {}
+
+    def set(self, key, value):
+        self.content[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key):
+        return self.content[key]
+
+
+@alone
+def test_tensors_larger_than_a_stores_values_are_put_in_parts():
+    store, tensor = InProcess(), torch.randn(3 << 20)
+    dcp.save({"x": tensor}, storage_writer=StoreWriter(store, "big"), no_dist=True)
+    assert max(map(len, store.content.values())) == 4 << 20
+    pulled = {"x": torch.zeros_like(tensor)}
+    dcp.load(pulled, storage_reader=StoreReader(store, "big"), no_dist=True)
+    assert pulled["x"].equal(tensor)
+
+
+@alone
+def test_a_reader_that_has_begun_keeps_its_checkpoint_while_the_key_is_put_again():
+    store = InProcess()
+    dcp.save({"x": torch.zeros(4)}, storage_writer=StoreWriter(store, "key"), no_dist=True)
+
+    class Late(StoreReader):
+        def read_data(self, plan, planner):
+            dcp.save({"x": torch.ones(4)}, storage_writer=StoreWriter(store, "key"), no_dist=True)
+            return super().read_data(plan, planner)
+
+    pulled = {"x": torch.full((4,), 7.0)}
+    dcp.load(pulled, storage_reader=Late(store, "key"), no_dist=True)
+    assert pulled["x"].equal(torch.zeros(4))

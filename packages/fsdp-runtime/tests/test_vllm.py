@@ -1,0 +1,169 @@
+"""The trainer's side of vLLM's weight transfer, against its classes or, without it, their contract."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import loss_of, seeded, shard, tokens
+from vllm_contract import FOLDER, interface
+
+from fsdp_runtime import full_params
+from fsdp_runtime.checkpoint import ExportedParams
+from fsdp_runtime.integrations.vllm import weight_patches, weight_source
+from ragged_shard.testing import on_ranks, record_collectives
+
+
+def model_with_a_buffer():
+    model = seeded(width=16, tied=True)
+    model.register_buffer("router_bias", torch.arange(4.0))
+    return shard(model)
+
+
+def values(model, dtype=torch.float32):
+    """Whole tensors by names, gathered one by one; of tied parameters the first name."""
+    state = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()
+    }
+    del state["head.weight"]
+    return {name: t.detach().to(dtype, copy=True) for name, t in state.items()}
+
+
+def step(optimizer, model, number=0):
+    loss_of(model, tokens(number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(3)
+def test_each_pass_has_the_tensors_of_the_state_dict_as_metadata_says():
+    model = model_with_a_buffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with interface():
+        source = weight_source(model, dtype=torch.bfloat16, bucket_bytes=2000)
+    assert source.implements_iter_full()
+    assert not source.implements_iter_local()
+    passes = []
+    for number in range(2):
+        wanted = values(model, torch.bfloat16)
+        passes.append({name: tensor.clone() for name, tensor in source.iter_full()})
+        assert list(passes[-1]) == source.owned_names(dist.get_rank()) == [m.name for m in source.metadata]
+        for meta in source.metadata:
+            tensor = passes[-1][meta.name]
+            assert (tensor.dtype, tuple(tensor.shape)) == (meta.dtype, meta.shape)
+            assert tensor.equal(wanted[meta.name])
+        assert wanted.keys() == passes[-1].keys()
+        step(optimizer, model, number)
+    assert not passes[0]["blocks.0.weight"].equal(passes[1]["blocks.0.weight"])
+
+
+@on_ranks(3)
+def test_metadata_communicates_nothing():
+    model = model_with_a_buffer()
+    with interface():
+        source = weight_source(model)
+    with record_collectives() as record:
+        assert len(source.metadata) == 10
+    assert record.kinds == []
+    assert source.metadata is source.metadata
+
+
+@on_ranks(3)
+def test_a_pass_over_weights_that_an_optimizer_changes_raises():
+    model = model_with_a_buffer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interface():
+        source = weight_source(model, bucket_bytes=1)
+    iterator = source.iter_full()
+    next(iterator)
+    step(optimizer, model)
+    with pytest.raises(RuntimeError, match=r"iter_full: \S+ was written to since iter_full was called"):
+        list(iterator)
+    wanted = values(model)
+    assert all(tensor.equal(wanted[name]) for name, tensor in source.iter_full())
+
+
+@on_ranks(3)
+def test_an_iterator_that_outlives_the_merge_of_a_lora_raises():
+    model = model_with_a_buffer()
+    with interface():
+        source = weight_source(model)
+
+    def merge(sign):
+        with full_params(model.blocks[1]):
+            model.blocks[1].weight.data += sign * torch.ones(16, 16)
+
+    merge(1)
+    wanted = values(model)
+    assert all(tensor.equal(wanted[name]) for name, tensor in source.iter_full())
+    iterator = source.iter_full()
+    merge(-1)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.\w+ was written to since iter_full was called"):
+        list(iterator)
+    with full_params(model), pytest.raises(RuntimeError, match="full_params"):
+        source.iter_full()
+
+
+@on_ranks(2)
+def test_a_model_with_other_tensors_than_metadata_is_refused():
+    model = model_with_a_buffer()
+    with interface():
+        source = weight_source(model)
+    assert source.metadata
+    model.register_buffer("added", torch.zeros(1))
+    with pytest.raises(RuntimeError, match="has 11 tensors and metadata 10; make a new weight_source"):
+        source.iter_full()
+    model.router_bias = torch.zeros(5)
+    with pytest.raises(
+        RuntimeError, match=r"router_bias torch.float32 \(5,\) comes where metadata has router_bias"
+    ):
+        source.iter_full()
+
+
+@on_ranks(3)
+def test_patches_bring_an_old_copy_to_the_new_values_bit_for_bit():
+    model = model_with_a_buffer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "bucket_bytes": 2000}
+    exported, engine, sent = ExportedParams(device="cpu"), values(model, torch.bfloat16), []
+    with interface():
+        for number in range(4):
+            patches = weight_patches(model, exported, **options)
+            wanted = values(model, torch.bfloat16)
+            if dist.get_rank() == 0:
+                changed = sum(int((engine[name] != value).sum()) for name, value in wanted.items())
+                sent.append((sum(patch.indices.numel() for patch in patches), changed))
+                assert len({patch.name for patch in patches}) == len(patches)
+                for patch in patches:
+                    assert (patch.indices.dtype, patch.values.dtype) == (torch.int32, torch.bfloat16)
+                    assert tuple(engine[patch.name].shape) == patch.full_shape
+                    engine[patch.name].view(-1)[patch.indices] = patch.values
+                assert all(engine[name].equal(value) for name, value in wanted.items())
+            else:
+                assert patches == []
+            step(optimizer, model, number)
+            model.router_bias[2] += 1
+    if dist.get_rank() == 0:
+        (first, _), *others = sent
+        assert first == sum(value.numel() for value in engine.values())
+        # No more than changed, but for the buffer, which comes as a whole.
+        assert all(0 < count <= changed + 3 < first for count, changed in others)
+
+
+@on_ranks(2)
+def test_patches_of_parameters_that_another_export_broke_off_are_complete():
+    model, exported = model_with_a_buffer(), ExportedParams()
+    with interface():
+        weight_patches(model, exported)
+        assert weight_patches(model, exported) == []
+        exported.begin(valid=True)  # and not its end
+        again = weight_patches(model, exported)
+    names = values(model).keys()
+    assert {patch.name for patch in again} == (names if dist.get_rank() == 0 else set())
+
+
+def test_vllms_own_classes_take_it():
+    base = pytest.importorskip(f"{FOLDER}.base", reason="vLLM is not installed")
+    source = weight_source(seeded())
+    assert isinstance(source, base.WeightSource)
+    assert all(isinstance(meta, base.ParamMeta) for meta in source.metadata)
