@@ -35,6 +35,7 @@ from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
+from .sinks import open_trackers
 from .splits import check_splits
 from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
 
@@ -270,8 +271,8 @@ class Trainer:
         """
         config = self.config
         first, begun = self.step, time.perf_counter()
-        with agreed("opening the metrics file"):
-            report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
+        with agreed("opening the metrics"):
+            report = self._open_report(first) if self.rank == 0 else None
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
@@ -318,6 +319,11 @@ class Trainer:
             dist.destroy_process_group(self.group)
             self.group = None
         return summary
+
+    def _open_report(self, first: int) -> Report:
+        config = self.config
+        trackers = open_trackers(config.log_to, self.out, first, config.to_json())
+        return Report(self.out, first, config.steps, quiet=self.quiet, sinks=trackers)
 
     def _tune(self, budget: int, report: Report | None) -> None:
         """Choose what stays gathered, once the optimizer has its state. Collective."""
