@@ -17,6 +17,7 @@ from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
 from .sinks import TRACKERS
 from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
+from .tracing import step_range
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
@@ -112,6 +113,9 @@ class RunConfig:
         f"also log metrics to these trackers, with commas between them: {', '.join(TRACKERS)}",
         parse=lambda text: tuple(text.split(",")),
     )
+    profile: str | None = _option(
+        None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
+    )
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(
@@ -151,6 +155,10 @@ class RunConfig:
             )
         if unknown := [name for name in self.log_to if name not in TRACKERS]:
             raise TrainError(f"--log-to {','.join(unknown)}: expected {', '.join(TRACKERS)}")
+        if self.profile and step_range(self.profile).stop > self.steps:
+            raise TrainError(
+                f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
+            )
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
         if self.documents and self.system not in ("fsdp_runtime", "one"):
@@ -385,7 +393,7 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
         if value != before:
             flags = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
             raise TrainError(f"{flags}: {field_.name} is {value}, the run in {run} has {before}")
-    changes = {"measure": False, **values, "out": str(run), "resume": True}
+    changes = {"measure": False, "profile": None, **values, "out": str(run), "resume": True}
     return dataclasses.replace(saved, **changes)
 
 

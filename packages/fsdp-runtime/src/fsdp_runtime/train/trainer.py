@@ -38,6 +38,7 @@ from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .sinks import open_trackers
 from .splits import check_splits
 from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
+from .tracing import Recorder, step_range
 
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
 
@@ -276,9 +277,12 @@ class Trainer:
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        with report or contextlib.nullcontext():
+        recorder = Recorder(config.profile, self.out, self.rank, self.device)
+        with report or contextlib.nullcontext(), recorder:
             if report:
                 report.say(self._headline())
+                if config.profile and step_range(config.profile).start < first:
+                    report.say(f"--profile {config.profile}: steps before {first} are done and not traced")
             if first == 0 and config.eval_every and config.steps:
                 self._held_out(report)
             clock.lap(synchronize=True)
@@ -287,7 +291,7 @@ class Trainer:
                 tuned = config.memory_budget is not None and self.step == first
                 measured = self._meter if asked or tuned else None
                 self.beat(f"step {self.step + 1}")
-                with measured.step() if measured else contextlib.nullcontext():
+                with measured.step() if measured else contextlib.nullcontext(), recorder.step(self.step):
                     sums = self._train_step()
                 if config.memory_budget is not None and self._tuning is None:
                     self._tune(config.memory_budget, report)
