@@ -30,6 +30,7 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")["tool"][
 INTEGRATIONS = [
     "test_accelerate.py", "test_convert.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
     "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py",
+    "train/test_train_sinks.py",
     "parity/test_hf.py", "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
     "../../block-optim/tests/test_architectures.py", "../../../tests/test_examples.py",
 ]  # fmt: skip

@@ -189,9 +189,10 @@ def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str
 
 
 def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
-    """Peak resident memory of one system alone in new processes, in bytes, the most of any rank: `start`.
+    """Memory of one system alone in new processes, in bytes, the most of any rank.
 
-    Building and wrapping the model count. On CUDA also the most that torch's allocator reserved and allocated.
+    `start` is the peak of resident memory, with building and wrapping the model. `pss` is the memory after the last step,
+    where a page that n processes share counts 1/n. On CUDA also the most that torch's allocator reserved and allocated.
     """
     import torch
     import torch.distributed as dist
@@ -201,7 +202,10 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
         return {"skipped": reason}
     trainer = build(request["system"], job)
     loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
-    rss = {"start": measure.memory_field("status", "VmHWM")}
+    rss = {
+        "start": measure.memory_field("status", "VmHWM"),
+        "pss": measure.memory_field("smaps_rollup", "Pss"),
+    }
     if job.device == "cuda":
         rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
         rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
@@ -275,17 +279,17 @@ def as_table(figures: dict[str, Any]) -> str:
     for name, t in figures["times"].items():
         if name not in SYSTEMS:  # of an old result
             continue
-        peak = figures["memory"].get(name, {}).get("start")
+        memory = [figures["memory"].get(name, {}).get(kind) for kind in ("start", "pss")]
         ratios = (t.get(f"wall_ratio_{peer}") for peer in ("alone", "fsdp2", "ddp"))
         cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
         cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in PARTS), f"{t['spread']:.1%}"]
-        rows.append([SYSTEMS[name].label, *cells, mib(peak) if peak else ""])
+        rows.append([SYSTEMS[name].label, *cells, *(mib(nbytes) if nbytes else "" for nbytes in memory)])
     missing = [
         f"\n{SYSTEMS[n].label} is not in the table: {w}."
         for n, w in figures["skipped"].items()
         if n in SYSTEMS
     ]
-    return "\n".join([table([*header.split("; ")[:-1], "peak RSS MiB"], rows), *missing])
+    return "\n".join([table([*header.split("; ")[:-1], "peak RSS MiB", "PSS MiB"], rows), *missing])
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,9 @@ from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
+from .sinks import TRACKERS
 from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
+from .tracing import step_range
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
@@ -106,6 +108,14 @@ class RunConfig:
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
     log_every: int = _option(1, "steps between lines of metrics", least=1)
+    log_to: tuple[str, ...] = _option(
+        (),
+        f"also log metrics to these trackers, with commas between them: {', '.join(TRACKERS)}",
+        parse=lambda text: tuple(text.split(",")),
+    )
+    profile: str | None = _option(
+        None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
+    )
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(
@@ -142,6 +152,12 @@ class RunConfig:
         if not 0 <= self.late < self.timeout:
             raise TrainError(
                 f"--late {self.late:g}: expected seconds below --timeout {self.timeout:g}, or 0 for no reports"
+            )
+        if unknown := [name for name in self.log_to if name not in TRACKERS]:
+            raise TrainError(f"--log-to {','.join(unknown)}: expected {', '.join(TRACKERS)}")
+        if self.profile and step_range(self.profile).stop > self.steps:
+            raise TrainError(
+                f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
             )
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
@@ -327,7 +343,7 @@ def _add(group: Any, flag: str, name: str, hint: Any, text: str, parse: Any = No
     }
     if hint is bool:
         kind = {"action": argparse.BooleanOptionalAction}
-    elif get_origin(hint) is tuple:
+    elif get_origin(hint) is tuple and not parse:
         kind = {"nargs": "+", "metavar": "PATH"}
     group.add_argument(flag, dest=name, default=None, help=text, **kind)
 
@@ -377,7 +393,7 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
         if value != before:
             flags = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
             raise TrainError(f"{flags}: {field_.name} is {value}, the run in {run} has {before}")
-    changes = {"measure": False, **values, "out": str(run), "resume": True}
+    changes = {"measure": False, "profile": None, **values, "out": str(run), "resume": True}
     return dataclasses.replace(saved, **changes)
 
 

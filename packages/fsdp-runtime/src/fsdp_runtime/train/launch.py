@@ -49,6 +49,7 @@ from .errors import (
 )
 from .hardware import backends, own_device, pick_device
 from .report import closing_lines
+from .sinks import check_installed
 
 USER_ERROR, CRASH = 2, 1  # exit statuses
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,6 +96,7 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    check_installed(config.log_to)
     with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name, _stop_file(Path(name)) as received:
         control = Path(name)
         settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}

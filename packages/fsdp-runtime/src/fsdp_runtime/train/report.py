@@ -3,38 +3,39 @@
 import contextlib
 import json
 import math
-import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
-from .errors import say
+from .errors import one_line, say
+from .sinks import JsonLines, Sink
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 
 
 class Report:
-    """The file of metrics, and a progress bar on a terminal or a line now and then elsewhere.
+    """The file of metrics and other sinks, and a progress bar on a terminal or a line now and then elsewhere.
 
     Args:
         folder: of the run.
         start, steps: first step, and how many there are in all. Lines of a file from `start` on are dropped: they
             are of steps that a killed run made and that are made again.
-        quiet: write the file only.
+        quiet: print nothing.
+        sinks: also take the metrics; closed at the end.
     """
 
-    def __init__(self, folder: Path, start: int, steps: int, *, quiet: bool) -> None:
+    def __init__(
+        self, folder: Path, start: int, steps: int, *, quiet: bool, sinks: Sequence[Sink] = ()
+    ) -> None:
         self.steps, self.quiet = steps, quiet
         path = folder / METRICS
         kept = [entry for entry in read_metrics(path) if entry["step"] < start] if start else []
-        partial = path.with_suffix(".tmp")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        os.replace(partial, path)
-        self.file: TextIO = path.open("a", buffering=1)
-        self.problem: str | None = None  # why the file could not be written
+        self.sinks: list[Sink] = [JsonLines(path, kept), *sinks]
+        self.problem: str | None = None  # why a sink could not be written
         self.bar: Any = None
         self.task: Any = None
         if not quiet and sys.stderr.isatty():
@@ -43,7 +44,7 @@ class Report:
 
     def step(self, entry: dict[str, Any]) -> None:
         """One training step's figures."""
-        self._write({"kind": "train", **entry})
+        self._log("train", entry)
         if self.bar is not None:
             self.bar.update(self.task, completed=entry["step"] + 1, text=shown(entry))
         elif not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
@@ -51,14 +52,16 @@ class Report:
 
     def held_out(self, step: int, loss: float) -> None:
         """A held-out loss, after `step` steps."""
-        self._write({"kind": "held_out", "step": step, "loss": loss})
+        self._log("held_out", {"step": step, "loss": loss})
         self.say(f"step {step:>6}/{self.steps}  held-out loss {loss:.4f}")
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        try:
-            self.file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            self.problem = f"cannot write {self.file.name}: {error.strerror}"
+    def _log(self, kind: str, entry: dict[str, Any]) -> None:
+        values = {f"{kind}/{name}": value for name, value in entry.items() if name != "step"}
+        for sink in self.sinks:
+            try:
+                sink.log(entry["step"], values)
+            except Exception as error:  # any kind: a tracker's
+                self.problem = f"cannot log metrics to {type(sink).__name__}: {one_line(error)}"
 
     def say(self, text: str) -> None:
         """A line of text."""
@@ -79,8 +82,11 @@ class Report:
         if self.bar is not None:
             with contextlib.suppress(OSError):
                 self.bar.stop()
-        with contextlib.suppress(OSError):
-            self.file.close()
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                say(f"fsdp-train: cannot close {type(sink).__name__}: {one_line(error)}")
 
 
 def shown(entry: dict[str, Any]) -> str:

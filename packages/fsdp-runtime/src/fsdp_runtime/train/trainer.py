@@ -35,8 +35,10 @@ from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
+from .sinks import open_trackers
 from .splits import check_splits
 from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
+from .tracing import Recorder, step_range
 
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
 
@@ -270,14 +272,17 @@ class Trainer:
         """
         config = self.config
         first, begun = self.step, time.perf_counter()
-        with agreed("opening the metrics file"):
-            report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
+        with agreed("opening the metrics"):
+            report = self._open_report(first) if self.rank == 0 else None
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        with report or contextlib.nullcontext():
+        recorder = Recorder(config.profile, self.out, self.rank, self.device)
+        with report or contextlib.nullcontext(), recorder:
             if report:
                 report.say(self._headline())
+                if config.profile and step_range(config.profile).start < first:
+                    report.say(f"--profile {config.profile}: steps before {first} are done and not traced")
             if first == 0 and config.eval_every and config.steps:
                 self._held_out(report)
             clock.lap(synchronize=True)
@@ -286,7 +291,7 @@ class Trainer:
                 tuned = config.memory_budget is not None and self.step == first
                 measured = self._meter if asked or tuned else None
                 self.beat(f"step {self.step + 1}")
-                with measured.step() if measured else contextlib.nullcontext():
+                with measured.step() if measured else contextlib.nullcontext(), recorder.step(self.step):
                     sums = self._train_step()
                 if config.memory_budget is not None and self._tuning is None:
                     self._tune(config.memory_budget, report)
@@ -318,6 +323,11 @@ class Trainer:
             dist.destroy_process_group(self.group)
             self.group = None
         return summary
+
+    def _open_report(self, first: int) -> Report:
+        config = self.config
+        trackers = open_trackers(config.log_to, self.out, first, config.to_json())
+        return Report(self.out, first, config.steps, quiet=self.quiet, sinks=trackers)
 
     def _tune(self, budget: int, report: Report | None) -> None:
         """Choose what stays gathered, once the optimizer has its state. Collective."""
