@@ -191,7 +191,7 @@ def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str
 def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     """Memory of one system alone in new processes, in bytes, the most of any rank.
 
-    `start` is the peak of resident memory, with building and wrapping the model. `pss` is the memory after the last step,
+    `start` is the peak of resident memory, with building and wrapping the model. `pss` is that after the last step,
     where a page that n processes share counts 1/n. On CUDA also the most that torch's allocator reserved and allocated.
     """
     import torch
