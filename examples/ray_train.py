@@ -34,7 +34,7 @@ def train(config: dict[str, Any]) -> None:
     first = 0
     if checkpoint := ray.train.get_checkpoint():  # its files come from all workers of the last run
         weights, states = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": states, "step": 0}
+        state: dict[str, Any] = {"model": weights, "optimizer": states, "step": 0}
         with checkpoint.as_directory() as folder:
             dcp.load(state, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
