@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,9 +66,10 @@ class TensorBoard:
 class Tracker:
     """A run of wandb or trackio, named as the folder. `WANDB_PROJECT` names the project of both."""
 
-    def __init__(self, package: str, folder: Path, config: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self, init: Callable[..., Any], folder: Path, config: dict[str, Any], **options: Any
+    ) -> None:
         project = os.environ.get("WANDB_PROJECT", "fsdp-train")
-        init = importlib.import_module(package).init
         self._run = init(project=project, name=folder.resolve().name, config=config, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -81,11 +82,15 @@ class Tracker:
 
 
 def _wandb(folder: Path, start: int, config: dict[str, Any]) -> Sink:
-    return Tracker("wandb", folder, config, dir=str(folder))
+    import wandb
+
+    return Tracker(wandb.init, folder, config, dir=str(folder))
 
 
 def _trackio(folder: Path, start: int, config: dict[str, Any]) -> Sink:
-    return Tracker("trackio", folder, config, resume="allow" if start else "never")
+    import trackio
+
+    return Tracker(trackio.init, folder, config, resume="allow" if start else "never")
 
 
 # By package.
