@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ragged_shard import CPU
+
 _PART = 4 << 20  # TCPStore refuses values of over 8 MiB
 
 
@@ -140,7 +142,7 @@ class StoreReader(_InStore, StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, content)
                 continue
-            box = torch.load(content, map_location="cpu", weights_only=True)
+            box = torch.load(content, map_location=CPU, weights_only=True)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 box = box.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
