@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import yaml
 from tools import docs_check, docs_hooks
 from torch.distributed import fsdp
 
@@ -55,6 +54,7 @@ def test_the_examples_of_a_page_run_one_after_another_as_one_script(page):
 
 
 def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_shell():
+    yaml = pytest.importorskip("yaml")  # not on GPU machines, where this file is collected
     text = (DOCS / "guides/launch.md").read_text()
     manifests = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len([yaml.safe_load(manifest) for manifest in manifests]) == 3
