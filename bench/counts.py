@@ -147,7 +147,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 
 def outside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """What a system does beyond the same model's own step with no sharding, from two results of `count`.
+    """A system's costs beyond the same model's own step with no sharding, from two results of `count`.
 
     Bytes of the update are left out: an optimizer's own writes are as large as its shard.
     """

@@ -263,7 +263,7 @@ def batch_of(workload: Workload, step: int, rank: int, device: str = "cpu") -> t
 
 
 def describe(workload: Workload) -> dict[str, Any]:
-    """What a results file says about a workload."""
+    """The figures of a workload in a results file."""
     parameters = list(workload.model("meta").parameters())
     return {
         "name": workload.name,

@@ -366,7 +366,7 @@ class Gathering:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Of all optimizers inside."""
+        """Options of all optimizers inside."""
         return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
 
     def step(self) -> None:

@@ -90,13 +90,17 @@ class StoredTensors:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor in ordinary memory. Raises ValueError if the files have not all of it, or have it twice."""
         out = scratch(box.sizes, self.tensors[name].dtype)[0]
-        covered = 0
+        read: list[Box] = []
         for extent in self.extents_of(name):
             common = extent.box.intersection(box)
             if common is not None:
+                if any(common.intersection(other) is not None for other in read):
+                    raise ValueError(
+                        f"{self.path}: {name} has elements from {common.offsets} of {common.sizes} twice"
+                    )
                 extent.read_into(out[common.slices(box.offsets)], common)
-                covered += common.numel
-        if covered != box.numel:
+                read.append(common)
+        if (covered := sum(common.numel for common in read)) != box.numel:
             raise ValueError(
                 f"{self.path}: {name} has {covered} of the {box.numel} elements from {box.offsets} of size {box.sizes}"
             )

@@ -128,7 +128,7 @@ def convert_checkpoint(
 def converted_tensors(
     source: StoredTensors, rules: Sequence[Rule] = (), dtype: torch.dtype | None = None
 ) -> list[Converted]:
-    """What rules and a dtype make of a checkpoint. Raises ValueError as `convert_checkpoint`."""
+    """The destination's tensors, by rules and a dtype. Raises ValueError as `convert_checkpoint`."""
     converted = []
     for name, pieces in conversions_of(source.tensors, rules).items():
         dtypes = {piece.stored.dtype for piece in pieces}

@@ -212,7 +212,7 @@ def _raw_bytes(view: "_View", name: str, shape: Ints, dtype: torch.dtype) -> tup
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """What a pickled tensor says of itself."""
+    """Layout of a pickled tensor."""
 
     key: str
     offset: int

@@ -247,13 +247,13 @@ def conversions_of(source: Source, rules: Sequence[Rule]) -> dict[str, list[Piec
         shapes = rule.shapes_from(left)
         used = set[str]()
         for name in shapes:
-            found = rule.find(name, shapes, left)
-            if found is None or name in made:
+            pieces = rule.find(name, shapes, left)
+            if pieces is None or name in made:
                 raise ValueError(
                     f"{name} is made twice: by {rule}, and by a rule before it or under its own name"
                 )
-            made[name] = found
-            used.update(piece.stored.name for piece in found)
+            made[name] = pieces
+            used.update(piece.stored.name for piece in pieces)
         left = {name: stored for name, stored in left.items() if name not in used}
     for name, stored in left.items():
         if name in made:

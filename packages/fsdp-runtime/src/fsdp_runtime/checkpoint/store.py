@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from ragged_shard import CPU
 
-_PART = 4 << 20  # TCPStore refuses values of over 8 MiB
+_PART = 4 << 20  # bytes; stores limit the size of a value
 
 
 class Store(Protocol):
