@@ -216,8 +216,8 @@ def gate() -> dict[str, Any]:
     bases = {workload: plain(workload) for workload, _ in GATE}
     figures = {}
     for workload, ranks in GATE:
-        found = compare(workload, ranks, ("ours",), bases[workload])["ours"]
-        figures[f"{workload} on {ranks} ranks"] = found
+        own = compare(workload, ranks, ("ours",), bases[workload])["ours"]
+        figures[f"{workload} on {ranks} ranks"] = own
     return figures
 
 
