@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_runtime.checkpoint import STACKED_EXPERTS, Fused, Rename, Split, convert_checkpoint
 from fsdp_runtime.checkpoint.byte_ranges import Extent, StoredTensors
 from fsdp_runtime.checkpoint.convert import main, parse_rules
+from fsdp_runtime.checkpoint.files import Stored
 from ragged_shard import Box
 from ragged_shard.testing import run_ranks
 
@@ -174,6 +175,7 @@ def test_elements_that_files_have_twice_do_not_stand_for_those_that_are_missing(
     file = tmp_path / "raw"
     file.write_bytes(torch.ones(4).numpy().tobytes())
     twice = [Extent(file, 0, Box((0,), (2,)), (1,))] * 2
-    stored = StoredTensors(file, {"w": torch.empty(4, device="meta")}, lambda name: twice)
+    tensor = Stored("w", file, torch.empty(4, device="meta"))
+    stored = StoredTensors(file, {"w": tensor}, lambda name: twice)
     with pytest.raises(ValueError, match=r"w has elements from \(0,\) of \(2,\) twice"):
         stored.read("w", Box((0,), (4,)))
