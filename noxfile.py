@@ -4,9 +4,8 @@
 virtualenv and pip.
 """
 
-import ctypes.util
-import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -24,22 +23,14 @@ ROOT = Path(__file__).parent
 PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
 FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
-PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")["tool"][
-    "sessions"
-]  # what sessions install, by group
-INTEGRATIONS = [
-    "test_accelerate.py", "test_convert.py", "test_fabric.py", "test_lora.py", "test_load_transformers.py",
-    "test_transformers_trainer.py", "test_extensions_torchao.py", "test_torchtitan.py", "train/test_train_float8.py",
-    "train/test_train_sinks.py",
-    "parity/test_hf.py", "parallel/test_parallel.py", "integrations", "reliability/test_torchft.py",
-    "../../block-optim/tests/test_architectures.py", "../../../tests/test_examples.py",
-]  # fmt: skip
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-_RELIABILITY = "packages/fsdp-runtime/tests/reliability"
 NIGHTLY = {
-    "order_mutants": ["-m", "tools.order_mutants"],
-    "multihost": ["-m", "tools.multihost"],
-    **{name: [f"{_RELIABILITY}/{name}.py"] for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")},
+    **{name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")},
+    **{
+        name: [f"packages/fsdp-runtime/tests/reliability/{name}.py"]
+        for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")
+    },
 }
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
@@ -51,8 +42,8 @@ UNTYPED = [
 
 
 def _group(*names: str) -> list[str]:
-    """Requirements of the repository's dependency groups."""
-    return [line for name in names for line in nox.project.dependency_groups(PROJECT, name)]
+    """Requirements of the repository's groups."""
+    return [line for name in names for line in nox.project.dependency_groups(GROUPS, name)]
 
 
 def _test_requirements(*packages: str) -> list[str]:
@@ -60,13 +51,13 @@ def _test_requirements(*packages: str) -> list[str]:
     return sorted({line for project in projects for line in nox.project.dependency_groups(project, "test")})
 
 
-def _prepare(session: nox.Session, *groups: str, constraint: Path = ROOT / "constraints.txt") -> None:
-    """Set pip's, uv's and the tests' variables; install dependency groups."""
+def _prepare(session: nox.Session, *requirements: str, constraint: Path = ROOT / "constraints.txt") -> None:
+    """Set pip's, uv's and the tests' variables, and install requirements."""
     session.env.update(PIP_CONSTRAINT=str(constraint), UV_CONSTRAINT=str(constraint), OMP_NUM_THREADS="1")
     if links := os.environ.get("PIP_FIND_LINKS", "").split():  # uv does not read pip's variables
         session.env.setdefault("UV_FIND_LINKS", ",".join(links))
-    if groups:
-        session.install(*_group(*groups))
+    if requirements:
+        session.install(*requirements)
 
 
 def _workspace(*requirements: str) -> list[str]:
@@ -76,10 +67,9 @@ def _workspace(*requirements: str) -> list[str]:
     return [*editable, *(line for line in requirements if line not in PACKAGES)]
 
 
-def _prepare_tests(session: nox.Session, *groups: str) -> None:
-    """Prepare the session; install the workspace, what its tests need, and dependency groups."""
-    _prepare(session)
-    session.install(*_workspace(*_group(*groups), *_test_requirements(*PACKAGES)))
+def _prepare_tests(session: nox.Session, *groups: str, **constraint: Path) -> None:
+    """Prepare the session with the workspace, what its tests need, and groups."""
+    _prepare(session, *_workspace(*_group(*groups), *_test_requirements(*PACKAGES)), **constraint)
 
 
 def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
@@ -110,55 +100,28 @@ def stress(session: nox.Session) -> None:
 
 
 @nox.session
-def mutants(session: nox.Session) -> None:
-    """Change the sources in one place at a time and count the mutants that the tests find: tools/mutants.py."""
-    _prepare_tests(session)
-    session.run("python", "-m", "tools.mutants", *session.posargs)
-
-
-@nox.session
-def coverage(session: nox.Session) -> None:
-    """Run every test that needs no GPU, ranks and other subprocesses measured; print one figure per package."""
-    _prepare_tests(session, "coverage")
-    folder = Path(session.create_tmp()).resolve()
-    session.env["COVERAGE_FILE"] = str(folder / "coverage")
-    if sys.version_info >= (3, 12):
-        session.env["COVERAGE_CORE"] = "sysmon"
-    session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", *_pytest(session, "tests", "packages"))
-    session.run("coverage", "combine", "--quiet", silent=True)
-    for name, package in FOLDERS.items():
-        report = ["coverage", "report", "--format=total", f"--include={package / 'src'}/*"]
-        total = session.run(*report, silent=True, success_codes=[0, 1])  # 1: none of it has run
-        session.log(f"coverage of lines: {name} {str(total).strip()}")
-
-
-@nox.session
 def memory(session: nox.Session) -> None:
-    """Run the tests of dbuffer and fsdp-runtime so that writes into released memory are detected; slow."""
+    """Run the tests of dbuffer and fsdp-runtime on glibc's checking allocator; late accesses to memory fail; slow."""
     _prepare_tests(session)
     # Freed memory of 8 KiB and more is unmapped at once, so that a late access is a fault.
     tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
-    environment = {"DBUFFER_DEBUG_MEMORY": "1", "GLIBC_TUNABLES": tunables}
-    if library := ctypes.util.find_library("c_malloc_debug"):  # glibc's checks need it from 2.34 on
-        environment |= {"LD_PRELOAD": library, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "90"}
-    else:
-        session.warn("no libc_malloc_debug: only dbuffer's memory is checked")
-    folders = ["packages/dbuffer/tests", "packages/fsdp-runtime/tests"]
-    slow = ["--ignore-glob=*/tests/conformance/*", "--ignore-glob=*/tests/parity/*"]
-    session.run(*_pytest(session, *folders), *slow, env=environment)
+    session.env.update(
+        DBUFFER_DEBUG_MEMORY="1", GLIBC_TUNABLES=tunables, MALLOC_CHECK_="3", MALLOC_PERTURB_="90"
+    )
+    session.env["LD_PRELOAD"] = "libc_malloc_debug.so.0"  # glibc's checks need it from 2.34 on
+    session.run(*_pytest(session, "packages/dbuffer/tests", "packages/fsdp-runtime/tests"))
 
 
 @nox.session
 @nox.parametrize("job", list(NIGHTLY), ids=list(NIGHTLY))
 def nightly(session: nox.Session, job: str) -> None:
-    """Run a long check: mutants of stream order, several hosts, damaged input, killed ranks, long training, peers."""
+    """Run a long check: mutants, several hosts, damaged input, killed ranks, long training, peers, deadlocks."""
     _prepare_tests(session)
     if job == "peers":  # DeepSpeed's build looks for torch
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
         session.install("--no-build-isolation", "deepspeed>=0.19")
-    session.run("python", *NIGHTLY[job], *(session.posargs or ["--write"]))
+    session.run("python", *NIGHTLY[job], *(session.posargs or ["--write"] * (job != "mutants")))
 
 
 @nox.session
@@ -168,10 +131,14 @@ def integrations(session: nox.Session, others: str) -> None:
     _prepare_tests(session, others)
     if others == "verl":  # compile once, not in all ranks at the same time
         session.run("python", "-c", "import verl.workers.engine")
-    folder = FOLDERS["fsdp-runtime"] / "tests"
-    names = ["test_verl.py", "integrations", "-k", "verl"] if others == "verl" else INTEGRATIONS
-    paths = (str(folder / name) if (folder / name).exists() else name for name in names)
-    session.run(*_pytest(session, *paths))
+    else:
+        session.install("triton")  # torchtitan imports it
+    packages = "|".join(re.split(r"\W", line.replace("-", "_"))[0] for line in _group(others))
+    naming = re.compile(rf'"(?:{packages})[".]')  # a test that skips without a package names it
+    tests = (*ROOT.glob("tests/*.py"), *ROOT.glob("packages/*/tests/**/*.py"))
+    files = [path for path in tests if naming.search(path.read_text())]
+    paths = {path if path.name.startswith("test_") else path.parent for path in files}
+    session.run(*_pytest(session, *sorted(map(str, paths))))
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
@@ -180,9 +147,7 @@ def versions(session: nox.Session, torch: str) -> None:
     """Run the packages' tests on one Python and one torch: `./run "versions-3.12(torch-2.11)"`."""
     constraint = Path(session.create_tmp()).resolve() / "constraints.txt"
     constraint.write_text(TORCH[torch] + "\n")
-    _prepare(session, constraint=constraint)
-    session.install(*_workspace(*_test_requirements(*PACKAGES)))
-    session.run("python", "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)")
+    _prepare_tests(session, constraint=constraint)
     session.run(*_pytest(session, "packages"))
 
 
@@ -192,7 +157,7 @@ def dev(session: nox.Session) -> None:
     _prepare(session)
     folder = Path(session.posargs[0] if session.posargs else ".venv").resolve()
     session.run(sys.executable, "-m", "virtualenv", str(folder), external=True)
-    tools = _group("coverage", "lint", "typecheck", "bench")
+    tools = _group("lint", "typecheck", "bench")
     wanted = _workspace("nox", *tools, *_test_requirements(*PACKAGES))
     session.run(str(folder / "bin" / "python"), "-m", "pip", "install", *wanted, external=True)
 
@@ -206,11 +171,8 @@ def gpu_tests(session: nox.Session) -> None:
 
 @nox.session
 def gpu_guard(session: nox.Session) -> None:
-    """Check without a GPU what will run on one, with torch, triton, numpy and pytest alone.
-
-    Collects the tests marked gpu (skipped without a CUDA device), runs those marked gpu_guard, and `gpu.sh --dry-run`.
-    """
-    _prepare(session, "bare")
+    """Collect the tests marked gpu, run those marked gpu_guard, and `gpu.sh --dry-run`, with what a GPU machine has."""
+    _prepare(session, *_group("bare"))
     session.env["PYTHONPATH"] = SOURCES
     folders = session.posargs or ["packages", "tests"]
     session.run("python", "-m", "pytest", "-m", "gpu or gpu_guard", "--durations=10", *folders)
@@ -221,7 +183,7 @@ def gpu_guard(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build sdist and wheel of every package into dist/ and check their metadata."""
-    _prepare(session, "build")
+    _prepare(session, *_group("build"))
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for folder in FOLDERS.values():
         session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(folder), silent=True)
@@ -251,7 +213,7 @@ def isolated(session: nox.Session, package: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style with ruff, imports with import-linter, the workflows with check-jsonschema and zizmor."""
-    _prepare(session, "lint")
+    _prepare(session, *_group("lint"))
     session.run("ruff", "check", *(session.posargs or ["."]))
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": f"{ROOT}{os.pathsep}{SOURCES}"})
@@ -279,35 +241,26 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages into site/, links checked, and check what they load; `-- serve` shows them instead."""
-    _prepare(session, "docs")  # sources are read, not imported: no torch; ruff formats signatures
+    """Build the pages into site/ and check their links and what they load; `-- serve` shows them instead."""
+    _prepare(session, *_group("docs"))  # sources are read, not imported: no torch; ruff formats signatures
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
-    if not session.posargs:
-        session.run("python", str(ROOT / "tools" / "docs_check.py"), "site")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark once on the working tree and keep nothing; `asv run` keeps the history."""
-    _prepare(session)
-    session.install(*_workspace(*_group("bench")))
-    folder = Path(session.create_tmp()).resolve()
-    config = json.loads((ROOT / "asv.conf.json").read_text())
-    config.update(repo=str(ROOT), benchmark_dir=str(ROOT / "bench"), results_dir=str(folder / "results"))
-    (folder / "asv.conf.json").write_text(json.dumps(config))
-    asv = ["asv", "--config", str(folder / "asv.conf.json")]
-    session.run(*asv, "machine", "--yes", silent=True)
-    session.run(*asv, "check", "--python=same")
-    quick = ["--quick", "--launch-method", "forkserver", "--python=same", "--show-stderr"]
-    session.run(*asv, "run", *quick, *session.posargs)
+    _prepare(session, *_workspace(*_group("bench")))
+    session.run("asv", "machine", "--yes", silent=True)
+    session.run("asv", "check", "--python=same")
+    quick = ["--quick", "--dry-run", "--launch-method=forkserver", "--python=same", "--show-stderr"]
+    session.run("asv", "run", *quick, *session.posargs)
 
 
 @nox.session
 def train(session: nox.Session) -> None:
     """Pretrain a small transformer on real text on all local ranks: `nox -s train -- --help` lists the options."""
-    _prepare(session)
-    del session.env["OMP_NUM_THREADS"]
     *others, runtime = _workspace()
-    session.install(*others, f"{runtime}[train]")
+    _prepare(session, *others, f"{runtime}[train]")
+    del session.env["OMP_NUM_THREADS"]
     session.run("fsdp-train", *session.posargs)

@@ -23,6 +23,12 @@ _CODE_OR_LINK = re.compile(
 )
 
 
+# What makes a browser fetch something without a click; a `link` to another page does not.
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|use)\b[^>]*?\s(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
+    r"""|<link\b(?![^>]*\brel=["']?(?:canonical|prev|next|alternate))[^>]*?\shref=["']?((?:https?:)?//[^"'\s>]+)"""
+    r"""|(?:url\(\s*["']?|@import\s+["'])((?:https?:)?//[^"')\s]+)"""
+)
 _listed: dict[str, str] = {}  # lines of llms.txt by path in the site
 
 
@@ -55,9 +61,23 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write `llms.txt` into the site."""
+    """Write `llms.txt` into the site. Raises mkdocs' PluginError if a page loads anything from elsewhere."""
     head = f"# {config.site_name}\n\n> {config.site_description}\n\n## Pages\n\n"
     (Path(config.site_dir) / "llms.txt").write_text(head + "".join(_listed[key] for key in sorted(_listed)))
+    if remote := remote_assets(Path(config.site_dir)):
+        from mkdocs.exceptions import PluginError
+
+        raise PluginError("pages load from other hosts: " + "; ".join(remote))
+
+
+def remote_assets(folder: Path) -> list[str]:
+    """Addresses on other hosts that pages and style sheets in a folder load, each with its file."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".html", ".css"))
+    return [
+        f"{path.relative_to(folder)}: {''.join(match.groups(''))}"
+        for path in paths
+        for match in _LOADED.finditer(path.read_text(encoding="utf-8"))
+    ]
 
 
 def line_of(url: str, markdown: str) -> str:

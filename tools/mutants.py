@@ -1,6 +1,6 @@
 """Change one place of the sources at a time and count how many of these mutants the tests find.
 
-    nox -s mutants -- --number 40 --seed 1
+    nox -s 'nightly(mutants)' -- --number 40 --seed 1
 
 A mutant flips a comparison, an operator, `and`, `not` or a constant, or leaves a statement out. Its tests are those
 that name what its module defines. The tree is not touched: a mutant is a copy of the sources, tested in a fork of a
