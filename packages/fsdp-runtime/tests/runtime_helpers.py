@@ -10,12 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import fully_shard
+from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 with_examples = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are not installed")
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Body(nn.Module):
@@ -37,6 +42,24 @@ class Body(nn.Module):
         return self.head(self.norm(x))
 
 
+class Net(Body):
+    """No unit returns a view, and the middle can be recomputed, left out or broken."""
+
+    def __init__(self, recompute=False, **options):
+        super().__init__(**options)
+        self.recompute = recompute
+        self.fails = False
+
+    def forward(self, tokens, order=None):
+        x = self.embed(tokens)
+        for index in order or range(len(self.blocks)):
+            block = self.blocks[index]
+            x = x + torch.tanh(checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+            if self.fails:
+                raise KeyError("on purpose")
+        return self.head(self.norm(x))
+
+
 def seeded(make=Body, seed=0, **options):
     torch.manual_seed(seed)
     return make(**options)
@@ -46,6 +69,10 @@ def shard(model, **options):
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def mesh_of(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def tokens(step=0, rows=2, vocab=12, rank=None):

@@ -1,9 +1,10 @@
 """A training step passes a simulated capture, which refuses what CUDA graphs refuse."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from runtime_helpers import device, loss_of, seeded, shard
-from test_happens_before import BF16, Net, mesh_of
+from runtime_helpers import BF16, Net, device, loss_of, mesh_of, seeded, shard
 
 from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -38,6 +39,49 @@ def test_a_step_can_be_captured_and_uses_the_same_addresses_each_time(precision,
         first, *others = captured_steps(found, model)
         assert len(first) > 30
         assert all(addresses == first for addresses in others)
+
+
+def test_steps_outside_follow_a_captured_one_with_the_same_losses():
+    def losses(captured):
+        with device("at random") as found:
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            seen = []
+            for step in range(4):
+                with found.capture() if step in captured else nullcontext():
+                    loss = loss_of(model, BATCH)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.synchronize()
+                seen.append(loss.item())
+            return seen
+
+    assert losses({1, 2}) == losses(set())
+
+
+def test_two_microbatches_of_one_capture_share_what_the_first_has_gathered():
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)
+        loss_of(model, BATCH).backward()
+        with found.capture():
+            model.set_reshard_after_backward(False)
+            loss_of(model, BATCH).backward()
+            model.set_reshard_after_backward(True)
+            loss_of(model, BATCH).backward()
+
+
+def test_parameters_that_were_gathered_before_cannot_be_captured():
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4))
+        model.blocks[1].unshard()
+        with pytest.raises(RuntimeError, match=r"blocks.1 is gathered: .* `reshard` before"), found.capture():
+            model(BATCH)
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4))
+        model.blocks[1].unshard()
+        with pytest.raises(RuntimeError, match="released inside it"), found.capture():
+            model.blocks[1].reshard()
 
 
 def test_offload_cannot_be_captured():

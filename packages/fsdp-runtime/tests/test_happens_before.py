@@ -5,11 +5,9 @@ import threading
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from runtime_helpers import COMPLETES, Body, Watch, device, loss_of, seeded, shard, tokens
+from runtime_helpers import BF16, COMPLETES, Net, Watch, device, loss_of, mesh_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 
 import block_optim
 from dbuffer import BlockFP8, BlockInt8
@@ -27,26 +25,7 @@ from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
-
-
-class Net(Body):
-    """No unit returns a view, and the middle can be recomputed, left out or broken."""
-
-    def __init__(self, recompute=False, **options):
-        super().__init__(**options)
-        self.recompute = recompute
-        self.fails = False
-
-    def forward(self, tokens, order=None):
-        x = self.embed(tokens)
-        for index in order or range(len(self.blocks)):
-            block = self.blocks[index]
-            x = x + torch.tanh(checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
-            if self.fails:
-                raise KeyError("on purpose")
-        return self.head(self.norm(x))
 
 
 class OwnGather:
@@ -57,10 +36,6 @@ class OwnGather:
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         return collectives.compat.all_gather(output_tensor, input_tensor, group=group, async_op=True)
-
-
-def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def train(model, steps=3, optimizer=None, **options):

@@ -129,10 +129,28 @@ def test_a_capture_refuses_what_a_graph_cannot_record(device):
     ):
         with pytest.raises(CaptureError, match=match), device.capture():
             act()
-    with device.capture(), device.on(device.new_stream()):
-        pinned.copy_(x, non_blocking=True)
-        host.add_(1)
-        device.wait(device.record(), device._default)
+    with device.capture():
+        captured = device.current_stream()
+        with device.on(device.new_stream()):
+            pinned.copy_(x, non_blocking=True)
+            host.add_(1)
+            device.wait(device.record(), captured)
+
+
+def test_the_default_stream_cannot_take_part_in_a_capture(device):
+    default = device.current_stream()
+    with pytest.raises(CaptureError, match="default stream cannot"), device.capture(default):
+        pass
+    with pytest.raises(CaptureError, match="default stream cannot"), device.capture():
+        device.wait(device.record(), default)
+
+
+def test_an_event_that_a_graph_recorded_is_of_no_use_after_the_capture(device):
+    with device.capture():
+        event = device.record()
+    for use in (lambda: device.wait(event), event.query, event.synchronize):
+        with pytest.raises(CaptureError, match="after the capture"):
+            use()
 
 
 def test_a_capture_tells_the_addresses_of_memory_from_outside(device):

@@ -88,9 +88,13 @@ class Recycler:
     All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
     stream that it was allocated on, so blocks of another stream would add to the activations' peak.
 
+    While a graph is captured, blocks come from the graph's own pool and go back there, never to a buffer outside: each
+    replay writes to them again.
+
     Attributes:
         device: where the blocks are, with index.
         home: the stream from whose pool blocks come. None: the one that is current when memory is asked for.
+        home_in_capture: the same, for blocks of a graph that is being captured.
 
     Args:
         device: where the blocks are.
@@ -102,9 +106,11 @@ class Recycler:
         self._layer = device_layer(device)
         self.device = self._layer.device
         self.home: Any = None
+        self.home_in_capture: Any = None
         self._lean = lean
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+        self._captured: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # with memory of a graph
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
         self._shares = False
@@ -144,7 +150,8 @@ class Recycler:
                     f"torch {torch.__version__} cannot give it other memory; build the buffer again"
                 )
             self.quarantine(storage)  # an interrupt kept it from being taken back
-        block = self._pop_parked(nbytes)
+        capturing = self._layer.capturing
+        block = None if capturing else self._pop_parked(nbytes)
         if block is not None:
             if block.last_use is not None:
                 self._layer.wait(block.last_use)
@@ -156,7 +163,10 @@ class Recycler:
         if self._lean:
             self.trim()
         if self._layer.asynchronous:
-            self._homes[storage] = self._resize_at_home(storage, nbytes)
+            home = self.home_in_capture if capturing else self.home
+            self._homes[storage] = self._resize_at_home(storage, nbytes, home)
+            if capturing:
+                self._captured.add(storage)
         elif self._shares and nbytes >= shared.SMALLEST_SHARED:
             compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
             self._homes[storage] = None
@@ -176,10 +186,11 @@ class Recycler:
         else:  # memory of `shared`
             compat.swap_memory(storage, torch.UntypedStorage(0))
 
-    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
+    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int, home: Any) -> Any:
         """Allocate in the home stream's pool, for use on the current stream. Returns the home stream."""
-        layer, here = self._layer, self._layer.current_stream()
-        home = here if self.home is None else self.home
+        layer = self._layer
+        if home is None:
+            home = layer.current_stream()
         with layer.on(home, ()):
             layer.resize(storage, nbytes)
             allocated = layer.record()
@@ -187,10 +198,21 @@ class Recycler:
         return home
 
     def recycle(self, storage: torch.UntypedStorage) -> None:
-        """Leave the storage empty. The current stream must be behind the last use of its memory."""
+        """Leave the storage empty. The current stream must be behind the last use of its memory.
+
+        Raises:
+            RuntimeError: a graph is captured, and the memory is from before.
+        """
+        captured = storage in self._captured
+        if not captured and self._layer.capturing:
+            raise RuntimeError(
+                "memory that was gathered before a graph's capture began is released inside it, and each replay would "
+                "use it again; reshard before the capture"
+            )
         nbytes, home = storage.nbytes(), self._homes.pop(storage)
         last_use = self._layer.record() if self._layer.asynchronous else None
-        if not compat.CAN_SWAP:
+        self._captured.discard(storage)
+        if captured or not compat.CAN_SWAP:
             self._layer.wait(last_use, home)
             self._layer.resize(storage, 0)
             return
@@ -221,8 +243,8 @@ class Recycler:
         _quarantine.append(holder)
 
     def trim(self) -> None:
-        """Give all parked blocks back to torch's allocator."""
-        if not self._parked:
+        """Give all parked blocks back to torch's allocator. A graph that is being captured leaves them alone."""
+        if not self._parked or self._layer.capturing:
             return
         parked, self._parked, self._parked_bytes = self._parked, [], 0
         for block in parked:
@@ -313,11 +335,15 @@ class DebugRecycler(Recycler):
         self._watched: list[_Block] = []
         self._watched_bytes = 0
 
-    def _park(self, block: _Block, nbytes: int) -> None:
+    def recycle(self, storage: torch.UntypedStorage) -> None:
+        """Leave the storage empty; see `Recycler.recycle`."""
         if self._layer.capturing:
             raise RuntimeError(
                 f"{DEBUG_VARIABLE} waits for the device, which a graph cannot capture; unset it"
             )
+        super().recycle(storage)
+
+    def _park(self, block: _Block, nbytes: int) -> None:
         self._layer.synchronize()
         _bytes_of(block.storage).fill_(_POISON)
         self._watched.append(block)

@@ -88,6 +88,7 @@ class Unit:
         followers: units whose host this is. It gathers and reduces them, on every rank.
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
+        captured: whether its last gather was recorded into a graph.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
 
@@ -111,6 +112,7 @@ class Unit:
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
         self.uneven = False
+        self.captured = False
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
@@ -322,6 +324,7 @@ class Unit:
                     self.prepare()
                 group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
             not_at_rest.add(self)
+            self.captured = self._streams.follow_capture()
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
             if calls is None:

@@ -126,6 +126,11 @@ class Pass:
                 "set_post_optim_event: a graph cannot wait for an event from before its capture"
             )
         for unit in self.units:
+            if not (unit.at_rest or unit.captured):
+                raise RuntimeError(
+                    f"{unit.name} is gathered: a graph would use these values in each replay; call its `reshard` "
+                    "before the capture"
+                )
             if any(group.plan.offload is not None for group in unit.groups):
                 raise RuntimeError(
                     f"{unit.name} is offloaded: its optimizer runs on the CPU, which a graph cannot capture; "
@@ -339,6 +344,7 @@ class Pass:
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: finish the reductions at its end."""
         self.in_backward = True
+        self.streams.follow_capture()
         self.backward.begin()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]

@@ -82,19 +82,26 @@ class SimulatedEvent:
 
     def check_capture(self, stream: SimulatedStream) -> None:
         """Raise if an event and a stream are not in the same capture; a stream joins that of the event."""
+        self._refuse_if_recorded()
         if self.capture and not stream.capture:
-            stream.capture = self.capture
+            self.device.join_capture(stream)
         elif self.capture != stream.capture:
             raise CaptureError(f"{stream.name} waits during a capture for an event from outside it")
+
+    def _refuse_if_recorded(self) -> None:
+        if self.capture not in (0, self.device.captures):
+            raise CaptureError(f"an event that a graph recorded is used after the capture, at {where()}")
 
     def query(self) -> bool:
         """Whether it has completed: as the device's `completes` says."""
         self.device.refuse_in_capture("asks whether an event has completed")
+        self._refuse_if_recorded()
         return self.device.completes()
 
     def synchronize(self) -> None:
         """Block the host until it has completed."""
         self.device.refuse_in_capture("waits for an event")
+        self._refuse_if_recorded()
         join(self.device.host, self.clock)
 
 
@@ -112,6 +119,7 @@ class SimulatedDevice(StreamLayer):
         pools: what a caching allocator would hold.
         accesses: how many were checked.
         addresses: while capturing, of all memory from outside that ops use, in their order.
+        captures: the number of the capture under way; 0: none.
         registered: CPU memory that is registered now: address -> bytes.
 
     Raises:
@@ -130,7 +138,9 @@ class SimulatedDevice(StreamLayer):
         self._numbers = itertools.count(1)
         self._streams: list[SimulatedStream] = []
         self._outside: set[int] = set()  # addresses of memory from before the capture
-        self._captures = itertools.count(1)
+        self.captures = 0
+        self._numbers_of_captures = itertools.count(1)
+        self._side: SimulatedStream | None = None  # where graphs are captured, unless on another stream
         self.registered: dict[int, int] = {}
         self._default = self.new_stream()
         self._default.name = "the default stream"
@@ -244,26 +254,40 @@ class SimulatedDevice(StreamLayer):
     # -- capture ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def capture(self) -> Iterator[list[int]]:
-        """Record the current stream's work, as a graph would; what cannot be recorded raises CaptureError.
+    def capture(self, stream: SimulatedStream | None = None) -> Iterator[list[int]]:
+        """Record a stream's work, as `torch.cuda.graph` does; what cannot be recorded raises CaptureError.
+
+        Args:
+            stream: becomes the current one. Defaults to one that all captures share, as torch's do.
 
         Yields:
             the addresses of all memory from outside that ops use, in their order.
         """
         self.synchronize()
-        stream = self.current_stream()
-        stream.capture = next(self._captures)
+        if stream is None:
+            stream = self._side = self._side or self.new_stream()
+        self.captures = next(self._numbers_of_captures)
         self._outside, self.addresses = set(self._blocks), []
         try:
-            yield self.addresses
+            self.join_capture(stream)
+            with self._switch(stream):
+                yield self.addresses
             self.raise_late()
             for other in self._streams:
                 joined = stream.clock.get(other.number, 0) >= other.clock.get(other.number, 0)
                 if other.capture and not joined:
                     raise CaptureError(f"{other.name} took part in a capture and was not joined at its end")
         finally:
+            self.captures = 0
             for other in self._streams:
                 other.capture = 0
+        join(self._default.clock, stream.clock)  # a replay on the default stream
+
+    def join_capture(self, stream: SimulatedStream) -> None:
+        """Let a stream take part in the capture under way; CUDA's default stream cannot."""
+        if stream is self._default:
+            raise CaptureError(f"the default stream cannot take part in a capture, at {where()}")
+        stream.capture = self.captures
 
     def refuse_in_capture(self, what: str) -> None:
         """Raise if work is being captured."""
@@ -274,7 +298,7 @@ class SimulatedDevice(StreamLayer):
 
     def _allocate(self, storage: torch.UntypedStorage, on_host: bool, pinned: bool) -> Block:
         home = self.current_stream()
-        block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned)
+        block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned, self.captures)
         self._blocks[block.address] = block
         self._outside.discard(block.address)
         if not on_host:
@@ -305,6 +329,10 @@ class SimulatedDevice(StreamLayer):
         if block is None or block.on_host:
             return
         self.pools.add(block.home.name, -block.nbytes)
+        if (
+            block.capture != self.captures and block.capture
+        ):  # the graph's pool serves nothing outside the graph
+            return
         known = {**block.home.clock}
         join(known, self.host)
         for access in block.accesses:
