@@ -324,7 +324,9 @@ class Unit:
                     self.prepare()
                 group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
             not_at_rest.add(self)
-            self.captured = self._streams.follow_capture()
+            self.captured = self._streams.layer.capturing
+            if self.captured:
+                self._streams.follow_capture()
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)
             if calls is None:

@@ -344,7 +344,8 @@ class Pass:
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: finish the reductions at its end."""
         self.in_backward = True
-        self.streams.follow_capture()
+        if self.streams.layer.capturing:
+            self.streams.follow_capture()
         self.backward.begin()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]

@@ -24,12 +24,9 @@ class Streams:
         self.gather: Any = layer.new_stream(priority=-1)
         self.reduce: Any = layer.new_stream(priority=-1)
 
-    def follow_capture(self) -> bool:
-        """Whether a graph is being captured; gathered memory is then of the pool of the stream that is current now."""
-        if not self.layer.capturing:
-            return False
+    def follow_capture(self) -> None:
+        """Take gathered memory of the graph that is being captured from the pool of the stream that is current now."""
         self.recycler.home_in_capture = self.layer.current_stream()
-        return True
 
 
 # One for each device, as long as a unit uses it: models in one process gather one after the other anyway.
