@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragged_shard import is_cpu
-
 from .errors import TrainError
+from .hardware import to_device
 
 ARRAYS = (".npy", ".bin")
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
@@ -372,11 +371,11 @@ class Batches:
         first = self.slice_number * length
         tokens = torch.from_numpy(rows[:, first : first + length + 1])
         if self.documents is None:
-            tokens = _on(device, tokens)
+            tokens = to_device(tokens, device)
             return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         end = torch.from_numpy(self.documents.lengths[windows])[:, None]
         targets = tokens[:, 1:].masked_fill(torch.arange(first, first + length) >= end, IGNORED)
-        return _on(device, tokens[:, :-1].contiguous()), _on(device, targets)
+        return to_device(tokens[:, :-1].contiguous(), device), to_device(targets, device)
 
     def _starts(self, windows: Any) -> Any:
         return windows * self.seq_len if self.documents is None else self.documents.starts[windows]
@@ -385,7 +384,3 @@ class Batches:
         """`seq_len` tokens and the one that follows; beyond the end of the corpus 0."""
         row = self.corpus.read(start, min(start + self.seq_len + 1, self.corpus.num_tokens))
         return np.pad(row, (0, self.seq_len + 1 - len(row)))
-
-
-def _on(device: torch.device, tokens: torch.Tensor) -> torch.Tensor:
-    return tokens if is_cpu(device) else tokens.pin_memory().to(device, non_blocking=True)

@@ -4,12 +4,13 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from ragged_shard import CPU, is_cpu
+from ragged_shard import CPU, device_layer, is_cpu
 
 from .errors import TrainError
 
@@ -110,6 +111,27 @@ def memory_mb(device: torch.device) -> float:
         return torch.accelerator.max_memory_allocated(device) / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, copied behind what is queued; the host does not wait."""
+    return tensor if is_cpu(device) else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Start copying a 1-D tensor to the host; the result reads it, and waits for what was queued before alone."""
+    layer = device_layer(values.device)
+    if not layer.asynchronous:
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, device=CPU, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = layer.record()
+
+    def read() -> list[float]:
+        layer.wait_on_host(event)
+        return [float(value) for value in host]
+
+    return read
 
 
 @dataclass

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from fsdp_runtime.memory import StepMeter, Tuning
 from fsdp_runtime.token_loss import count_tokens
+from ragged_shard import device_layer
 
 from . import checkpoint as ckpt
 from .config import RunConfig
 from .data import Batches, TextData, read_data, windows_of_documents
 from .errors import TrainError, agreed, check_agreement, check_model, say
-from .hardware import StepClock, memory_mb, own_device, peak_flops
+from .hardware import StepClock, copy_to_host, memory_mb, own_device, peak_flops, to_device
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import make_meshes
@@ -90,8 +91,9 @@ class _Sums:
     """The figures of a step on their way: reduced over ranks, not yet read."""
 
     step: int
-    values: Tensor  # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
-    work: Any
+    # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
+    read: Callable[[], list[float]]
+    work: Any  # to wait for first; None if `read` does
     lr: float
     tokens: int  # of all ranks
 
@@ -373,9 +375,12 @@ class Trainer:
         local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
         bad = (~torch.isfinite(loss)).double().view(1)
         figures = (loss.double().view(1), norm.double().view(1) / self.world_size, bad, bad * self.rank)
-        values = torch.cat((*figures, local.to(self.device)))
+        values = torch.cat((*figures, to_device(local, self.device)))
         work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
-        return _Sums(self.step, values, work, lr, self.system.tokens)
+        if work is not None and device_layer(self.device).asynchronous:
+            work.wait()  # the stream's, ahead of what is queued next; on a CPU it would be this thread's
+            work = None
+        return _Sums(self.step, copy_to_host(values), work, lr, self.system.tokens)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
         """Record a step's figures. Returns True, on every rank, if a rank was asked to stop."""
@@ -386,7 +391,7 @@ class Trainer:
                 raise RuntimeError(
                     f"all_reduce of the figures of step {sums.step + 1} failed: {error}"
                 ) from error
-        loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.values.tolist()
+        loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.read()
         loss /= self.world_size
         config = self.config
         tokens_per_s = sums.tokens / max(self._lap[0], 1e-9)

@@ -44,12 +44,18 @@ class HostWaits:
         self._refuse = refuse
         self._device: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address comes twice
         self._host: dict[int, torch.UntypedStorage] = {}
+        self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def put_on_device(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let tensors stand for a device's memory, and everything that shares theirs."""
         for tensor in tensors:
             storage = _plain(tensor).untyped_storage()
-            self._device[storage.data_ptr()] = storage
+            if storage.data_ptr() not in self._pinned:
+                self._device[storage.data_ptr()] = storage
+
+    def put_in_pinned(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors be pinned memory of the host, which ops of the device may write to."""
+        self._pinned |= {_plain(t).untyped_storage().data_ptr(): _plain(t).untyped_storage() for t in tensors}
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let tensors be host memory, such as a pinned buffer that a copy ends in."""
@@ -112,7 +118,9 @@ class _Ops(TorchDispatchMode):
                 waits.note("a pageable copy")
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        if on_device:
+        if (kwargs or {}).get("pin_memory"):
+            waits.put_in_pinned(made)
+        elif on_device:
             written = tree_leaves(args[0]) if name.endswith("_") and args else []
             waits.put_on_device([*made, *(t for t in written if isinstance(t, torch.Tensor))])
             waits.put_on_device(t for t in tree_leaves((kwargs or {}).get("out")) if t is not None)
