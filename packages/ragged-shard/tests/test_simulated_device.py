@@ -98,8 +98,9 @@ def test_the_host_reads_pinned_memory_only_after_it_waited_for_the_copy(device):
     x, host = torch.ones(4), torch.zeros(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
     event = device.record()
-    with pytest.raises(RaceError, match="on the host"):
-        host.sum()
+    for read in (host.sum, host[0].item):
+        with pytest.raises(RaceError, match="on the host"):
+            read()
     device.wait_on_host(event)
     host.sum()
     pageable = host + 1

@@ -342,6 +342,11 @@ class SimulatedDevice(StreamLayer):
                     "is known there to have completed"
                 )
 
+    def all_on_host(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the host can read them without asking the device."""
+        blocks = [self.block_of(tensor.untyped_storage()) for tensor in tensors]
+        return all(block is None or block.on_host for block in blocks)
+
     def block_of(self, storage: torch.UntypedStorage) -> Block | None:
         """The memory that a storage holds; None: it holds none."""
         if not storage.nbytes():
@@ -433,12 +438,12 @@ class _Stamp(TorchDispatchMode):
             return NotImplemented  # their own ops on local tensors come here
         device, schema = self._device, func._schema
         device.raise_late()
-        if func._schema.name in SYNCS:
-            device.wait_for_current()
         pinned = bool(kwargs.get("pin_memory"))
         if pinned:
             kwargs = {**kwargs, "pin_memory": False}
         reads, writes = arguments(schema, args, kwargs)
+        if schema.name in SYNCS and not device.all_on_host(reads):
+            device.wait_for_current()
         is_view = bool(schema.returns) and all(
             r.alias_info and not r.alias_info.is_write for r in schema.returns
         )
