@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from ragged_shard import gather_from_ranks
+from ragged_shard import device_layer, gather_from_ranks
 
 from ..checkpoint.dcp_files import METADATA, Reader
 from .errors import TrainError, agreed, causes, named, one_line
@@ -149,9 +150,12 @@ class Planner(DefaultLoadPlanner):
 _PART = ".part"
 _NAME = re.compile(r"step-\d{8,19}")
 CHECKPOINTS = "checkpoints"
-# Values are copied in start(), by storage: the other way of torch 2.11 does not know ragged tensors.
-_COPY = StagingOptions(
+# Values are copied by storage: the other way of torch 2.11 does not know ragged tensors.
+_IN_START = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+_BESIDE_TRAINING = StagingOptions(
+    use_pinned_memory=True, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=True
 )
 # Settings of the optimizer by parameter, not by group: ranks of a pipeline have other parameters.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -166,15 +170,22 @@ class Checkpoints:
         keep: how many complete ones stay.
         group: a process group with gloo, for DCP's coordination, apart from the training's collectives; None for one
             process.
+        device: of the values. Those of an accelerator are copied to pinned memory, which is kept for the next save,
+            while the next forward and backward run.
 
     Collective: one gather of small objects, the hosts' names.
     """
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, folder: Path, keep: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
         self._hosts = gather_from_ranks(socket.gethostname())
         self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._pending: tuple[int, Any] | None = None  # step, and the future of DCP's save
+        self._layer = device_layer(device)
+        self._stager = DefaultStager(_BESIDE_TRAINING) if self._layer.asynchronous else None
+        self._copied: Any = None  # the future of its copies
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for part in self.folder.glob(f"*{_PART}"):  # of a save that was killed
@@ -183,7 +194,7 @@ class Checkpoints:
     def start(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]
     ) -> None:
-        """Begin to save; training may go on as soon as this returns (values are copied to the host first).
+        """Begin to save; training may go on as soon as this returns, up to `wait_for_copies`.
 
         Collective: one gather of small objects, and DCP's own. `about` becomes ``run.json``.
         """
@@ -197,15 +208,26 @@ class Checkpoints:
                     shutil.rmtree(part, ignore_errors=True)
                     part.mkdir(parents=True)
                     write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
+            if self._stager is not None:
+                weights = _with_copied_buffers(weights, model)
+                self._layer.synchronize()  # the stager's stream does not wait for this one
             future = async_save(
                 {"model": weights, "optimizer": state},
                 storage_writer=SummingWriter(part, self.rank),
                 process_group=self.group,
-                async_stager=DefaultStager(_COPY),
+                async_stager=self._stager or DefaultStager(_IN_START),
             )
+            if isinstance(future, AsyncSaveResponse):
+                self._copied, future = future.staging_completion, future.upload_completion
         except Exception as error:  # reported as a failed write is: at a step's end, by all ranks
             future.set_exception(error)
         self._pending = step, future
+
+    def wait_for_copies(self) -> None:
+        """Wait until no value is read any more, so that an optimizer may write. A failed copy is the save's failure."""
+        if self._copied is not None:
+            copied, self._copied = self._copied, None
+            copied.exception()
 
     def failed(self) -> bool:
         """True once this rank knows that the running save has failed."""
@@ -221,6 +243,7 @@ class Checkpoints:
         Raises:
             TrainError: it could not be written; the folder of the one before stays the latest.
         """
+        self.wait_for_copies()
         if self._pending is None:
             return None
         (step, future), self._pending = self._pending, None
@@ -251,6 +274,17 @@ class Checkpoints:
         published = sorted(_published(self.folder), key=lambda path: path.name)
         for old in [path for path in published if path.name < final.name][: -(self.keep - 1) or None]:
             shutil.rmtree(old)
+
+
+def _with_copied_buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict with copies of the model's buffers, to which a forward may write."""
+    buffers = {buffer.data_ptr() for buffer in model.buffers()}
+
+    def is_buffer(value: Any) -> bool:
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        return plain and value.data_ptr() in buffers
+
+    return {name: value.clone() if is_buffer(value) else value for name, value in weights.items()}
 
 
 def name_of(step: int) -> str:

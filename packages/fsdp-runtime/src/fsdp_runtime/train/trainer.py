@@ -165,7 +165,7 @@ class Trainer:
             self._resume()
         if config.save_every:
             with agreed("making the run's folder"):
-                self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group)
+                self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
         roots = self.system.roots(self.model)
         self._meter = StepMeter(self.device, lambda: pool_bytes(roots)) if config.measure else None
         self._tuning: Tuning | None = None
@@ -360,6 +360,8 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
+        if self.checkpoints:
+            self.checkpoints.wait_for_copies()
         if self.config.on_nan == "skip" and not torch.isfinite(norm):  # of all ranks: they agree
             return
         if optimizer_spec(self.config.optimizer).takes_norm:
