@@ -12,6 +12,7 @@ from test_wire import Quantized
 from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat
 from dbuffer.memory import recycler as recycler_module
 from dbuffer.memory.recycler import DebugRecycler
+from dbuffer.transport import transport_of
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
 NBYTES = 1 << 10
@@ -32,10 +33,14 @@ def bytes_in(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def test_collectives_on_another_stream_start_after_the_current_one():
+TRANSPORTS = ["collectives", "own_stream"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_on_another_stream_start_after_the_current_one(transport):
     with device() as found:
         side = found.new_stream()
-        buffer = make(mesh=mesh_of(2, 2))
+        buffer = make(mesh=mesh_of(2, 2), transport=transport)
         load(buffer, full_tensors())
         Gather([buffer]).start(stream=side).wait()
         read(buffer)
@@ -44,6 +49,31 @@ def test_collectives_on_another_stream_start_after_the_current_one():
         buffer.shard[0].mul_(2.0)
         AllReduce([buffer], op="sum").start(stream=side).wait()
         buffer.shard[0].mul_(2.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_collective_has_completed_when_the_device_says_so(transport):
+    with SimulatedDevice(completes=lambda: done) as found, simulated_ranks(4):
+        done = False
+        handle = Gather([load(make(mesh=mesh_of(4), transport=transport), full_tensors())]).start()
+        assert not handle.completed
+        done = True
+        assert handle.completed
+        handle.wait()
+        done = False
+        assert handle.completed  # waited for
+    assert found.accesses
+
+
+def test_collectives_of_a_device_are_queued_on_the_current_stream_unless_told_otherwise():
+    with device():
+        group = mesh_of(4).get_group()
+        pairs = [(torch.zeros(8), torch.ones(2)), (torch.zeros(4), torch.ones(1))]
+        for count in (1, 2):
+            assert transport_of(group, "auto").all_gather(pairs[:count], "x") is None
+            work = transport_of(group, "own_stream").all_gather(pairs[:count], "x")
+            assert work is not None
+            work.wait()
 
 
 @pytest.mark.parametrize("wire", [None, Quantized()], ids=["cast", "decoded"])
@@ -137,7 +167,7 @@ def test_offloaded_shards_are_page_locked_to_the_byte_and_gradients_reuse_their_
         assert not found.registered
 
 
-@pytest.mark.parametrize("swaps", [True, False], ids=["recycled", "torch 2.11"])
+@pytest.mark.parametrize("swaps", [False, True] if _torch_compat.CAN_SWAP else [False])
 def test_memory_of_a_graph_is_of_its_pool_and_serves_no_buffer_outside(monkeypatch, swaps):
     monkeypatch.setattr(_torch_compat, "CAN_SWAP", swaps)
     with SimulatedDevice() as found:

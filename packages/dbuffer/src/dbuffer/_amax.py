@@ -43,7 +43,9 @@ def share_amax(buffers: Sequence[DBuffer]) -> None:
         assert isinstance(encoder, BlockEncoder)
         encoder.write_amax(buffer.shard, piece)
     # Of bits that are not negative numbers' the order is that of the numbers, with infinity and NaN on top.
-    Collectives(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles").wait()
+    work = Collectives(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles")
+    if work is not None:
+        work.wait()
     for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
         assert isinstance(encoder, BlockEncoder)
         encoder.read_amax(buffer.shard, piece)

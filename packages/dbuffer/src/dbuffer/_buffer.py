@@ -64,8 +64,8 @@ class DBuffer:
             `BlocksAtRest` the shard holds codes and scales of values in `dtype`.
         reduction: format of reductions, sent by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
-        transport: "auto", "collectives", "peer_memory", or a function that makes a `Transport` of a process group.
-            Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
+        transport: "auto", "collectives", "own_stream", "peer_memory" (see `transport`), or a function that makes a
+            `Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
         recycler: source of the gathered memory. Defaults to the one that all buffers of this device share.
         alias: with one rank and one dtype, let shard and full be the same memory. False: keep them separate.
         name: name of the group in errors. Defaults to its first tensor's.

@@ -112,7 +112,7 @@ def _gather_neighbors(
     layer = buffers[0].layer
     what = f"the slices kept by shrink of {_label(buffers)}"
 
-    def start() -> Work:
+    def start() -> Work | None:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer, slices in zip(buffers, kept, strict=True):
             layer.wait(slices.ready)

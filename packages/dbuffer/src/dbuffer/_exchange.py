@@ -48,7 +48,7 @@ class Exchange:
         # Made while gathered memory exists: torch checks it.
         return [_sums_in(buffer) for buffer in self._buffers]
 
-    def start(self, transport: Transport, label: str) -> Work:
+    def start(self, transport: Transport, label: str) -> Work | None:
         """Encode, and start the all-to-all."""
         for scratch in self._scratch:
             scratch.materialize()

@@ -85,7 +85,7 @@ class Handle:
         """Start the work. From the moment this is called, the buffers' memory may be in use.
 
         Args:
-            start: starts it; None: nothing has to travel.
+            start: starts it; None: nothing has to travel, or it was queued on the current stream.
             finish: what to queue when it has completed.
 
         Raises:
@@ -121,7 +121,11 @@ class Handle:
 
         False while a graph is captured, when the question is not allowed.
         """
-        return self._work is None or (not self._layer.capturing and compat.is_completed(self._work))
+        if self._work is not None:
+            return not self._layer.capturing and compat.is_completed(self._work)
+        if self._event is None or self.state is not HandleState.STARTED:
+            return True
+        return not self._layer.capturing and self._layer.has_completed(self._event)
 
     def wait(self) -> None:
         """Let what follows on the current stream see the result.

@@ -38,9 +38,9 @@ swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = geta
 )  # type: ignore[assignment]  # only called where CAN_SWAP
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether CPU tensors travel through gloo in this group. `get_backend` does not tell: it knows no devices."""
-    return f"{CPU.type}:gloo" in dist.get_backend_config(group).split(",")
+def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
+    """Whether a device's tensors travel through gloo in this group. `get_backend` knows no devices."""
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

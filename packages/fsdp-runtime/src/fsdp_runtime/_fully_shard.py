@@ -122,9 +122,10 @@ def fully_shard(
         dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
         block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
             `fsdp_runtime.block_policies`.
-        transport: how bytes get from rank to rank: "auto", "collectives", "peer_memory", or a function that
-            makes a `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT,
-            else "auto".
+        transport: how bytes get from rank to rank: "auto", "collectives" (on a GPU in this runtime's streams, as
+            FSDP2's), "own_stream" (in that of the process group), "peer_memory", or a function that makes a
+            `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else
+            "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
         quantization_policy: what is quantized, and how. Defaults to nothing.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It

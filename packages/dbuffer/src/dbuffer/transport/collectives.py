@@ -1,4 +1,8 @@
-"""torch.distributed's own collectives, one coalesced call whatever the number of tensors."""
+"""torch.distributed's own collectives, one coalesced call whatever the number of tensors.
+
+On a GPU they run on the stream that is current when they start, with its priority, as FSDP2's do; or on the process
+group's own stream, if that is asked for. On a CPU, and with gloo, there is no such stream: they are asynchronous.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -6,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from ragged_shard import device_layer
 
 from .. import _torch_compat as compat
 from .._order import watched
@@ -15,28 +21,37 @@ _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 
 class Collectives:
-    """The transport that every process group has."""
+    """The transport that every process group has.
+
+    Args:
+        group: the process group.
+        own_stream: let collectives of a device run on the group's stream instead of the current one.
+    """
 
     name = "collectives"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, own_stream: bool = False) -> None:
         self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
+        self._own_stream = own_stream
+        self._queues: dict[
+            torch.device, bool
+        ] = {}  # whether calls with tensors there are queued on the current stream
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """One all-gather."""
         if (len(pairs) > 1 or pairs[0][1].dtype.itemsize == 1) and _needs_bytes(pairs):
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
         return self._start(compat.all_gather, pairs)
 
-    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work | None:
         """One reduce-scatter."""
         return self._start(compat.reduce_scatter, pairs, op=_OPS[op])
 
-    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work | None:
         """One all-to-all."""
         return self._start(dist.all_to_all_single, [(receive, send)])
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: Op | Literal["max"], label: str) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op | Literal["max"], label: str) -> Work | None:
         """One all-reduce."""
         return self._start(dist.all_reduce, [(tensor,) for tensor in tensors], op=_OPS[op])
 
@@ -53,19 +68,26 @@ class Collectives:
 
     def _start(
         self, call: Callable[..., Any], calls: Sequence[tuple[torch.Tensor, ...]], **options: Any
-    ) -> Work:
+    ) -> Work | None:
         group = self.group()
         order = watched.get(group)
         if order is not None and order.unmet is not None:
             order.meet()  # equal sizes would mix values up, others end the process (gloo) or hang (NCCL)
+        device = calls[0][0].device
+        if device not in self._queues:
+            self._queues[device] = self._is_queued(group, device)
+        apart = not self._queues[device]
         if len(calls) == 1:
-            work: Work = call(*calls[0], group=group, async_op=True, **options)
+            work: Work | None = call(*calls[0], group=group, async_op=apart, **options)
             return work
-        with compat.coalescing(group=group, async_ops=True) as works:
-            work = works
+        with compat.coalescing(group=group, async_ops=apart) as works:
             for tensors in calls:
-                call(*tensors, group=group, async_op=True, **options)
-        return work
+                call(*tensors, group=group, async_op=apart, **options)
+        return works if apart else None
+
+    def _is_queued(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        on_streams = device_layer(device).asynchronous
+        return on_streams and not self._own_stream and not compat.is_gloo(group, device)
 
 
 def _needs_bytes(pairs: Pairs) -> bool:

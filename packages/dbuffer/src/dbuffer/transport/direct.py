@@ -44,7 +44,7 @@ class Direct:
         self._connect = connect
         self._peers: list[PeerMemory | None] = []  # filled at the first large exchange
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """See `Transport`. A large one copies this rank's `send` into `receive`, unless it is a slice of it.
 
         There peers read it: gathered memory is what other ranks can map, shards are not.
@@ -64,7 +64,7 @@ class Direct:
             gives.append(own)
         return peers.exchange(f"all_gather of {label}", dict.fromkeys(self._others, gives), takes)
 
-    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work | None:
         """See `Transport`."""
         peers = self._peers_for(pairs)
         if peers is None:
@@ -80,7 +80,7 @@ class Direct:
         takes = dict.fromkeys(self._others, total.own)
         return peers.exchange(f"reduce_scatter ({op}) of {label}", gives, takes, total)
 
-    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work | None:
         """See `Transport`."""
         peers = self._peers_for([(receive, send)])
         if peers is None:
@@ -91,7 +91,7 @@ class Direct:
         takes = {other: [received[other]] for other in self._others}
         return peers.exchange(f"all_to_all of {label}", gives, takes)
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work | None:
         """See `Transport`. Always by torch's collectives."""
         return self._small.all_reduce(tensors, op, label)
 

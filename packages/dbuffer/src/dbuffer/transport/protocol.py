@@ -35,7 +35,8 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one process group.
 
     Every rank makes the same calls in the same order. A call returns at once; its tensors must stay as they are
-    until `wait` has returned. All receive what all sent, or all raise: never a wrong value without an error.
+    until `wait` has returned, or without a work, which a call that was queued on the current stream may leave out,
+    until that stream has come so far. All receive what all sent, or all raise: never a wrong value without an error.
 
     Attributes:
         name: for logs and errors.
@@ -43,7 +44,7 @@ class Transport(Protocol):
 
     name: str
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """Start giving every `send` to all ranks, in the order of ranks in `receive`; `send` may lie in it.
 
         Args:
@@ -52,11 +53,11 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work | None:
         """Start reducing every `send` over the ranks, each rank's slice into its `receive`, which may lie in it."""
         ...
 
-    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work | None:
         """Start giving each rank its slice of `send`; `receive` gets what all gave this one, in the order of ranks.
 
         Args:
@@ -65,6 +66,6 @@ class Transport(Protocol):
         """
         ...
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], op: Op, label: str) -> Work | None:
         """Start reducing every tensor over the ranks, in place."""
         ...
