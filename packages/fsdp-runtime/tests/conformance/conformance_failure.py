@@ -105,7 +105,7 @@ def reset_after_backward(fsdp):
     "`reset_iter_state()` discards unreduced gradients",
     fsdp2=Wrong(match=r"up\.weight\.grad"),
     ours=None,
-    note="which adds them to the next gradient",
+    note="it adds them to the next gradient",
 )
 def reset_discards(fsdp):
     model, reference = shard_stack(fsdp, seeded(Fragile)), seeded(Fragile)
