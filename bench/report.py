@@ -110,8 +110,7 @@ def summary(folder: Path) -> list[str]:
             "MiB live at the peak",
         ]
         out += [
-            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work. Nothing is copied around"
-            " a gather; each gradient is written once into the buffer that is reduced; FSDP2 writes it twice.",
+            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:",
             table(header, rows),
         ]
     results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
