@@ -205,7 +205,7 @@ def extension_at_rest(fsdp):
     assert type(optimizer.state[model.weight]["exp_avg"].to_local()) is torch.Tensor
 
 
-@case(EXTEND, "from meta: `to_empty` and an initialisation in place", ranks=2)
+@case(EXTEND, "from meta: `to_empty` and an initialization in place", ranks=2)
 def extension_from_meta(fsdp):
     with torch.device("meta"):
         model = extend(Stack(hidden=8), Halved)

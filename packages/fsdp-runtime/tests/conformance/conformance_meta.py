@@ -1,4 +1,4 @@
-"""Cases: parameters without memory at wrap time, initialised later."""
+"""Cases: parameters without memory at wrap time, initialized later."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-META = "Deferred initialisation"
+META = "Deferred initialization"
 
 
 def on_meta():

@@ -56,7 +56,7 @@ class Wrong(Raises):
 
 @dataclass(frozen=True)
 class Case:
-    """One behaviour. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
+    """One behavior. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
 
     name: str
     section: str
@@ -168,13 +168,13 @@ def table() -> str:
         verdict: sum(c.verdict == verdict for c in cases) for verdict in ("equal", "better", "not supported")
     }
     lines = [
-        "# FSDP2 and fsdp_runtime, behaviour by behaviour",
+        "# FSDP2 and fsdp_runtime, behavior by behavior",
         "",
         "Each line is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
         f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `tests/conformance/make_table.py`; a test keeps it up",
         "to date.",
         "",
-        f"{len(CASES)} behaviours: {counts['equal']} equal, {counts['better']} better, "
+        f"{len(CASES)} behaviors: {counts['equal']} equal, {counts['better']} better, "
         f"{counts['not supported']} not supported. Lines without a verdict are equal.",
     ]
     section = ""
