@@ -16,8 +16,8 @@ INTRODUCTION = """\
 # Benchmarks: the newest figures
 
 Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
-ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds on two cores that other jobs
-leave alone; ratios are taken within a round. Each section names machine, date and commit. [Commands and
+ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are taken within a
+round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands and
 method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
 WORLDS = ("64 simulated", "1024 simulated")  # of counts
 # Rows and tables that are left out here; the JSON files have them.
