@@ -14,7 +14,6 @@ COMMANDS = {
     "export": ("export", "main", "whole weights or changes out of a model: bytes and memory"),
     "gpu": ("gpu", "main", "GPU tests and benchmarks, started by gpu.sh"),
     "host": ("host", "main", "CPU time that a runtime adds, with nothing on the wire"),
-    "padding": ("packages", "main_padding", "padding of real models under each layout rule, for the report"),
     "report": ("report", "main", "all results as one Markdown page"),
     "speed": ("compare", "main", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "weights": (

@@ -13,7 +13,7 @@ process's peak cannot be divided among systems. Exit code 3, and nothing written
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -272,24 +272,33 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
-def as_table(figures: dict[str, Any]) -> str:
-    """Markdown: one row a system; below it the systems that could not run, and why."""
-    header = "system; tokens/s; of alone; x FSDP2; x DDP; CPU s/step; forward ms; backward ms; optimizer ms; spread; "
+def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
+    """Markdown: one row a system, with the times of `parts`; below it the systems that could not run, and why."""
+    header = [
+        "system",
+        "tokens/s",
+        "x FSDP2",
+        "x DDP",
+        "CPU s/step",
+        *(f"{part} ms" for part in parts),
+        "spread",
+    ]
+    pss = any("pss" in memory for memory in figures["memory"].values())
     rows = []
     for name, t in figures["times"].items():
         if name not in SYSTEMS:  # of an old result
             continue
-        memory = [figures["memory"].get(name, {}).get(kind) for kind in ("start", "pss")]
-        ratios = (t.get(f"wall_ratio_{peer}") for peer in ("alone", "fsdp2", "ddp"))
+        memory = [figures["memory"].get(name, {}).get(kind) for kind in ("start", "pss")[: 1 + pss]]
+        ratios = (t.get(f"wall_ratio_{peer}") for peer in ("fsdp2", "ddp"))
         cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
-        cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in PARTS), f"{t['spread']:.1%}"]
+        cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in parts), f"{t['spread']:.1%}"]
         rows.append([SYSTEMS[name].label, *cells, *(mib(nbytes) if nbytes else "" for nbytes in memory)])
     missing = [
         f"\n{SYSTEMS[n].label} is not in the table: {w}."
         for n, w in figures["skipped"].items()
         if n in SYSTEMS
     ]
-    return "\n".join([table([*header.split("; ")[:-1], "peak RSS MiB", "PSS MiB"], rows), *missing])
+    return "\n".join([table([*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss], rows), *missing])
 
 
 def main(arguments: list[str]) -> int:

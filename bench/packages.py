@@ -1,7 +1,6 @@
 """Single packages: layout-planner, ragged-shard and dbuffer without the runtime.
 
 python -m bench planner      time to plan all layers of real models on 1024 ranks, and their padding
-python -m bench padding      padding of real models under each layout rule, computed; writes results/padding.json
 python -m bench placement    host time of an optimizer step and of clipping on ragged tensors and on torch's DTensor
 python -m bench buffer       host time of moving a group without the collective, ours and FSDP2's
 python -m bench exchange     large gathers and reductions by each transport, on 2 to 16 ranks
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .measure import fake_ranks, interleave, launch, medians_ms, parser_of, save, table
+from .measure import fake_ranks, interleave, launch, medians_ms, parser_of, table
 from .models import WORKLOADS, groups_of
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------
@@ -24,9 +23,6 @@ from .models import WORKLOADS, groups_of
 MODELS = ["deepseek-v3", "deepseek-v3 separate", "gpt-oss-120b", "llama-3-70b"]
 BLOCKS = ["rows:1", "rows:16", "rows:32", "rows:128"]
 PLANNED_RANKS = 1024
-PADDED_MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3")
-PADDED_BLOCKS = ("rows:1", "rows:32")
-PADDED_RANKS = tuple(2**k for k in range(3, 13))
 
 
 def plan_model(name: str, block: str) -> list[tuple[int, Any]]:
@@ -55,40 +51,6 @@ def main_planner(arguments: list[str]) -> int:
             padding = padding_percent(plan_model(name, block))
             rows.append([name, block, f"{medians_ms(times)['it']:.0f} ms", f"{padding:.2f} %"])
     print(table(["model", "block", f"plan all layers, {PLANNED_RANKS} ranks", "padding"], rows))
-    return 0
-
-
-def curves() -> dict[str, Any]:
-    """`{model: {block: {rule: [padding / parameters, one for each of PADDED_RANKS]}}}`, a layer per group."""
-    from layout_planner import load_model, parse_block, plan
-    from layout_planner.baselines import even_rows, lcm_rule
-
-    rules: dict[str, Callable[[Any, int], int]] = {
-        "ours": lambda specs, ranks: plan(specs, ranks).padded_numel,
-        "even rows (FSDP2)": even_rows,
-        "lcm (Megatron-FSDP)": lcm_rule,
-    }
-    out: dict[str, Any] = {}
-    for name in PADDED_MODELS:
-        model = load_model(name)
-        out[name] = {}
-        for block in PADDED_BLOCKS:
-            groups = [(group.count, group.specs(parse_block(block))) for group in model.groups]
-            out[name][block] = {
-                rule: [
-                    sum(n * padded(s, ranks) for n, s in groups) / model.numel - 1 for ranks in PADDED_RANKS
-                ]
-                for rule, padded in rules.items()
-            }
-    return {"ranks": PADDED_RANKS, "curves": out}
-
-
-def main_padding(arguments: list[str]) -> int:
-    """Compute and write."""
-    parser_of("padding", "Padding of real models under each layout rule, for the report.").parse_args(
-        arguments
-    )
-    print(f"written to {save('padding', curves())}")
     return 0
 
 

@@ -16,11 +16,10 @@ INTRODUCTION = """\
 # Benchmarks: the newest figures
 
 Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
-ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds; ratios are taken within a
-round; times of a busy machine are left out. Each section names machine, date and commit. [The README](../README.md)
-has the commands and the method."""
-WORLDS = ("64 simulated",)  # of counts
-PADDED_RANKS, PADDED_BLOCK = (64, 1024), "rows:32"
+ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are taken within a
+round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands and
+method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
+WORLDS = ("64 simulated", "1024 simulated")  # of counts
 # Rows and tables that are left out here; the JSON files have them.
 LEFT_OUT = {("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64")}
 LEFT_OUT_TABLES = ("Steps to that loss by learning rate", "Newton-Schulz, cpu")
@@ -32,7 +31,7 @@ def write(folder: Path) -> Path:
     """Write REPORT.md of all results in `folder`; returns the page's path."""
     parts = [INTRODUCTION, *counts_section(folder), *speed_section(folder), *tables_section(folder)]
     path = folder / "REPORT.md"
-    path.write_text("\n\n".join([*parts, *padding_section(folder)]) + "\n")
+    path.write_text("\n\n".join(parts) + "\n")
     return path
 
 
@@ -50,11 +49,12 @@ def counts_section(folder: Path) -> list[str]:
         name = item["name"].removeprefix("counts-")
         out += [
             f"## Exact counts of one step, workload {name}\n\nBeyond the same model's own step with no sharding."
-            " *Copied* are bytes written by ops that only move or cast values; *calls* are dispatcher calls."
+            " *Copied* are bytes written by ops that only move or cast values, the gradients themselves included;"
+            " *calls* are dispatcher calls. The root's large children are reduced separately: one reduction more."
             f" {_about(item)}",
             counts.as_table(figures),
             "Live memory at the peak of the step:",
-            counts.memory_table(figures),
+            counts.memory_table({world: figures[world] for world in WORLDS[:1] if world in figures}),
         ]
     return out
 
@@ -71,7 +71,7 @@ def speed_section(folder: Path) -> list[str]:
             continue
         about = f"{work['parameters'] / 1e6:.1f}M parameters in {work['tensors']} tensors, {work['tokens_per_rank']}"
         about += f" tokens on each rank. {_about(item)}"
-        out += [f"### {title}\n\n{about}", compare.as_table(figures)]
+        out += [f"### {title}\n\n{about}", compare.as_table(figures, parts=())]
     return ["## Speed and memory, all systems on the same work", *out, *busy] if out or busy else []
 
 
@@ -89,22 +89,6 @@ def tables_section(folder: Path) -> list[str]:
             hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
             rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
             out += [f"{title}{part['text']} {_about(item)}", table(part["header"], rows)]
-    return out
-
-
-def padding_section(folder: Path) -> list[str]:
-    """Padding of real models by each layout rule."""
-    out: list[str] = []
-    for item in load_all("padding", folder):
-        ranks = item["figures"]["ranks"]
-        rows = [
-            [model, rule, *(f"{100 * y[ranks.index(r)]:,.2f} %" for r in PADDED_RANKS)]
-            for model, blocks in item["figures"]["curves"].items()
-            for rule, y in blocks[PADDED_BLOCK].items()
-        ]
-        text = "Buffers beyond the model's parameters, as a share of them; blocks of 32 rows. Computed."
-        out.append(f"## Padding of real models\n\n{text}")
-        out.append(table(["model", "rule", *(f"{r:,} ranks" for r in PADDED_RANKS)], rows))
     return out
 
 
@@ -126,8 +110,7 @@ def summary(folder: Path) -> list[str]:
             "MiB live at the peak",
         ]
         out += [
-            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work. Nothing is copied around"
-            " a gather; each gradient is written once into the buffer that is reduced; FSDP2 writes it twice.",
+            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:",
             table(header, rows),
         ]
     results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]

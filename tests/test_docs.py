@@ -124,10 +124,10 @@ def test_a_page_has_a_line_for_language_models():
 
 def test_links_become_links_between_pages_and_sources_are_named_without_one():
     known = {"packages/dbuffer/docs/COSTS.md": "dbuffer/costs.md"}
-    source = "docs/guides/costs.md"
+    source = "docs/guides/launch.md"
 
     def relinked(text):
-        return docs_hooks.relink(text, source, "guides/costs.md", known)
+        return docs_hooks.relink(text, source, "guides/launch.md", known)
 
     assert relinked("[a](../../packages/dbuffer/docs/COSTS.md#x)") == "[a](../dbuffer/costs.md#x)"
     assert relinked("[a](../index.md)") == "[a](../index.md)"

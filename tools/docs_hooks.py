@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 # Where pages and pictures outside docs/ appear, by their path in the repository.
 SINGLE = {
     "ARCHITECTURE.md": "architecture.md",
+    "bench/results/REPORT.md": "benchmarks.md",
     "packages/fsdp-runtime/CONFORMANCE.md": "fsdp-runtime/conformance.md",
     "packages/fsdp-runtime/src/fsdp_runtime/train/README.md": "fsdp-runtime/train.md",
 }

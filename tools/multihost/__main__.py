@@ -14,7 +14,7 @@ from .cases import CASES, LATE, STEPS, TIMEOUT, Bench, Result, one_process
 from .hosts import obstacle
 
 PAGE = Path(__file__).parents[2] / "packages" / "fsdp-runtime" / "docs" / "RELIABILITY.md"
-_ROWS = 13  # lines of the section before the first row
+_RULE = "| --- | --- | --- | --- | --- |"  # above the first row
 _BEGIN, _END = "<!-- multihost -->", "<!-- /multihost -->"
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     for name in options.cases or CASES:
         with tempfile.TemporaryDirectory(prefix="multihost-") as folder:
             results.append(outcome(name, Bench(Path(folder), reference)))
-        print(row(results[-1]), flush=True)
+        print(row(results[-1]), results[-1].line, flush=True)
     if options.write:
         write(PAGE, results)
     return int(any(result.wrong for result in results))
@@ -52,17 +52,12 @@ def outcome(name: str, bench: Bench) -> Result:
 
 
 def row(result: Result) -> str:
-    """A case as a row of the table; the middle of a long line is left out."""
-    outcome = "finished" if result.finished else "ended with an error"
+    """A case as a row of the table."""
+    outcome = "finished" if result.finished else "error"
     if result.wrong:
         outcome = f"**wrong**: {result.wrong}"
-    line = result.line if len(result.line) <= 150 else f"{result.line[:75]} ... {result.line[-75:]}"
-    line = "`" + line.replace("|", "\\|") + "`" if line else ""
-    seconds, valid = (
-        f"{result.seconds:.0f} | {result.distance:.0e}",
-        f"{result.valid[0]} of {result.valid[1]}",
-    )
-    return f"| {result.case} | {outcome} | {seconds} | {valid} | {line} |"
+    valid = f"{result.valid[0]} of {result.valid[1]}"
+    return f"| {result.case} | {outcome} | {result.seconds:.0f} | {result.distance:.0e} | {valid} |"
 
 
 def write(page: Path, results: list[Result]) -> None:
@@ -70,20 +65,21 @@ def write(page: Path, results: list[Result]) -> None:
     text = page.read_text() if page.exists() else "# Reliability\n"
     before, begin, rest = text.partition(_BEGIN)
     old, _, after = rest.partition(_END)
-    rows = {line.split(" |")[0]: line for line in old.splitlines()[_ROWS:] if line.startswith("| ")}
+    rows = {
+        line.split(" |")[0]: line for line in old.partition(_RULE)[2].splitlines() if line.startswith("| ")
+    }
     rows |= {line.split(" |")[0]: line for line in map(row, results)}
     head = [
         "## Several machines",
         "",
         f"Written by `nox -s 'nightly(multihost)'` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Hosts are",
-        "network namespaces on one machine with host names, processes and temporary folders of their own, joined by a",
-        "switch in user space; they share one folder. Two ranks a host (gloo), torchrun with its c10d rendezvous,",
-        f"{STEPS} steps, a checkpoint every 10, `--timeout {TIMEOUT:g} --late {LATE:g}`. Seconds are from the fault",
-        "(without one: from the start) to the end of the last rank; the distance is the largest of any step's loss",
-        "from the run of one process, relative; the line is the error, or else a report of what was late.",
+        "network namespaces on one machine, joined by a switch in user space; they share one folder. Two gloo ranks a",
+        f"host, torchrun with its c10d rendezvous, {STEPS} steps, a checkpoint every 10,",
+        f"`--timeout {TIMEOUT:g} --late {LATE:g}`. Seconds are from the fault (or start) to the end of the last rank;",
+        "the distance is that of losses from one process, relative. Errors name the collective and the missing ranks.",
         "",
-        "| what happened | training | seconds | distance | valid checkpoints | line |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| what happened | training | seconds | distance | valid checkpoints |",
+        _RULE,
     ]
     section = "\n".join([_BEGIN, "", *head, *rows.values(), "", _END])
     page.write_text(before.rstrip("\n") + "\n\n" + section + (after if begin else "\n"))

@@ -1,7 +1,5 @@
 """Schedules of torch.distributed.pipelining over sharded stages: right gradients, and FSDP2's number of collectives."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,6 @@ import fsdp_runtime
 from ragged_shard._torch_compat import TORCH_VERSION
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
-PAGE = Path(__file__).parent.parent / "docs" / "pipelining.md"
 WIDTH, ROWS, MICROBATCHES = 8, 2, 4
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
@@ -136,18 +133,15 @@ USUAL = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
     if name in V_SHAPED and TORCH_VERSION < (2, 12):
         pytest.skip("torch 2.11 fails in its V-shaped schedules over gloo, with FSDP2 too")
+    # Two layers in each stage. Gathered again in each microbatch's forward and once more for the last backward.
+    stages_of_a_rank = 1 if name in SINGLE else 2
     for (ours, theirs), (freed, freed_by_fsdp2) in run_ranks(4, check, name, timeout=120):
-        assert ours == theirs
-        check_page(f"| {name} | False | {ours[0]} | {ours[0]} | {ours[1]} | {ours[1]} |")
+        assert ours == theirs == [2 * stages_of_a_rank, 2 * stages_of_a_rank]
+        assert freed == [10 * stages_of_a_rank, 2 * stages_of_a_rank]
         assert freed[0] == freed_by_fsdp2[0]
-        check_page(f"| {name} | True | {freed[0]} | {freed[0]} | {freed[1]} |")
-        # Two layers in each of two stages; the gradients that FSDP2 has lost it does not reduce.
-        assert freed[1] == (4 if name in SPLITTING else freed_by_fsdp2[1])
-
-
-def check_page(row):
-    """The page is in the source tree, not in a wheel."""
-    assert not PAGE.exists() or row in PAGE.read_text()
+        assert (
+            freed == freed_by_fsdp2 or name in SPLITTING
+        )  # the gradients that FSDP2 has lost it does not reduce
 
 
 @pytest.mark.parametrize("name", SINGLE)

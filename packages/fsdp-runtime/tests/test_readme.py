@@ -1,6 +1,5 @@
 """What the README and the pages next to it show runs as it stands there, on any number of ranks."""
 
-import os
 import re
 from dataclasses import replace
 from importlib import metadata
@@ -11,19 +10,19 @@ import pytest
 import torch
 from runtime_helpers import seeded, shard
 
-from fsdp_runtime import save_safetensors
 from ragged_shard.testing import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 # Where the examples are, in the order in which the tests below take them.
 SECTIONS = [
     ("README", "In two minutes"),
-    ("guide", "Weights in and out"),
+    ("WEIGHTS", "Weights for an inference engine"),
     ("quantization", "Quantized on the wire"),
     ("quantization", "Tensor subclasses"),
     ("parallelism", "Experts"),
     ("parallelism", "Tensor parallelism"),
     ("parallelism", "Pipelines"),
+    ("guide", "Updates inside backward"),
     ("loss", "The right way"),
 ]
 
@@ -166,25 +165,39 @@ def test_the_example_of_a_loss_by_tokens_runs():
 
 
 class Engine:
-    """Takes weights by name."""
+    """Takes weights by name, and has parameters of its own to write into."""
 
     def __init__(self):
-        self.tensors = {}
+        self.loaded = {}
+        self.written = {name: torch.zeros_like(w).bfloat16() for name, w in seeded().state_dict().items()}
 
     def load_weights(self, pairs):
-        self.tensors.update(pairs)
+        self.loaded.update((name, tensor.clone()) for name, tensor in pairs)
+
+    def parameter(self, name):
+        return self.written[name]
 
 
-def run_weights(code, folder):
-    os.chdir(folder)
+def run_engine(code):
     model, engine = shard(seeded()), Engine()
-    save_safetensors(model, "checkpoint")
-    optimizer = torch.optim.AdamW(model.parameters())
-    exec(code, {"model": model, "engine": engine, "optimizer": optimizer, "torch": torch})
-    assert engine.tensors.keys() == seeded().state_dict().keys()
-    return sorted(path.name for path in (folder / "out").iterdir())
+    exec(code, {"model": model, "engine": engine})
+    values = {name: w.bfloat16() for name, w in seeded().state_dict().items()}
+    for name, value in values.items():
+        assert engine.loaded[name].equal(value), name
+        assert engine.written[name].equal(value), name
+    return len(engine.loaded)
 
 
-def test_the_example_of_weights_in_and_out_runs(tmp_path):
-    pytest.importorskip("safetensors")
-    assert run_ranks(2, run_weights, examples()[1], tmp_path) == [["model.safetensors"]] * 2
+def test_the_example_of_weights_for_an_engine_runs():
+    assert run_ranks(2, run_engine, examples()[1]) == [len(seeded().state_dict())] * 2
+
+
+def run_backward(code):
+    namespace: dict = {}
+    exec(code, namespace)
+    return [p.grad for p in namespace["model"].parameters()]
+
+
+def test_the_example_of_updates_inside_backward_leaves_no_gradients():
+    code = next(code for code in examples() if "optimizer_in_backward" in code)
+    assert run_ranks(2, run_backward, code) == [[None] * 4] * 2

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 PAGE = PACKAGE / "docs" / "padding.md"
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 _MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3", "qwen3-235b-a22b", "kimi-k2")
-_WORLD_SIZES = (8, 64, 256, 512, 1024, 4096)
+_WORLD_SIZES = (64, 512, 1024, 4096)
 _PICTURES = {
     "llama-3-8b-layer.svg": "--model llama-3-8b --world-size 8 --block rows:128",
     "gpt-oss-120b-layer.svg": "--model gpt-oss-120b --world-size 128 --block rows:32",
@@ -31,15 +31,20 @@ _PICTURES = {
 
 
 def padding() -> str:
-    """Padding of each model as a Markdown table, over block sizes and world sizes."""
+    """Padding of each model as a Markdown table, over blocks and ranks; on 1024 also of other rules."""
     models = [named(name, "stacked") for name in _MODELS]
     models.insert(_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
     for model in models:
-        for block in blocks("rows:1,rows:16,rows:32,rows:128"):
-            measures = (measure(model, size, block, Options()) for size in _WORLD_SIZES)
-            rows.append([model.name, str(block), *(percent(each.padding()) for each in measures)])
-    return markdown(("<model", "<block", *(f"{size} ranks" for size in _WORLD_SIZES)), rows)
+        for block in blocks("rows:1,rows:16,rows:128"):
+            measures = {size: measure(model, size, block, Options()) for size in _WORLD_SIZES}
+            other = measures[1024]
+            rules = (percent(other.padding(each)) for each in (other.even_rows, other.lcm))
+            rows.append(
+                [model.name, str(block), *(percent(each.padding()) for each in measures.values()), *rules]
+            )
+    others = ("1024, even rows", "1024, lcm rule")
+    return markdown(("<model", "<block", *(f"{size} ranks" for size in _WORLD_SIZES), *others), rows)
 
 
 def layer() -> str:

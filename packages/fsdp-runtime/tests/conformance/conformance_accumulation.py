@@ -26,7 +26,7 @@ def pair(fsdp, **options):
 
 @case(
     MULTI,
-    "`set_requires_gradient_sync(False)`: nothing is reduced, gradients add up until it is on again",
+    "`set_requires_gradient_sync(False)`: gradients add up until it is on again",
     ranks=3,
 )
 def no_sync(fsdp):
@@ -66,7 +66,7 @@ def no_sync_here(fsdp):
 
 @case(
     MULTI,
-    "no sync and parameters kept: `set_reshard_after_backward(False)` between microbatches saves the gathers",
+    "`set_reshard_after_backward(False)` between microbatches saves gathers",
 )
 def no_sync_no_reshard(fsdp):
     model, reference = pair(fsdp, reshard_after_forward=False)
@@ -102,7 +102,7 @@ def no_all_reduce(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(MULTI, "`set_is_last_backward(False)` between microbatches (1F1B): the sum of all", ranks=3)
+@case(MULTI, "`set_is_last_backward(False)` between microbatches (1F1B)", ranks=3)
 def last_backward(fsdp):
     model, reference = pair(fsdp)
     wholes = [batch(i) for i in range(3)]
@@ -131,7 +131,7 @@ def sync_each(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(MULTI, "a chunked loss: the last module of a list unit is called several times after the main forward")
+@case(MULTI, "a chunked loss: the last module of a list unit is called several times")
 def chunked_loss(fsdp):
     class Model(nn.Module):
         def __init__(self):

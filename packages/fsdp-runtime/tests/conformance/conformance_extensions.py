@@ -116,9 +116,7 @@ def train_alike(fsdp, kind, **options):
         close(full(p), twin.detach(), name, rtol=1e-4, atol=1e-5)
 
 
-@case(
-    EXTEND, "a subclass that travels in bf16 trains like weights rounded to bf16; biases stay plain", ranks=2
-)
+@case(EXTEND, "a subclass gathered in bf16 trains like weights rounded to bf16", ranks=2)
 def extension_trains(fsdp):
     train_alike(fsdp, Halved)
 
@@ -141,7 +139,7 @@ def extension_is_told(fsdp):
     assert all(entry[1:3] == (torch.Size((8, 8)), (8, 1)) and entry[4] == policy for entry in told)
 
 
-@case(EXTEND, "`fsdp_post_all_gather` makes the unsharded parameter once; later gathers get it as `out`")
+@case(EXTEND, "`fsdp_post_all_gather` runs with `out` after the first gather")
 def extension_posts(fsdp):
     log: list[Any] = []
     model = extend(nn.Linear(8, 8, bias=False), Halved, log)
@@ -171,7 +169,7 @@ def extension_of_hsdp(fsdp):
     assert {(entry[1].ndim, entry[1].size()) for entry in log if entry[0] == "pre"} == {(1, 2)}
 
 
-@case(EXTEND, "a subclass that stays one in compute: `param_dtype` is cast in `fsdp_pre_all_gather`")
+@case(EXTEND, "a subclass in compute too: `fsdp_pre_all_gather` casts to `param_dtype`")
 def extension_in_low_precision(fsdp):
     model = extend(seeded(lambda: MLP(8, 8)), AsIs)
     reference = seeded(lambda: MLP(8, 8)).bfloat16()
@@ -183,7 +181,7 @@ def extension_in_low_precision(fsdp):
     assert model.up.weight.dtype == torch.bfloat16
 
 
-@case(EXTEND, "what travels has the dtype that `fsdp_pre_all_gather` returned")
+@case(EXTEND, "gathers in the dtype that `fsdp_pre_all_gather` returned")
 def extension_on_the_wire(fsdp):
     model = extend(nn.Linear(32, 32, bias=False), Halved)
     fsdp.fully_shard(model, mesh=mesh())
@@ -207,7 +205,7 @@ def extension_at_rest(fsdp):
     assert type(optimizer.state[model.weight]["exp_avg"].to_local()) is torch.Tensor
 
 
-@case(EXTEND, "from meta: `to_empty` and an initialisation in place", ranks=2)
+@case(EXTEND, "from meta: `to_empty` and an initialization in place", ranks=2)
 def extension_from_meta(fsdp):
     with torch.device("meta"):
         model = extend(Stack(hidden=8), Halved)
@@ -228,10 +226,10 @@ def extension_from_meta(fsdp):
 
 @case(
     EXTEND,
-    "uneven rows, where `fsdp_pre_all_gather` pads them itself and `fsdp_post_all_gather` writes `out`",
+    "uneven rows that `fsdp_pre_all_gather` pads itself",
     fsdp2=Raises(RuntimeError, "must match"),
     ours=None,
-    note="at the second gather, since padding arrives too",
+    note="at the second gather",
 )
 def extension_pads(fsdp):
     model, reference = (
@@ -277,7 +275,7 @@ def extension_by_half(fsdp):
     ranks=4,
     fsdp2=Raises(NotImplementedError, ""),
     ours=Raises(NotImplementedError, "weight"),
-    note="in `fully_shard`; FSDP2 in the first backward",
+    note="FSDP2 in the first backward",
 )
 def extension_among_neighbors(fsdp):
     model = nn.Sequential(extend(nn.Linear(8, 8), Halved))
@@ -290,7 +288,7 @@ def extension_among_neighbors(fsdp):
     EXTEND,
     "a subclass of two tensors",
     ours=Raises(NotImplementedError, "weight is a Doubled of 2 tensors"),
-    note="shards are one flat buffer; weights quantized at rest: `quantization_policy=`",
+    note="use `quantization_policy=`",
 )
 def extension_of_two_tensors(fsdp):
     model, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
@@ -304,9 +302,9 @@ def extension_of_two_tensors(fsdp):
 
 @case(
     EXTEND,
-    "the two methods set on a plain parameter's local tensor after wrapping",
+    "the two methods set on a local tensor after wrapping",
     ours=Raises(NotImplementedError, "weight"),
-    note="in the first forward; pass a subclass",
+    note="pass a subclass",
 )
 def extension_by_hand(fsdp):
     model = nn.Linear(8, 8, bias=False)

@@ -86,7 +86,7 @@ def reset_after_forward(fsdp):
     ranks=3,
     fsdp2=Wrong(match=r"head\.weight\.grad"),
     ours=None,
-    note="its root adds what the failed backward had left to its next gradient",
+    note="its root adds the rest of the failed backward to the next gradient",
 )
 def reset_after_backward(fsdp):
     for reshard in (True, False):
@@ -102,7 +102,7 @@ def reset_after_backward(fsdp):
 
 @case(
     FAILURE,
-    "`reset_iter_state()` discards gradients that wait for a sync",
+    "`reset_iter_state()` discards unreduced gradients",
     fsdp2=Wrong(match=r"up\.weight\.grad"),
     ours=None,
     note="it adds them to the next gradient",
@@ -177,7 +177,7 @@ def steady(fsdp):
     assert found <= at_first, (at_first, found)
 
 
-@case(MEMORY, "deleting model and optimizer gives every byte back", ranks=2)
+@case(MEMORY, "deleting model and optimizer frees every byte", ranks=2)
 def given_back(fsdp):
     over = mesh()  # outlives the model, in torch's own caches too
 
@@ -201,9 +201,9 @@ def given_back(fsdp):
 
 @case(
     MEMORY,
-    "between steps a rank holds its shards, and no more than one gathered unit beside them",
+    "between steps a rank holds its shards and at most one gathered unit",
     ranks=4,
-    note="kept for the next gather, where FSDP2 returns it to the allocator",
+    note="FSDP2 returns it to the allocator",
 )
 def at_rest(fsdp):
     with only_new_objects():

@@ -76,7 +76,7 @@ def several_forwards(fsdp):
             one.zero_grad()
 
 
-@case(FORWARD, "forward of a unit that is not the root, after the root has run once, trains it alone")
+@case(FORWARD, "a nested unit's forward trains it alone once the root has run")
 def not_the_root(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     run(model).sum().backward()
@@ -94,7 +94,7 @@ def not_the_root(fsdp):
     "forward of a nested unit before the root's first forward",
     fsdp2=Raises(RuntimeError, "root"),
     ours=None,
-    note="whoever is called first makes no difference",
+    note="order does not matter",
 )
 def nested_first(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
@@ -105,7 +105,7 @@ def nested_first(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "evaluation: no gradients, the same output, sharded after it; then training goes on")
+@case(FORWARD, "evaluation: the same output, sharded after it; training continues")
 def evaluation(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     x = torch.randn(4, 8)
@@ -120,7 +120,7 @@ def evaluation(fsdp):
         assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "inputs that need gradients get them; an output that no loss uses does no harm")
+@case(FORWARD, "inputs get gradients; outputs may go unused")
 def input_gradients(fsdp):
     class Pair(Stack):
         def forward(self, x):
@@ -135,7 +135,7 @@ def input_gradients(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "outputs in a dict, a tuple, a dataclass, with None and numbers; inputs by keyword")
+@case(FORWARD, "outputs in a dict, tuple or dataclass; inputs by keyword")
 def structures(fsdp):
     class Rich(nn.Module):
         def __init__(self):
@@ -284,7 +284,7 @@ def input_gradient_alone(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "full backward hooks of units and of modules inside are called, with the right gradients")
+@case(FORWARD, "full backward hooks of units and inner modules get the right gradients")
 def backward_hooks(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     seen: dict = {model: [], reference: []}
@@ -299,7 +299,7 @@ def backward_hooks(fsdp):
         close(found, wanted, "gradient in a hook")
 
 
-@case(FORWARD, "units of one model on different meshes: one HSDP, the others over all ranks", ranks=4)
+@case(FORWARD, "units of one model on different meshes", ranks=4)
 def several_meshes(fsdp):
     def wrap(model):
         fsdp.fully_shard(model.blocks[0], mesh=mesh(2, 2, names=("r", "s")))
@@ -322,7 +322,7 @@ def halves(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "`reshard_after_forward=2` of 4 on a mesh of 1 x 4 (HSDP of one replica)", ranks=4)
+@case(FORWARD, "`reshard_after_forward=2` on a mesh of 1 x 4", ranks=4)
 def reshard_int_hsdp(fsdp):
     over = mesh(1, 4, names=("r", "s"))
     check_training(Stack, lambda model: shard_stack(fsdp, model, mesh=over, reshard_after_forward=2))
@@ -334,7 +334,7 @@ def one_rank(fsdp):
         check_training(Stack, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
 
 
-@case(FORWARD, "a forward without gradients before the one with them, in one step")
+@case(FORWARD, "a `no_grad` forward before the trained one")
 def nested_evaluation(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     whole = batch()

@@ -37,7 +37,7 @@ def pair(fsdp, **options):
 NO_PREMUL: dict = {
     "fsdp2": Raises(RuntimeError, "PREMUL_SUM"),
     "ours": None,
-    "note": "gloo has no such reduction; over NCCL both divide",
+    "note": "gloo has no such reduction",
 }
 
 
@@ -55,7 +55,7 @@ def divide(fsdp, force):
 
 @case(
     GRADIENTS,
-    "`param.grad` is a distributed tensor in the parameter's layout and dtype, its mean over ranks",
+    "`param.grad`: the mean over ranks, in the parameter's layout and dtype",
     ranks=3,
 )
 def gradient(fsdp):
@@ -90,7 +90,7 @@ def no_zero_grad(fsdp):
 
 @case(
     GRADIENTS,
-    "post-accumulate-grad hooks on sharded parameters run once a backward, with the reduced gradient there",
+    "post-accumulate-grad hooks run once per backward, with the reduced gradient",
 )
 def accumulate_hooks(fsdp):
     model, reference = pair(fsdp)
@@ -108,7 +108,7 @@ def accumulate_hooks(fsdp):
         assert torch.equal(calls[name][0], p.grad.to_local()), name
 
 
-@case(GRADIENTS, "an optimizer for each parameter that steps in its hook, during backward")
+@case(GRADIENTS, "an optimizer per parameter that steps in its hook")
 def optimizer_in_backward(fsdp):
     model, reference = pair(fsdp)
     optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=False) for p in model.parameters()}
@@ -131,7 +131,7 @@ def optimizer_in_backward(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_gradient_divide_factor` with sums forced: the sum over ranks by that factor, of this unit",
+    "`set_gradient_divide_factor` with sums forced, for one unit",
     ranks=3,
 )
 def divide_factor_sum(fsdp):
@@ -187,8 +187,8 @@ def force_sum(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_all_reduce_hook`: called with each unit's reduced shard, may change it",
-    note="the shard is in the parameters' dtype, FSDP2's in the reduce dtype",
+    "`set_all_reduce_hook`: gets each unit's reduced shard, may change it",
+    note="in the parameters' dtype, FSDP2's in the reduce dtype",
 )
 def all_reduce_hook(fsdp):
     model, reference = pair(fsdp)
@@ -224,8 +224,8 @@ def all_reduce_hook_hsdp(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_custom_all_gather`: called once a gather, on memory that it allocated; the same values",
-    note="it costs the copies into and out of that memory that FSDP2 always makes",
+    "`set_custom_all_gather`: called once per gather, on memory that it allocated",
+    note="copies into and out of that memory, as FSDP2 always does",
 )
 def custom_all_gather(fsdp):
     class Mine(AllGather):
@@ -252,8 +252,8 @@ def custom_all_gather(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_custom_reduce_scatter`: called once a reduction, from and into memory that it allocated; the same gradients",
-    note="it costs the copies into and out of that memory that FSDP2 always makes",
+    "`set_custom_reduce_scatter`: called once per reduction, on memory that it allocated",
+    note="copies into and out of that memory, as FSDP2 always does",
 )
 def custom_reduce_scatter(fsdp):
     class Mine(ReduceScatter):
@@ -305,7 +305,7 @@ def max_input_buffers(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_separate_reduce_scatter_group`: gradients through one more process group of the same ranks, the same values",
+    "`set_separate_reduce_scatter_group`: gradients use another process group",
 )
 def separate_group(fsdp):
     model, reference = pair(fsdp)
@@ -334,7 +334,7 @@ def separate_group(fsdp):
     GRADIENTS,
     "`set_allocate_memory_from_process_group_for_comm`",
     ours=Raises(NotImplementedError, "set_allocate_memory_from_process_group_for_comm"),
-    note="buffers are recycled from torch's allocator, and gloo has none of its own to try this with",
+    note="gloo has no allocator to test it with",
 )
 def process_group_memory(fsdp):
     model, reference = pair(fsdp)
@@ -349,7 +349,7 @@ def process_group_memory(fsdp):
     fsdp2=Raises(RuntimeError, "SymmetricMemory"),
     ours=Raises(NotImplementedError, "set_symm_mem_for_comm"),
     unsupported=True,
-    note="buffers are recycled from torch's allocator, and nothing but NCCL on several GPUs could show it right",
+    note="only NCCL on several GPUs could test it",
 )
 def symmetric_memory(fsdp):
     model, reference = pair(fsdp)
@@ -358,7 +358,7 @@ def symmetric_memory(fsdp):
     close(model(x), reference(x), "output")
 
 
-@case(GRADIENTS, "`set_post_optim_event`: gathers wait for that event in place of the current stream")
+@case(GRADIENTS, "`set_post_optim_event`: gathers wait for that event, not the current stream")
 def post_optim_event(fsdp):
     model, reference = pair(fsdp)
     model.set_post_optim_event(None)

@@ -1,4 +1,4 @@
-"""Cases: parameters without memory at wrap time, initialised later."""
+"""Cases: parameters without memory at wrap time, initialized later."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-META = "Deferred initialisation"
+META = "Deferred initialization"
 
 
 def on_meta():
@@ -29,9 +29,7 @@ def on_meta():
         return Stack()
 
 
-@case(
-    META, "meta device, then `to_empty` and `reset_parameters`: initialised, in place, and it trains", ranks=3
-)
+@case(META, "meta device, then `to_empty` and `reset_parameters`", ranks=3)
 def meta_reset(fsdp):
     model = shard_stack(fsdp, on_meta())
     assert all(p.is_meta and is_sharded(p) for p in model.parameters())
@@ -69,7 +67,7 @@ def meta_fill(fsdp):
 
 @case(
     META,
-    "forward with parameters on meta is refused, with their names",
+    "forward with parameters on meta is refused by name",
     fsdp2=Raises(RuntimeError, r"(?s)meta.*head\.weight|head\.weight.*meta"),
 )
 def meta_forward(fsdp):
@@ -92,7 +90,7 @@ def meta_assign(fsdp):
 
 @case(
     META,
-    "meta device, then `set_model_state_dict` of rank 0's full state dict (`broadcast_from_rank0`)",
+    "meta device, then `set_model_state_dict(broadcast_from_rank0=True)`",
     ranks=3,
     since=FULL_STATE_DICTS,
 )
@@ -104,6 +102,6 @@ def meta_broadcast(fsdp):
     assert_same(model, seeded(Stack))
 
 
-@case(META, "a model initialised on each rank alike, then sharded: the same values as unsharded", ranks=3)
+@case(META, "sharded values are those of the unsharded model", ranks=3)
 def same_seed(fsdp):
     assert_same(shard_stack(fsdp, seeded(Stack)), seeded(Stack), rtol=0, atol=0)

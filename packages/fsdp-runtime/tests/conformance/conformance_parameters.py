@@ -65,7 +65,7 @@ def shard_branches(fsdp, model):
     fsdp.fully_shard(model, mesh=mesh())
 
 
-@case(PARAMETERS, "parameters tied inside a unit stay one parameter and train as one", ranks=3)
+@case(PARAMETERS, "parameters tied inside a unit train as one", ranks=3)
 def tied(fsdp):
     def wrap(model):
         fsdp.fully_shard(model.block, mesh=mesh())
@@ -204,7 +204,7 @@ def experts(fsdp):
     check_training(lambda: nn.Sequential(nn.Linear(8, 8), Experts()), wrap, batches=batches)
 
 
-@case(PARAMETERS, "frozen parameters beside trained ones, and a frozen unit, which reduces nothing")
+@case(PARAMETERS, "frozen parameters among trained ones; a frozen unit reduces nothing")
 def frozen(fsdp):
     from ragged_shard.testing import record_collectives
 
@@ -238,7 +238,7 @@ def frozen_later(fsdp):
                 torch.testing.assert_close(full(found.grad), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
-@case(PARAMETERS, "parameters that a step does not use: no gradient for them, the others train on")
+@case(PARAMETERS, "parameters that a step does not use get no gradient")
 def unused(fsdp):
     def loss(model, x):
         return model(x, right=bool(x.shape[0] > 100)).square().mean()
@@ -250,7 +250,7 @@ def unused(fsdp):
     assert all(p.grad is not None for p in model.right.parameters())
 
 
-@case(PARAMETERS, "one parameter of a unit without gradient, the others of the unit with")
+@case(PARAMETERS, "one parameter of a unit without a gradient")
 def partly_unused(fsdp):
     class Half(nn.Module):
         def __init__(self):
@@ -304,7 +304,7 @@ def contiguous(fsdp):
 
 @case(
     PARAMETERS,
-    "in compute, parameters are what they were: plain `nn.Parameter`s of the full shape, with gradients on",
+    "in forward, parameters are plain `nn.Parameter`s of the full shape",
 )
 def unsharded_type(fsdp):
     kinds: list = []

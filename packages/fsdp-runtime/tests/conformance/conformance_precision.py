@@ -65,7 +65,7 @@ def param_dtype(fsdp):
     )
 
 
-@case(PRECISION, "`param_dtype` gives what a low-precision copy of the model computes, to the bit")
+@case(PRECISION, "`param_dtype` gives the bits of a low-precision copy of the model")
 def param_dtype_values(fsdp):
     model, low = (
         shard_stack(fsdp, seeded(Stack), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW)),
@@ -89,7 +89,7 @@ def reduce_dtype(fsdp):
 
 @case(
     PRECISION,
-    "bf16 compute with fp32 reduce: the mean of the ranks' bf16 gradients, not rounded again",
+    "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again",
     ranks=3,
 )
 def reduce_in_fp32(fsdp):
@@ -138,7 +138,7 @@ class Bundle:
     n: int
 
 
-@case(PRECISION, "inputs are cast, nested ones and by keyword too; integers are not")
+@case(PRECISION, "floating-point inputs are cast, nested ones and keywords too")
 def cast_inputs(fsdp):
     model = fsdp.fully_shard(Spy(), mesh=mesh(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW))
     model(torch.randn(2, 8), extra={"a": [torch.randn(2), torch.arange(2)], "b": "text"})
@@ -158,7 +158,7 @@ def no_cast(fsdp):
     assert model.met == [(LOW, torch.float32, torch.float32)]
 
 
-@case(PRECISION, "a norm kept in fp32 as a unit of its own beside bf16 layers")
+@case(PRECISION, "a norm kept in fp32 in a separate unit")
 def norm_in_fp32(fsdp):
     met = []
 
@@ -184,7 +184,7 @@ def norm_in_fp32(fsdp):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@case(PRECISION, "parameters in bf16 with no policy: computes, reduces and keeps gradients in bf16")
+@case(PRECISION, "bf16 parameters without a policy: everything in bf16")
 def low_parameters(fsdp):
     model, reference = seeded(lambda: Stack().to(LOW)), seeded(lambda: Stack().to(LOW))
     shard_stack(fsdp, model)
@@ -212,9 +212,7 @@ FSDP2_NAMES = (
 )  # fmt: skip
 
 
-@case(
-    PRECISION, "fp16 compute with a `GradScaler`: a rank's infinity makes every rank skip the step", ranks=3
-)
+@case(PRECISION, "fp16 with a `GradScaler`: one rank's infinity skips the step everywhere", ranks=3)
 def grad_scaler(fsdp):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
@@ -238,7 +236,7 @@ def grad_scaler(fsdp):
 
 @case(
     OFFLOAD,
-    "`CPUOffloadPolicy`: parameters, gradients and optimizer state on the CPU, the same training",
+    "`CPUOffloadPolicy`: the same training",
     ranks=3,
 )
 def cpu_offload(fsdp):
@@ -271,7 +269,7 @@ def cpu_offload_accumulates(fsdp):
     "an `offload_policy` of another type is refused",
     fsdp2=None,
     ours=Raises(TypeError, "offload_policy"),
-    better="FSDP2 takes anything, and then does not offload",
+    better="FSDP2 silently does not offload",
 )
 def wrong_offload(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh(), offload_policy="cpu")

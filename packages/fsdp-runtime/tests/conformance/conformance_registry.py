@@ -56,7 +56,7 @@ class Wrong(Raises):
 
 @dataclass(frozen=True)
 class Case:
-    """One behaviour. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
+    """One behavior. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
 
     name: str
     section: str
@@ -168,23 +168,23 @@ def table() -> str:
         verdict: sum(c.verdict == verdict for c in cases) for verdict in ("equal", "better", "not supported")
     }
     lines = [
-        "# FSDP2 and fsdp_runtime, behaviour by behaviour",
+        "# FSDP2 and fsdp_runtime, behavior by behavior",
         "",
-        "Each row is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
+        "Each line is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
         f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `tests/conformance/make_table.py`; a test keeps it up",
         "to date.",
         "",
-        f"{len(CASES)} behaviours: {counts['equal']} equal, {counts['better']} better, "
-        f"{counts['not supported']} not supported.",
-        "",
-        "Pipeline schedules are in [docs/pipelining.md](docs/pipelining.md).",
+        f"{len(CASES)} behaviors: {counts['equal']} equal, {counts['better']} better, "
+        f"{counts['not supported']} not supported. Lines without a verdict are equal.",
     ]
     section = ""
     for entry in cases:
         if entry.section != section:
             section = entry.section
-            lines += ["", f"## {section}", "", "| FSDP2 behaviour | fsdp_runtime | |", "| --- | --- | --- |"]
-        lines.append(f"| {entry.text} | {entry.verdict} | {_remark(entry)} |")
+            lines += ["", f"## {section}", ""]
+        verdict = "" if entry.verdict == "equal" else f"**{entry.verdict}**: "
+        remark = _remark(entry)
+        lines.append(f"* {verdict}{entry.text}" + (f" ({remark})" if remark else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -198,7 +198,7 @@ def _remark(entry: Case) -> str:
         parts.append(f"raises {_name(entry.ours)}")
     elif entry.ours is not None and entry.fsdp2 is not None:
         one, other = _name(entry.fsdp2), _name(entry.ours)
-        parts.append(f"raises {other}" if one == other else f"raises {other} (FSDP2: {one})")
+        parts.append(other if one == other else f"{other}, FSDP2 {one}")
     parts += [text for text in (entry.better, entry.note) if text]
     return "; ".join(parts)
 

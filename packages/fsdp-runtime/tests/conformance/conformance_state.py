@@ -70,7 +70,7 @@ def aliases(fsdp):
 
 @case(
     STATE,
-    "`state_dict` while parameters are unsharded: sharded entries, and sharded parameters in the modules",
+    "`state_dict` while unsharded: reshards, entries are sharded",
 )
 def while_unsharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
@@ -79,7 +79,7 @@ def while_unsharded(fsdp):
     assert all_sharded(model)
 
 
-@case(STATE, "`state_dict` of a part, names as in the plain model, with buffers")
+@case(STATE, "`state_dict` of a submodule, with plain names and buffers")
 def names(fsdp):
     build = lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), MLP(6))  # noqa: E731
     plain = build()
@@ -93,7 +93,7 @@ def names(fsdp):
 
 @case(
     STATE,
-    "`load_state_dict` of a sharded state dict, after training too, also of one kept from before",
+    "`load_state_dict` of a sharded state dict, also of an older one",
     ranks=3,
 )
 def load(fsdp):
@@ -226,7 +226,7 @@ def optimizer_native(fsdp):
 
 @case(
     STATE,
-    "a checkpoint (DCP) of model and optimizer at 4 ranks loads at 3 and at 1, and training goes on",
+    "a DCP checkpoint of 4 ranks loads on 3 and 1, optimizer included",
     ranks=(4, 3, 1),
 )
 def checkpoint_world_size(fsdp, folder):
@@ -251,7 +251,7 @@ def checkpoint_world_size(fsdp, folder):
 
 @case(
     STATE,
-    "a checkpoint that FSDP2 wrote loads, at another world size; FSDP2 loads one that was written here",
+    "FSDP2's checkpoints load at another world size, and the reverse",
     ranks=(4, 3),
 )
 def checkpoint_exchange(fsdp, folder):
@@ -272,9 +272,7 @@ def checkpoint_exchange(fsdp, folder):
         assert_same(model, seeded(Stack, i), rtol=0, atol=0)
 
 
-@case(
-    STATE, "a plain model's checkpoint loads into a sharded one; a sharded one's into a plain model", ranks=3
-)
+@case(STATE, "a plain model's checkpoint loads into a sharded one, and the reverse", ranks=3)
 def checkpoint_plain(fsdp, folder):
     model, plain = shard_stack(fsdp, seeded(Stack)), seeded(Stack, 3)
     dcp.save(plain.state_dict(), checkpoint_id=f"{folder}/plain")
@@ -316,9 +314,7 @@ def hsdp_state(fsdp):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-@case(
-    STATE, "`to(dtype)` after sharding: parameters become that dtype, sharded as before, and train", ranks=3
-)
+@case(STATE, "`to(dtype)` after sharding", ranks=3)
 def to_dtype(fsdp):
     double = partial(check_training, lambda: Stack().double(), batches=lambda step: batch(step).double())
     double(lambda model: shard_stack(fsdp, model))
@@ -339,7 +335,6 @@ def to_dtype(fsdp):
     "`to(dtype)` after the first forward, while parameters are unsharded",
     fsdp2=Raises(RuntimeError, "dtype"),
     ours=None,
-    note="FSDP2 settles dtypes in the first forward",
 )
 def to_dtype_unsharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
@@ -366,7 +361,7 @@ def set_optimizer(fsdp):
 
 @case(
     STATE,
-    "`load_state_dict` of a wrong shape names the parameter; the model goes on",
+    "`load_state_dict` of a wrong shape names the parameter",
     fsdp2=Raises(RuntimeError, r"head\.weight"),
 )
 def load_wrong_shape(fsdp):
@@ -391,7 +386,7 @@ def state_between(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(STATE, "a moving average of the parameters beside the model (EMA), updated from the sharded ones")
+@case(STATE, "a moving average (EMA) of the sharded parameters")
 def moving_average(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     runs = []

@@ -66,7 +66,7 @@ def reshard_false(fsdp):
     check_training(Stack, lambda m: shard_stack(fsdp, m, reshard_after_forward=False))
 
 
-@case(UNITS, "`reshard_after_forward=None`: the root keeps its parameters after forward, the others do not")
+@case(UNITS, "`reshard_after_forward=None`: only the root keeps its parameters after forward")
 def reshard_none(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
     out = run(model)
@@ -146,7 +146,7 @@ def set_reshard_after_forward_number(fsdp):
 @case(
     UNITS,
     "`set_reshard_after_backward(False)`: the next forward gathers nothing",
-    better="modules hold the sharded parameters meanwhile, as in every pause between passes; FSDP2's hold copies",
+    better="modules hold the sharded parameters meanwhile, FSDP2's hold copies",
 )
 def set_reshard_after_backward(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
@@ -200,7 +200,7 @@ def unshard_async(fsdp):
     assert gathers(record) == 1, record.kinds
 
 
-@case(UNITS, "a gather begun with `unshard(async_op=True)` is waited for in the next forward")
+@case(UNITS, "the next forward waits for `unshard(async_op=True)`")
 def unshard_unwaited(fsdp):
     model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
     for block in model.blocks:
@@ -213,7 +213,7 @@ def unshard_unwaited(fsdp):
 
 @case(
     UNITS,
-    "values set between `unshard()` and the optimizer: written to the sharded parameter, seen in the next gather",
+    "values written to the sharded parameter after `unshard()` are in the next gather",
 )
 def write_sharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
@@ -228,7 +228,7 @@ def write_sharded(fsdp):
 
 @case(
     UNITS,
-    "collectives: a gather per unit in forward, one per resharded unit in backward, one reduce-scatter per unit",
+    "collectives: a gather per unit in forward and per resharded unit in backward, a reduce-scatter per unit",
     note="parameters of any number",
 )
 def counts(fsdp):
@@ -325,7 +325,7 @@ def backward_prefetch(fsdp):
         assert record.kinds.count("reduce_scatter") == 4
 
 
-@case(UNITS, "`set_unshard_in_backward(False)`: no gather in backward for a unit that does not need one")
+@case(UNITS, "`set_unshard_in_backward(False)`: the unit is not gathered in backward")
 def unshard_in_backward(fsdp):
     class Model(nn.Module):
         def __init__(self):

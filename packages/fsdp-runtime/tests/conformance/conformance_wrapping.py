@@ -31,7 +31,7 @@ def default_mesh(fsdp):
     assert all(p.device_mesh.size() == world() and p.device_mesh.ndim == 1 for p in model.parameters())
 
 
-@case(WRAP, "a 1-D mesh: each parameter is one distributed tensor over it, each element on one rank", ranks=3)
+@case(WRAP, "a 1-D mesh: each element of a parameter is on one rank", ranks=3)
 def one_dimension(fsdp):
     over = mesh()
     model = fsdp.fully_shard(MLP(), mesh=over)
@@ -87,7 +87,7 @@ def containers(fsdp):
 
 @case(
     WRAP,
-    "something that is no module is refused",
+    "a non-module is refused",
     fsdp2=Raises(AttributeError, "modules"),
     ours=Raises(TypeError, "fully_shard takes a module"),
 )
@@ -95,9 +95,7 @@ def no_module(fsdp):
     fsdp.fully_shard(torch.zeros(3), mesh=mesh())
 
 
-@case(
-    WRAP, "the class becomes a subclass of `FSDPModule` and of its own, named `FSDP<name>`, the object stays"
-)
+@case(WRAP, "the same object, whose class becomes `FSDP<name>`, a subclass of `FSDPModule` too")
 def class_swap(fsdp):
     model = MLP()
     same = fsdp.fully_shard(model, mesh=mesh())
@@ -111,7 +109,7 @@ def class_swap(fsdp):
     assert model.state_dict().keys() == MLP().state_dict().keys()
 
 
-@case(WRAP, "a list of modules is one unit: one gather for all, the list comes back")
+@case(WRAP, "a list of modules is one unit, with one gather")
 def list_of_modules(fsdp):
     from ragged_shard.testing import record_collectives
 
@@ -131,7 +129,7 @@ def list_of_modules(fsdp):
     assert record.kinds == ["all_gather"] * 2, record.kinds
 
 
-@case(WRAP, "a nested module that was wrapped before keeps its own unit; the parent has the rest")
+@case(WRAP, "a nested module wrapped first keeps its unit; the parent has the rest")
 def nested(fsdp):
     from ragged_shard.testing import record_collectives
 
@@ -204,7 +202,7 @@ def ignored(fsdp):
     assert not torch.equal(everyone[0], everyone[1])
 
 
-@case(WRAP, "a module without parameters, and one whose parameters are all in nested units")
+@case(WRAP, "a module without parameters of its own")
 def nothing_to_shard(fsdp):
     def wrap(model):
         for layer in model:
@@ -229,7 +227,7 @@ def values(fsdp):
         assert torch.equal(full(new), old), name
 
 
-@case(WRAP, "each rank keeps its part of its own values: nothing is broadcast at wrap time")
+@case(WRAP, "each rank keeps its part of its own values; nothing is broadcast")
 def no_broadcast(fsdp):
     rank = torch.distributed.get_rank()
     plain = nn.Linear(4, 6)
@@ -249,7 +247,7 @@ def buffers(fsdp):
 @case(
     WRAP,
     "`shard_placement_fn` that returns `Shard(1)`",
-    note="a wish for balance, which runs of whole blocks have anyway; parameters are `RaggedShard` as ever",
+    note="changes nothing: runs of whole blocks are balanced",
 )
 def shard_on_columns(fsdp):
     build = lambda: MLP(hidden=16)  # noqa: E731
@@ -266,7 +264,7 @@ def shard_on_columns(fsdp):
     "`shard_placement_fn` that returns a `ShardPlacementResult`: a mesh for each parameter",
     ranks=4,
     since=(2, 13),
-    note="a `DeviceMesh` is taken too; more in [docs/PARALLEL.md](docs/PARALLEL.md)",
+    note="a `DeviceMesh` works too; [more](docs/parallelism.md#experts)",
 )
 def mesh_of_a_parameter(fsdp):
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -331,7 +329,7 @@ def text_reshard(fsdp):
 
 @case(
     WRAP,
-    "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms, the data dimensions by name",
+    "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms",
     ranks=4,
     since=(2, 13),
 )
@@ -358,9 +356,9 @@ def spmd_mesh_flattened(fsdp):
 
 @case(
     WRAP,
-    "`dp_mesh_dims` with nothing to shard over: replicas only",
+    "`dp_mesh_dims` with replicas only",
     ours=Raises(ValueError, "no shard dimension"),
-    note="that is `DistributedDataParallel`",
+    note="use `DistributedDataParallel`",
     since=(2, 13),
 )
 def spmd_mesh_replicas(fsdp):

@@ -1,4 +1,4 @@
-"""FSDP2's documented behaviours, each run with torch's implementation and with this one."""
+"""FSDP2's documented behaviors, each run with torch's implementation and with this one."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ BACKENDS = (None, "cpu:gloo", "cpu:gloo,cuda:gloo")  # `get_backend` calls none 
     [pytest.param(name, marks=[pytest.mark.long] * (name == "fsdp2")) for name in IMPLEMENTATIONS],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
+def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
     if implementation == "fsdp2" and not torch.__version__.startswith(TORCH):
         pytest.skip(f"the cases say what FSDP2 does in torch {TORCH}, this is {torch.__version__}")
     if implementation == "ours" and tuple(map(int, torch.__version__.split(".")[:2])) < CASES[name].since:
@@ -38,7 +38,7 @@ def test_behaviour(name: str, implementation: str, tmp_path: Path) -> None:
         for name in (CARRIED if backend is None else SEVERAL_DTYPES)
     ],
 )
-def test_behaviour_however_the_process_group_was_initialized(
+def test_behavior_however_the_process_group_was_initialized(
     name: str, backend: str | None, tmp_path: Path
 ) -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < CASES[name].since:

@@ -149,7 +149,7 @@ def checkpoint_adamw(fsdp: Any) -> Outcome:
     return run(fsdp, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-NOT_FSDP2 = "block-optim's test_fsdp2.py has these"
+NOT_FSDP2 = "block-optim's `test_fsdp2.py`"
 # A pipeline's stage would number its blocks by itself, and so refresh them at other turns.
 TURNS: dict[str, Any] = {"max_preconditioner_dim": 8, "precondition_frequency": 2, "stagger": False}
 

@@ -172,7 +172,7 @@ def cp_gathered4(fsdp: Any) -> Outcome:
 
 @case(
     CP,
-    "heads for stretches by all-to-all, causal, fsdp = dp 2 x cp 2",
+    "all-to-all of heads and sequence, causal, fsdp = dp 2 x cp 2",
     counts={"all_gather": 21, "reduce_scatter": 3, "all_reduce": 1},
 )
 def cp_heads(fsdp: Any) -> Outcome:
@@ -181,7 +181,7 @@ def cp_heads(fsdp: Any) -> Outcome:
 
 @case(
     CP,
-    "heads for stretches by all-to-all, causal, fsdp = dp 1 x cp 4",
+    "all-to-all of heads and sequence, causal, fsdp = dp 1 x cp 4",
     counts={"all_gather": 21, "reduce_scatter": 3, "all_reduce": 1},
 )
 def cp_heads4(fsdp: Any) -> Outcome:

@@ -262,7 +262,7 @@ def enter_factor(ep: int, reductions: int) -> None:
 
     @case(
         SCALING,
-        f"factor {RANKS} and forced sums on units with experts, {RANKS // ep} ranks in efsdp",
+        f"factor {RANKS} and forced sums on units with experts, efsdp {RANKS // ep}",
         counts=counts_of(4 * reductions + 5, 2 * reductions + 3),
         name=f"factor_with_ep{ep}",
     )

@@ -18,7 +18,7 @@ PP = "Pipelines"
 WIDTH, ROWS = 8, 16
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-HANGS = "with `share_comm_ctx` two ranks of it fail in the run, and the others wait for them"
+HANGS = "with `share_comm_ctx` two ranks fail and the others wait"
 MOVED = ("all_gather", "reduce_scatter", "all_reduce")  # sends between stages belong to the schedule
 
 

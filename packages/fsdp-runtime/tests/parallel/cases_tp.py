@@ -352,7 +352,7 @@ def whole(fsdp: Any) -> Outcome:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = "Optimizers of block-optim under tensor parallelism: bits of one process from the same gradients"
-NOT_FSDP2 = "block-optim's test_fsdp2.py has these"
+NOT_FSDP2 = "block-optim's `test_fsdp2.py`"
 
 
 def bits(

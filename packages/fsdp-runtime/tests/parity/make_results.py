@@ -1,4 +1,4 @@
-"""Writes RESULTS.md: how far this runtime and FSDP2 end from one process, every model at every world size."""
+"""Writes RESULTS.md: how far this runtime and FSDP2 end from one process, over all models at each world size."""
 
 import platform
 import sys
@@ -22,58 +22,64 @@ KINDS = (
 )
 
 
-def row(model: str, ranks: int, kind: str, found: list[Report]) -> str:
+def row(ranks: int, kind: str, reports: list[Report]) -> str:
     def worst(values: Iterable[float]) -> str:
         return f"{max(values):.0e}"
 
+    def both(ours: str, fsdp2: str) -> str:
+        return ours if ours == fsdp2 else f"{ours} (FSDP2 {fsdp2})"
+
     cells = (
-        model,
         str(ranks),
         kind,
-        f"{worst(r.losses for r in found)} / {worst(r.fsdp2_losses for r in found)}",
-        f"{worst(r.parameters for r in found)} / {worst(r.fsdp2_parameters for r in found)}",
-        f"{worst(r.between_losses for r in found)}, {worst(r.between_parameters for r in found)}",
-        f"{sum(r.same_bits for r in found)} of {len(found)}",
+        both(worst(r.losses for r in reports), worst(r.fsdp2_losses for r in reports)),
+        both(worst(r.parameters for r in reports), worst(r.fsdp2_parameters for r in reports)),
+        worst(r.between_losses for r in reports),
+        worst(r.between_parameters for r in reports),
+        f"{sum(r.same_bits for r in reports)} of {len(reports)}",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    done: list[tuple[str, int, list[Run], list[Report]]] = []
-    for ranks in (1, 2, 3, 4):
-        for model in MODELS:
-            if runs := runs_of(model, ranks):
-                done.append((model, ranks, runs, run_ranks(ranks, compare_all, runs, timeout=1800)[0]))
-                print(f"{model}, {ranks} ranks: {len(runs)} runs", flush=True)
-    total = sum(len(runs) for _, _, runs, _ in done)
+def page(done: list[tuple[int, Run, Report]]) -> str:
+    """The whole page, from the number of ranks, the run and its report of each run."""
     lines = [
-        f"# {total} runs of {STEPS} steps, three ways",
+        f"# {len(done)} runs of {STEPS} steps, three ways",
         "",
-        "This runtime and FSDP2 in one process group of gloo ranks, and plain training on all rows in one process.",
+        "This runtime, FSDP2 on the same gloo ranks, and plain training on all rows in one process, of a dense model",
+        "and four mixtures of experts. A row has the worst over models and features: `reshard_after_forward`,",
+        "microbatches with and without sync, offload, both kinds of checkpointing, block policies; HSDP on 4 ranks.",
         "",
-        "Each cell has the worst over the features of its row (`reshard_after_forward`, microbatches with and without",
-        "sync, offload, both kinds of checkpointing; HSDP on 4 ranks), with block policies dealt over them. Losses are",
-        "relative, parameters to a tensor's largest value. bf16 is beside fp32 parameters computed with as bf16.",
+        "Distances from one process, which are FSDP2's too unless it says so, then ours from FSDP2. Losses are",
+        "relative, parameters to a tensor's largest value. bf16 is compute in bf16 with fp32 parameters.",
         "",
         "Made by `python packages/fsdp-runtime/tests/parity/make_results.py`; "
         f"torch {torch.__version__}, {platform.machine()}.",
         "",
-        "| model | ranks | | losses from one process: here / FSDP2 | parameters: here / FSDP2 "
-        "| here from FSDP2: losses, parameters | FSDP2's bits |",
+        "| ranks | runs | losses | parameters | losses from FSDP2 | parameters from FSDP2 | equal bits |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for model, ranks, runs, reports in done:
+    for ranks in dict.fromkeys(ranks for ranks, _, _ in done):
         for kind, fits in KINDS:
-            if found := [report for run, report in zip(runs, reports, strict=True) if fits(run)]:
-                lines.append(row(model, ranks, kind, found))
-    few = [report for _, ranks, _, reports in done if ranks <= 2 for report in reports]
+            if reports := [report for count, run, report in done if count == ranks and fits(run)]:
+                lines.append(row(ranks, kind, reports))
     lines += [
         "",
-        f"On 1 and 2 ranks {sum(report.same_bits for report in few)} of {len(few)} runs have FSDP2's losses and "
-        "parameters to the bit, whatever the block policy: a sum of two does not depend on order. On more ranks gloo "
-        "adds in an order that depends on where an element lies in the buffer, so that layouts differ in last bits.",
+        "On more than two ranks gloo adds in an order that depends on where an element is in the buffer, so layouts",
+        "differ in last bits.",
     ]
-    RESULTS.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    done: list[tuple[int, Run, Report]] = []
+    for ranks in (1, 2, 3, 4):
+        for model in MODELS:
+            if runs := runs_of(model, ranks):
+                reports = run_ranks(ranks, compare_all, runs, timeout=1800)[0]
+                done += [(ranks, run, report) for run, report in zip(runs, reports, strict=True)]
+                print(f"{model}, {ranks} ranks: {len(runs)} runs", flush=True)
+    RESULTS.write_text(page(done))
 
 
 if __name__ == "__main__":

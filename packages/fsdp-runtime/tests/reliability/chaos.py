@@ -192,18 +192,17 @@ def table(rows: list[Row], seed: int) -> str:
     """Markdown of what came out."""
     attacks = sum(row.kills + row.freezes for row in rows)
     lines = [
-        f"{attacks} attacks on runs of 2 and 3 ranks, seed {seed}: SIGKILL, or SIGSTOP and after up to 1.5 s SIGCONT. "
-        "A run is attacked up to three times, resumed after each, and then compared with an undisturbed run on as many "
-        "ranks.",
+        f"{attacks} attacks on runs of 2 and 3 ranks, seed {seed}. A run is attacked up to three times and resumed "
+        "after each. Faults are damaged checkpoints, hangs, processes left, killed ranks not named, wrong curves.",
         "",
-        "| where | kills | freezes | valid checkpoints | hangs | processes left | rank not named | wrong curves |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| where | kills | freezes | checkpoints | curves | faults |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     total = Row("all")
     for row in [*rows, total]:
         lines.append(
-            f"| {row.place} | {row.kills} | {row.freezes} | {row.checkpoints - row.damaged} of {row.checkpoints} | "
-            f"{row.hangs} | {row.left} | {row.unnamed} | {row.wrong} of {row.curves} |"
+            f"| {row.place} | {row.kills} | {row.freezes} | {row.checkpoints} | {row.curves} | "
+            f"{row.damaged + row.hangs + row.left + row.unnamed + row.wrong} |"
         )
         for name in (
             "kills",

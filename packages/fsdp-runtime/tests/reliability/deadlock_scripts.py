@@ -150,7 +150,7 @@ class Script:
 
 
 class skipped(Script):
-    title = "a rank has no image in a step and skips the block; ours: `skippable=True`"
+    title = "a rank skips a block in a step; ours: `skippable=True`"
     sources = "torchtitan#4777, miles#2406"
     expected: ClassVar[Expected] = "right"
     skippable = True
@@ -166,7 +166,7 @@ class skipped_undeclared(skipped):
 
 
 class random_depth(Script):
-    title = "stochastic depth: each rank draws its blocks anew in each step; ours: `skippable=True`"
+    title = "stochastic depth, drawn on each rank; ours: `skippable=True`"
     sources = "Automodel#2763"
     expected, skippable = "right", True
 
@@ -176,7 +176,7 @@ class random_depth(Script):
 
 
 class unused_output(Script):
-    title = "a rank runs a block and does not use its output; ours: `skippable=True`"
+    title = "a rank does not use a block's output; ours: `skippable=True`"
     sources = "transformers#37186"
     expected, skippable = "right", True
 
@@ -185,7 +185,7 @@ class unused_output(Script):
 
 
 class used_by_one(Script):
-    title = "parameters that one rank uses, with weight decay"
+    title = "parameters that one rank uses"
     expected, decay = "right", 0.1
 
     def run(self, rank: int, step: int) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class used_by_one(Script):
 
 
 class used_by_none(Script):
-    title = "parameters that no rank uses in a step, with weight decay"
+    title = "parameters that no rank uses"
     expected, decay = "right", 0.1
 
     def run(self, rank: int, step: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class used_by_none(Script):
 
 
 class built_late(Script):
-    title = "the optimizer is made after an evaluation"
+    title = "optimizer built after an evaluation"
     expected = "right"
 
     def optimizer_of(self) -> torch.optim.Optimizer:
@@ -222,7 +222,7 @@ class cleared_late(Script):
 
 
 class no_backward(Script):
-    title = "a rank finds its loss bad and skips the backward"
+    title = "a rank skips a backward"
     expected = "raises"
 
     def step(self, step: int) -> None:
@@ -233,7 +233,7 @@ class no_backward(Script):
 
 
 class caught(Script):
-    title = "a rank catches an out-of-memory error in its forward and takes the next batch"
+    title = "a rank catches an out-of-memory error and continues"
     expected = "raises"
 
     def step(self, step: int) -> None:
@@ -263,7 +263,7 @@ class evaluation(Script):
 
 
 class another_order(Script):
-    title = "a rank runs the blocks in another order"
+    title = "a rank runs blocks in another order"
     expected = "raises"
 
     def run(self, rank: int, step: int) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class another_order(Script):
 
 
 class frozen(Script):
-    title = "a rank freezes a parameter of a block"
+    title = "a rank freezes a parameter"
     expected = "raises"
 
     def wrap(self) -> None:
@@ -281,7 +281,7 @@ class frozen(Script):
 
 
 class accumulating(Script):
-    title = "a rank thinks that it still accumulates: `set_requires_gradient_sync(False)`"
+    title = "a rank has `set_requires_gradient_sync(False)`"
     expected = "raises"
 
     def step(self, step: int) -> None:
@@ -290,7 +290,7 @@ class accumulating(Script):
 
 
 class tied(Script):
-    title = "input and output embedding are one parameter, in two units"
+    title = "a parameter tied across two units"
     sources = "accelerate#4171, #3870, Model-Optimizer#2059, Automodel#2213"
     expected = "right"
 
@@ -306,7 +306,7 @@ class tied(Script):
 
 
 class tied_late(tied):
-    title = "`tie_weights()` after sharding: `last.weight = first.weight`"
+    title = "tied after sharding"
     sources = "accelerate#3870"
     expected = "right"
 
@@ -357,7 +357,7 @@ class fewer_batches(Script):
 
 
 class saving(Script):
-    title = "one rank saves alone: `full_tensor()` of each weight"
+    title = "one rank saves alone"
     expected = "hangs"
 
     def step(self, step: int) -> None:
@@ -379,7 +379,7 @@ class clipping(Script):
 
 
 class stopped(Script):
-    title = "a rank stops for a time (a full disk, a slow file system), and goes on"
+    title = "a rank stops for some seconds"
     expected = "right"
 
     def step(self, step: int) -> None:

@@ -58,19 +58,25 @@ class Fate:
             return "hangs"
         return "raises" if all(self.errors) else "breaks"
 
-    def __str__(self) -> str:
-        """The fate as a cell of the table."""
+    @property
+    def summary(self) -> str:
+        """The fate as a cell of the table, without messages."""
         verdict = self.verdict
         if verdict == "right":
             return "right"
         if verdict == "wrong":
-            return f"**silently wrong**: {len(self.wrong)} weights, first {self.wrong[0]}"
-        raised = [error for error in self.errors if error]
-        said = f": `{cell(raised[0], 120)}`" if raised else ""
+            return f"**silently wrong**: {len(self.wrong)} weights"
         if verdict == "hangs":
-            return f"**hangs** until the timeout{said}"
-        died = f", {len(self.died)} end by {self.died[0]}" if self.died else ""
-        return f"{len(raised)} of {len(self.errors)} ranks raise, {self.seconds:.0f} s{died}{said}"
+            return "**hangs**"
+        raised = sum(error is not None for error in self.errors)
+        died = f", {len(self.died)} {self.died[0]}" if self.died else ""
+        return f"{raised} of {len(self.errors)} raise, {self.seconds:.0f} s{died}"
+
+    def __str__(self) -> str:
+        """The fate with the first error, or the first wrong weight."""
+        raised = [error for error in self.errors if error]
+        first = f": `{cell(raised[0], 120)}`" if raised else f": {self.wrong[0]}" if self.wrong else ""
+        return self.summary + first
 
 
 def fate_of(script: str, system: str, ranks: int) -> Fate:
@@ -157,10 +163,12 @@ def table(fates: dict[tuple[str, str, int], Fate], systems: Sequence[str], ranks
         for system in systems:
             several = [fates[script, system, count] for count in ranks]
             if len({fate.verdict for fate in several}) == 1:
-                cells.append(str(several[-1]))
+                cells.append(several[-1].summary)
             else:
                 cells.append(
-                    "; ".join(f"{count} ranks: {fate}" for count, fate in zip(ranks, several, strict=True))
+                    "; ".join(
+                        f"{count} ranks: {fate.summary}" for count, fate in zip(ranks, several, strict=True)
+                    )
                 )
         sources = f" ({kind.sources})" if kind.sources else ""
         lines.append(f"| `{script}`: {kind.title}{sources} | {' | '.join(cells)} |")

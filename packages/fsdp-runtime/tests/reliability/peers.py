@@ -29,13 +29,13 @@ from peers_job import BEGUN, TIMEOUT, run_rank
 SYSTEMS = {"fsdp2": "FSDP2 and DCP", "deepspeed": "DeepSpeed ZeRO-3", "ours": "ours"}
 FAULTS = {
     "killed": "rank killed",
-    "frozen": f"rank frozen for longer than the timeout of {TIMEOUT:g} s",
-    "stuck": "collective stuck: a rank waits for data",
-    "another width": "a layer of another width on one rank",
-    "another order": "blocks run in another order on one rank",
+    "frozen": f"rank frozen for longer than the timeout ({TIMEOUT:g} s)",
+    "stuck": "a rank waits for data",
+    "another width": "a layer has another width on one rank",
+    "another order": "one rank runs blocks in another order",
     "another dtype": "a block in bf16 on one rank",
     "NaN": "NaN in the input of one rank",
-    "flipped bit": "a flipped bit in a checkpoint",
+    "flipped bit": "flipped bit in a checkpoint",
 }
 RANKS = 2
 _PATIENCE = 5 * TIMEOUT
@@ -69,17 +69,23 @@ class Outcome:
         """The lines of the ranks that raised."""
         return [line for line in self.lines if line is not None]
 
-    def __str__(self) -> str:
-        """The outcome as a cell of the table."""
+    @property
+    def summary(self) -> str:
+        """The outcome as a cell of the table, without messages."""
         if self.wrong:
-            return f"{'goes on, no error' if self.skips else '**silently wrong**'}: {self.wrong}"
+            return f"{'no error' if self.skips else '**silently wrong**'}: {self.wrong}"
         if not self.raised and not self.died:
-            return f"**hangs** for longer than {self.seconds:.0f} s" if self.hung else "goes on, right"
-        parts = [f"{len(self.raised)} of {len(self.lines)} ranks raise", f"{self.seconds:.1f} s"]
+            return f"**hangs** for longer than {self.seconds:.0f} s" if self.hung else "right"
+        parts = [f"{len(self.raised)} of {len(self.lines)} raise", f"{self.seconds:.1f} s"]
         parts += ["**the other hangs**"] if self.hung else []
-        parts += [f"**another ends by {name}**" for name in self.died]
-        said = f": `{cell(self.raised[0])}`" if self.raised else ""
-        return f"{', '.join(parts)}{said}" + (f" after `{cell(self.report)}`" if self.report else "")
+        parts += [f"**{name}**" for name in self.died]
+        parts += ["after a report"] if self.report else []
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """The outcome with the first error and the first report."""
+        messages = [f"`{cell(message)}`" for message in [*self.raised[:1], self.report] if message]
+        return ": ".join([self.summary, *messages])
 
 
 def cell(line: str, most: int = 90) -> str:
@@ -130,7 +136,7 @@ def _wrong_loss(found: dict[int, dict], wanted: dict[int, dict]) -> str:
     right = wanted[0]["loss"]
     for entry in found.values():
         if "loss" in entry and not math.isclose(entry["loss"], right, rel_tol=_CLOSE):
-            return f"the loss is {entry['loss']:.4g} instead of {right:.4g}"
+            return f"loss {entry['loss']:.4g} instead of {right:.4g}"
     return ""
 
 
@@ -176,7 +182,7 @@ def _flipped(system: str, folder: Path) -> Outcome:
     if changed:
         pairs = zip(chain(*weights), chain(*changed[0]["weights"]), strict=True)
         here, there = next(pair for pair in pairs if pair[0] != pair[1])
-        wrong = f"a weight is {there:.3g} instead of {here:.3g}"
+        wrong = f"weight {there:.3g} instead of {here:.3g}"
     return _judged(folder, found, hung, begun, wrong)
 
 
@@ -200,7 +206,7 @@ def table(outcomes: dict[tuple[str, str], Outcome], systems: Sequence[str]) -> s
         f"| --- |{' --- |' * len(systems)}",
     ]
     for fault in dict.fromkeys(fault for _, fault in outcomes):
-        cells = [str(outcomes[name, fault]) for name in systems]
+        cells = [outcomes[name, fault].summary for name in systems]
         lines.append(f"| {FAULTS[fault]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

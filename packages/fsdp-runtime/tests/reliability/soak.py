@@ -134,15 +134,15 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 def table(rows: Sequence[Row], part: int) -> str:
     """Markdown of what came out."""
     lines = [
-        f"{RANKS} ranks, a resume about every {part} steps, two checkpoints and two evaluations in between. Medians of "
-        "the first and the last quarter of the samples; the worst rank.",
+        f"{rows[0].steps:,} steps on {RANKS} ranks, a resume about every {part}, two checkpoints and two evaluations "
+        "in between. Medians of the first and the last quarter of the samples; the worst rank.",
         "",
-        "| optimizer | steps | resumes | resident memory, MB | descriptors | threads | CPU ms a step |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| optimizer | resident memory, MB | descriptors | threads | CPU ms a step |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        cells = [f"{pair[0]:.{digits}f} → {pair[1]:.{digits}f}" for pair, digits in _cells(row)]
-        lines.append(f"| {row.optimizer} | {row.steps:,} | {row.resumes} | {' | '.join(cells)} |")
+        cells = [f"{pair[0]:.{digits}f}, {pair[1]:.{digits}f}" for pair, digits in _cells(row)]
+        lines.append(f"| {row.optimizer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

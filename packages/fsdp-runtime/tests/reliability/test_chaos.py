@@ -27,4 +27,4 @@ def test_the_table_adds_up():
         Row("save", freezes=3, checkpoints=5, wrong=1),
     ]
     *_, last = table(rows, 0).splitlines()
-    assert last == "| all | 2 | 3 | 8 of 9 | 0 | 0 | 0 | 1 of 1 |"
+    assert last == "| all | 2 | 3 | 9 | 1 | 2 |"
