@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ragged_shard.testing import RankError, rank_mesh, run_ranks
 
 pytestmark = pytest.mark.gpu
 
-CASES = {
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "sharded": ((-1,), {}),
     "replicated": ((2, -1), {}),
     "kept": ((-1,), {"reshard_after_forward": False}),
