@@ -53,14 +53,14 @@ def test_collectives_on_another_stream_start_after_the_current_one(transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_collective_has_completed_when_the_device_says_so(transport):
-    with SimulatedDevice(completes=lambda: done) as found, simulated_ranks(4):
-        done = False
+    done: list[None] = []
+    with SimulatedDevice(completes=lambda: bool(done)) as found, simulated_ranks(4):
         handle = Gather([load(make(mesh=mesh_of(4), transport=transport), full_tensors())]).start()
         assert not handle.completed
-        done = True
+        done.append(None)
         assert handle.completed
         handle.wait()
-        done = False
+        done.clear()
         assert handle.completed  # waited for
     assert found.accesses
 
