@@ -11,9 +11,10 @@ over rounds is reported, so that a slow minute hits all systems equally. Memory:
 process's peak cannot be divided among systems. Exit code 3, and nothing written, if the machine was too busy.
 """
 
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,18 @@ def build_all(names: list[str], job: Job) -> tuple[dict[str, Trainer], dict[str,
         except Exception as error:  # a peer that does not work here must not cost the others their figures
             skipped[name] = f"{type(error).__name__}: {error}"
     return trainers, skipped
+
+
+def parts_of(trainer: Trainer, batch: Any, now: Callable[[], float]) -> list[float]:
+    """Seconds of the three parts of a step by a clock."""
+    marks = [now()]
+    loss = trainer.forward(batch)
+    marks.append(now())
+    trainer.backward(loss)
+    marks.append(now())
+    trainer.update()
+    marks.append(now())
+    return [end - begin for begin, end in itertools.pairwise(marks)]
 
 
 class Clock:
@@ -86,28 +99,34 @@ class Clock:
         return [self.sum(trainer.step(self.batch(trainer))) / dist.get_world_size() for _ in range(steps)]
 
     def measure(self, trainer: Trainer, steps: int) -> dict[str, float]:
-        """Seconds of a step: wall, CPU of this rank and the three parts; and others' share of the CPUs."""
+        """Seconds of a step: wall, CPU of this rank and the three parts; and others' share of the CPUs.
+
+        On a GPU the parts are those of a step more, since each ends by waiting for the device.
+        """
         import torch.distributed as dist
 
         batches = [self.batch(trainer) for _ in range(steps)]
-        parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        parts: list[list[float]] = []
         self._now()
         dist.barrier()
         before, cpu, start = measure.CpuTimes.now(), time.process_time(), time.perf_counter()
         for batch in batches:
-            marks = [time.perf_counter()]
-            loss = trainer.forward(batch)
-            marks.append(self._now())
-            trainer.backward(loss)
-            marks.append(self._now())
-            trainer.update()
-            marks.append(self._now())
-            for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
-                parts[part].append(end - begin)
+            if self.job.device == "cuda":
+                trainer.backward(loss := trainer.forward(batch))
+                trainer.update()
+                del loss
+            else:
+                parts.append(parts_of(trainer, batch, self._now))
+        self._now()
         dist.barrier()
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        means = {name: statistics.mean(values) for name, values in parts.items()}
-        return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": before.foreign(self.sum(cpu))}
+        foreign = before.foreign(self.sum(cpu))
+        parts = parts or [parts_of(trainer, self.batch(trainer), self._now)]
+        means = {
+            name: statistics.mean(values)
+            for name, values in zip(PARTS, zip(*parts, strict=True), strict=True)
+        }
+        return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": foreign}
 
     def _now(self) -> float:
         if self.job.device == "cuda":
@@ -192,7 +211,8 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     """Memory of one system alone in new processes, in bytes, the most of any rank.
 
     `start` is the peak of resident memory, with building and wrapping the model. `pss` is that after the last step,
-    where a page that n processes share counts 1/n. On CUDA also the most that torch's allocator reserved and allocated.
+    where a page that n processes share counts 1/n. On CUDA also the most that torch's allocator reserved and allocated,
+    and what it has reserved and not allocated in the end; `request["allocator"]`: its settings.
     """
     import torch
     import torch.distributed as dist
@@ -200,6 +220,10 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     job = Job.of(request)
     if reason := why_not(request["system"], job):
         return {"skipped": reason}
+    if settings := request.get("allocator"):
+        torch.cuda.memory._set_allocator_settings(
+            settings
+        )  # before anything is allocated; the variable came too early
     trainer = build(request["system"], job)
     loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
     rss = {
@@ -209,6 +233,7 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     if job.device == "cuda":
         rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
         rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
+        rss["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     values = torch.tensor(list(rss.values()), dtype=torch.float64, device=job.device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return {"loss": loss, **{name: int(value) for name, value in zip(rss, values, strict=True)}}

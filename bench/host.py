@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import calls, measure
-from .compare import PARTS, build_all
+from .compare import PARTS, build_all, parts_of
 from .measure import fake_ranks, interleave, launch, parser_of, print_tables, record, spread, table, table_of
 from .models import WORKLOADS, batch_of, sum_units
 from .systems import SYSTEMS, Job, Trainer
@@ -57,14 +57,7 @@ def measure_models(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, fl
 
 def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    marks = [time.thread_time()]
-    loss = trainer.forward(batch)
-    marks.append(time.thread_time())
-    trainer.backward(loss)
-    marks.append(time.thread_time())
-    trainer.update()
-    marks.append(time.thread_time())
-    seconds = {part: end - begin for part, begin, end in zip(PARTS, marks, marks[1:], strict=False)}
+    seconds = dict(zip(PARTS, parts_of(trainer, batch, time.thread_time), strict=True))
     return {**seconds, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -276,7 +277,9 @@ def load_all(prefix: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with a plus sign if files differ from it; None outside a checkout."""
+    """The checkout's commit, with a plus sign if files differ from it; None outside a checkout, and without git."""
+    if shutil.which("git") is None:
+        return None
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:

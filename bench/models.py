@@ -246,6 +246,9 @@ WORKLOADS = {
         _workload("gpu-dense", 4, 2048, dim=4096, layers=4, heads=32, inner=14336, vocab=16384),
         _workload("gpu-stacked", 2, 1024, dim=2880, layers=4, heads=64, inner=2880, vocab=32768, experts=16,
                   **_STACKED),
+        # The layers of Qwen3-30B-A3B, two of them, each token through every expert.
+        _workload("gpu-experts", 1, 256, dim=2048, layers=2, heads=32, inner=768, vocab=16384, experts=128, top=8,
+                  **_STACKED),
     )
 }  # fmt: skip
 

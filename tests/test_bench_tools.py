@@ -1,6 +1,7 @@
 """The benchmark harness: the same work for all systems, figures reckoned right, noise and failures handled."""
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -235,7 +236,7 @@ def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkey
         gpu.Piece("good", compare.rounds, 1, good, 60),
     ]
     monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
-    found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
+    found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True, only="bad,go")
     assert "KeyError('none')" in found["pieces"]["bad"]["failed"]
     assert "plain" in found["pieces"]["good"]["times"]
     content = {"machine": measure.describe(), "commit": None, "figures": found}
@@ -243,6 +244,43 @@ def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkey
     text = gpu.summary(content)
     assert "DRY RUN" in text
     assert "bad failed" in text
+
+
+def test_a_gpu_run_resumes_with_what_failed(tmp_path, monkeypatch):
+    ran = []
+
+    def launch(worker, ranks, request, timeout):
+        ran.append(request["number"])
+        return {"failed": "no"} if len(ran) == 1 else {"skipped": {}}
+
+    chosen = [gpu.Piece(f"p{number}", compare.footprint, 1, {"number": number}, 60) for number in range(3)]
+    monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
+    monkeypatch.setattr(gpu, "launch", launch)
+    gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
+    found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True, resume=True)
+    assert ran == [0, 1, 2, 0]
+    assert found["pieces"] == {f"p{number}": {"skipped": {}} for number in range(3)}
+
+
+def test_a_gpu_tests_failure_is_in_the_log_before_pytest_ends(tmp_path, monkeypatch):
+    tests = tmp_path / "packages" / "some"
+    tests.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tests / "test_it.py").write_text(
+        "import os, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_a():\n    assert 1 == 2, 'here it is'\ndef test_b():\n    os._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{measure.ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    assert gpu.run_tests("some", tmp_path, 60)["failed"] == "pytest ended with 3; see tests-some.log"
+    assert "here it is" in (tmp_path / "tests-some.log").read_text()
+
+
+def test_work_of_a_step_is_counted_in_a_profile():
+    spans = [("kernel", 7, 0, 10), ("kernel", 7, 5, 10), ("kernel", 7, 25, 5), ("gpu_memcpy", 9, 0, 30)]
+    events = [{"cat": c, "name": "x", "ts": ts, "dur": dur, "args": {"stream": s}} for c, s, ts, dur in spans]
+    work = gpu.steps_work([*events, {"name": "cudaLaunchKernel", "cat": "cuda_runtime"}, {"ph": "M"}])
+    assert work == {"kernels": 3, "copies": 1, "launches": 1, "idle": pytest.approx(1 / 3)}
 
 
 def test_pytest_output_is_read_from_its_last_line():

@@ -56,12 +56,13 @@ def test_a_collective_has_completed_when_the_device_says_so(transport):
     done: list[None] = []
     with SimulatedDevice(completes=lambda: bool(done)) as found, simulated_ranks(4):
         handle = Gather([load(make(mesh=mesh_of(4), transport=transport), full_tensors())]).start()
-        assert not handle.completed
+        completed = [handle.completed]
         done.append(None)
-        assert handle.completed
+        completed.append(handle.completed)
         handle.wait()
         done.clear()
-        assert handle.completed  # waited for
+        completed.append(handle.completed)  # waited for
+    assert completed == [False, True, True]
     assert found.accesses
 
 
