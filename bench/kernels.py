@@ -4,8 +4,9 @@
 python -m bench kernels [--arch 90] [NAME ...]
 
 Compiles representatives of each kernel, block and dtype for sm_80, sm_90 or sm_100, as `Launch` would have them
-compiled, and reads PTX and machine code. Spills: local-memory loads and stores. Widths: of all accesses of tensors,
-in bytes. Instructions an element: on the usual path (no slow paths of divisions), loops counted as often as they run.
+compiled, and reads PTX and machine code. Spills: local-memory loads and stores. Programs: how many a multiprocessor
+runs at once, by registers and threads; one alone waits for its memory. Widths: of all accesses of tensors, in bytes.
+Instructions an element: on the usual path (no slow paths of divisions), loops counted as often as they run.
 
 The share is AN ESTIMATE, not a measurement: an H200's 132 multiprocessors at 1.98 GHz issue 128 instructions a cycle
 (of all lanes), 64 of integer and compare instructions, 16 of special functions, and its memory moves 4.8 TB/s; each
@@ -32,7 +33,7 @@ INTEGER_OPS = {
 SPECIAL_OPS = {"MUFU", "FCHK", "I2F", "F2I", "I2FP", "F2F"}
 ARCHITECTURES = (80, 90, 100)
 HEAD = [
-    "kernel", "arch", "registers", "spills", "stack", "widths", "instructions", "static", "bytes",
+    "kernel", "arch", "registers", "spills", "stack", "programs", "widths", "instructions", "static", "bytes",
     "share (estimate)",
 ]  # fmt: skip
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z0-9_.]+)(.*?);")
@@ -224,10 +225,10 @@ def _usual(code: list[Instruction], loops: int) -> Counter[str]:
             continue
         last = code[ends[start] - 1]
         name = last.op.split(".")[0]
-        if name == "CALL":
+        if name == "CALL" and not last.predicate:  # with one it is a branch: sm_80 leaves loops so
             continue
         reached.add(start)
-        if name == "BRA" and last.target is not None:
+        if last.target is not None:
             todo.append(index[last.target])
         if name not in ("BRA", "EXIT", "RET") or last.predicate or "," in last.rest:
             todo.append(ends[start])
@@ -251,6 +252,11 @@ def share(case: Case, facts: Facts, held: float) -> float:
     return memory / max(memory, *(c / held / (SMS * CLOCK) for c in cycles))
 
 
+def programs(registers: int, warps: int) -> int:
+    """How many programs a multiprocessor of 65,536 registers and 2,048 threads has at once, with no shared memory."""
+    return min(65536 // (warps * 32 * -(-registers // 8) * 8), 2048 // (warps * 32), 32)
+
+
 def held_by(case: Case) -> float:
     """Elements that a thread has in the whole run of its program."""
     variant = case.variant
@@ -261,7 +267,8 @@ def row_of(case: Case, facts: Facts, held: float, arch: int) -> list[str]:
     """A row of the table."""
     widths = " ".join(f"{facts.accesses[w]}x{w}" for w in sorted(facts.accesses, reverse=True))
     return [
-        case.name, f"sm_{arch}", str(facts.registers), str(facts.local), str(facts.stack), widths,
+        case.name, f"sm_{arch}", str(facts.registers), str(facts.local), str(facts.stack),
+        str(programs(facts.registers, case.variant.num_warps)), widths,
         f"{facts.usual.total() / held:.0f}", f"{facts.static / held:.0f}", f"{case.bytes_moved:.1f}",
         f"{share(case, facts, held):.2f}",
     ]  # fmt: skip

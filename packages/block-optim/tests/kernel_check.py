@@ -198,7 +198,7 @@ if __name__ == "__main__":
     same("flag", eight_bit(block=Elements(512)), torch.float32, skip=True)
     same("two passes", eight_bit(block=Elements(16384)), torch.float32)
     same("two passes, both sides cut", eight_bit(block=Tile(4, 1024)), torch.bfloat16)
-    same("in four pieces", eight_bit(block=Tile(128, 128)), torch.bfloat16)
+    same("in two passes, bf16", eight_bit(block=Tile(128, 128)), torch.bfloat16)
     close("wide", torch.bfloat16)
     strict = {"block": Elements(256), "skip_nonfinite": False}
     extremes("elements", eight_bit(**strict), torch.float32)

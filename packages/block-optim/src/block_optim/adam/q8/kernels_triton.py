@@ -3,8 +3,8 @@
 # (Triton has no types, and may be absent where this is checked.)
 """Triton kernel for AdamW with 8-bit moments: decode, average, update, encode; see `adam.kernels_triton`.
 
-PASSES = 1     TILES whole tiles a program, with moments in registers, in PIECES pieces
-PASSES = 2     a tile too large for that: one pass in pieces for its scales, one that does it all
+PASSES = 1     TILES whole tiles a program, with moments in registers
+PASSES = 2     a tile too large for that, in PIECES pieces: one pass for its scales, one that does it all
 """
 
 import triton
@@ -178,52 +178,22 @@ def quantized_adamw(
     first_factor = tl.load(first_scales, mask=there, other=1.0) * tl.load(rate + 1)
     second_factor = tl.load(second_scales, mask=there, other=1.0) * tl.load(rate + 7)
     if PASSES == 1:
-        moments = ()
-        for piece in tl.static_range(PIECES):
-            start, j, mask = _places(
-                tile,
-                there,
-                across,
-                rows,
-                columns,
-                piece,
-                TILE_ROWS,
-                TILE_COLUMNS,
-                ROW_SPAN,
-                COLUMN_SPAN,
-                SINGLE,
-            )
-            moments = moments + _average(
-                first, second, start + j, first_factor, second_factor,
-                _load(grad, start + j, mask, GRAD_TYPE, VECTOR), mask, rate, VECTOR,
-            )  # fmt: skip
-        if PIECES == 1:  # in flight while the largest are found
-            p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
-        first_largest, second_largest = _magnitude(moments[0]), _magnitude(moments[1])
-        for piece in tl.static_range(1, PIECES):
-            first_largest = tl.maximum(first_largest, _magnitude(moments[2 * piece]))
-            second_largest = tl.maximum(second_largest, _magnitude(moments[2 * piece + 1]))
+        start, j, mask = _places(
+            tile, there, across, rows, columns, 0, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE,
+        )  # fmt: skip
+        g = _load(grad, start + j, mask, GRAD_TYPE, VECTOR)
+        m, v = _average(first, second, start + j, first_factor, second_factor, g, mask, rate, VECTOR)
+        p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)  # in flight while the largest are found
+        first_largest, second_largest = _magnitude(m), _magnitude(v)
     else:
         first_largest = tl.zeros([TILES, ROW_SPAN, COLUMN_SPAN], tl.int32)
         second_largest = first_largest
         for piece in range(PIECES):
             start, j, mask = _places(
-                tile,
-                there,
-                across,
-                rows,
-                columns,
-                piece,
-                TILE_ROWS,
-                TILE_COLUMNS,
-                ROW_SPAN,
-                COLUMN_SPAN,
-                SINGLE,
-            )
-            m, v = _average(
-                first, second, start + j, first_factor, second_factor,
-                _load(grad, start + j, mask, GRAD_TYPE, VECTOR), mask, rate, VECTOR,
+                tile, there, across, rows, columns, piece, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE,
             )  # fmt: skip
+            g = _load(grad, start + j, mask, GRAD_TYPE, VECTOR)
+            m, v = _average(first, second, start + j, first_factor, second_factor, g, mask, rate, VECTOR)
             first_largest = tl.maximum(first_largest, _magnitude(m))
             second_largest = tl.maximum(second_largest, _magnitude(v))
     scale, first_inverse = _scale(_largest(first_largest), FIRST_INVERSE_TOP)
@@ -232,47 +202,18 @@ def quantized_adamw(
     tl.store(second_scales, scale, mask=there)
     step = tl.load(counts + kind).to(tl.int64)
     if PASSES == 1:
-        for piece in tl.static_range(PIECES):
-            if PIECES > 1:  # the width is read again, so that no register keeps the addresses of all pieces
-                columns = tl.multiple_of(tl.load(row + 7, volatile=True), VECTOR)
-                start, j, mask = _places(
-                    tile,
-                    there,
-                    across,
-                    rows,
-                    columns,
-                    piece,
-                    TILE_ROWS,
-                    TILE_COLUMNS,
-                    ROW_SPAN,
-                    COLUMN_SPAN,
-                    SINGLE,
-                )
-                p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
-            _finish(
-                param, first, second, start, j, p, moments[2 * piece], moments[2 * piece + 1], first_inverse,
-                second_inverse, rate, row, step, mask, VECTOR, PARAM_TYPE, ROUND,
-            )  # fmt: skip
+        _finish(
+            param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
+            VECTOR, PARAM_TYPE, ROUND,
+        )  # fmt: skip
     else:
         for piece in range(PIECES):
             start, j, mask = _places(
-                tile,
-                there,
-                across,
-                rows,
-                columns,
-                piece,
-                TILE_ROWS,
-                TILE_COLUMNS,
-                ROW_SPAN,
-                COLUMN_SPAN,
-                SINGLE,
-            )
-            p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
-            m, v = _average(
-                first, second, start + j, first_factor, second_factor,
-                _load(grad, start + j, mask, GRAD_TYPE, VECTOR), mask, rate, VECTOR,
+                tile, there, across, rows, columns, piece, TILE_ROWS, TILE_COLUMNS, ROW_SPAN, COLUMN_SPAN, SINGLE,
             )  # fmt: skip
+            p = _load(param, start + j, mask, PARAM_TYPE, VECTOR)
+            g = _load(grad, start + j, mask, GRAD_TYPE, VECTOR)
+            m, v = _average(first, second, start + j, first_factor, second_factor, g, mask, rate, VECTOR)
             _finish(
                 param, first, second, start, j, p, m, v, first_inverse, second_inverse, rate, row, step, mask,
                 VECTOR, PARAM_TYPE, ROUND,

@@ -2,9 +2,9 @@
 
     span of a tile (powers of two)      passes     a thread holds
     up to 8192 elements                 1          16 elements, of several tiles if they are small
-    up to 16384, all of 16 bits         1          32, finished in four pieces
     larger                              2          16, piece after piece
 
+One pass over a larger tile would take all registers of a multiprocessor, which would then wait for its memory.
 What these choices compile to is shown by `python -m bench kernels`.
 """
 
@@ -20,12 +20,9 @@ def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single
     rows, columns = (_power_of_two(n) for n in tile)
     span, elements = rows * columns, elements_of_thread(aligned)
     passes, pieces, tiles, warps = 1, 1, 1, _MOST_WARPS
-    narrow = max(types.param.itemsize, types.grad.itemsize) == 2 and not types.rounds
     if span <= _MOST_WARPS * WARP * elements:
         tiles = max(1, 4 * WARP * elements // span)
         warps = max(1, tiles * span // (WARP * elements))
-    elif aligned and narrow and span == 2 * _MOST_WARPS * WARP * elements:
-        pieces = 4
     else:
         passes, warps = 2, 4
         pieces = span // (4 * WARP * elements)
