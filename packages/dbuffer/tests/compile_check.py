@@ -56,33 +56,41 @@ def check(name, fmt, signature, loads, stores, **constants):
     print(f"compiled: {name} {fmt} {constants}: {registers} registers")
 
 
-def check_pairs(kind, vector, stores):
+# How 1, 4 or 8 bytes of four-bit codes move.
+CODES = {1: r"\.global\S*\.b8", 4: r"\.global\S*\.b32", 8: r"\.global\S*\.(v2\.b32|b64)"}
+
+
+def check_pairs(kind, vector, unit, stores):
     """The same for four-bit codes."""
     signature = {**TABLE, **BUFFERS, "levels": "*fp32", "out": TYPES[kind]}
-    fixed = {"SIZE": 64, "GROUP": 256, "PAIRS": launch.PAIRS, "VECTOR": vector, "TYPE": kind, "num_warps": 4}
-    registers, local, ptx = compile_(kernels_triton.read_pairs, signature, fixed)
+    fixed = {"SIZE": 64, "GROUP": 256, "PAIRS": launch.PAIRS, "VECTOR": vector, "UNIT": unit}
+    registers, local, ptx = compile_(
+        kernels_triton.read_pairs, signature, {**fixed, "TYPE": kind, "num_warps": 4}
+    )
     assert local == 0, f"read_pairs {kind} {vector}: {local} bytes of local memory"
-    assert re.search(stores, ptx), f"read_pairs {kind} {vector}: no {stores}"
-    print(f"compiled: read_pairs {kind} {vector}: {registers} registers")
+    for text in (stores, f"ld{CODES[unit]}"):
+        assert re.search(text, ptx), f"read_pairs {kind} {vector} {unit}: no {text}"
+    print(f"compiled: read_pairs {kind} {vector} {unit}: {registers} registers")
 
 
-def check_written_pairs(kind, vector, loads):
+def check_written_pairs(kind, vector, unit, loads):
     """And for writing them."""
     signature = {**TABLE, **BUFFERS, "middles": "*fp32", "values": TYPES[kind]}
-    fixed = launch.pair_constants(64) | {"GROUP": 256, "VECTOR": vector, "TYPE": kind}
+    fixed = launch.pair_constants(64) | {"GROUP": 256, "VECTOR": vector, "UNIT": unit, "TYPE": kind}
     registers, local, ptx = compile_(kernels_triton.write_pairs, signature, fixed)
     assert local == 0, f"write_pairs {kind} {vector}: {local} bytes of local memory"
-    for text in (loads, r"st\.global\S*\.b(8|16|32)"):
-        assert re.search(text, ptx), f"write_pairs {kind} {vector}: no {text}"
-    print(f"compiled: write_pairs {kind} {vector}: {registers} registers")
+    for text in (loads, f"st{CODES[unit]}"):
+        assert re.search(text, ptx), f"write_pairs {kind} {vector} {unit}: no {text}"
+    print(f"compiled: write_pairs {kind} {vector} {unit}: {registers} registers")
 
 
 if __name__ == "__main__":
-    check_written_pairs(0, True, r"ld\.global\S*\.v4\.b32")
-    check_written_pairs(1, True, r"ld\.global\S*\.v[24]\.b32")
-    check_written_pairs(2, False, r"ld\.global")
-    check_pairs(1, True, r"st\.global\S*\.b32")
-    check_pairs(0, False, r"st\.global")
+    for unit in (1, 4, 8):
+        check_written_pairs(0, True, unit, r"ld\.global\S*\.v4\.b32")
+        check_pairs(1, True, unit, {1: r"st\.global\S*\.b32", 4: r"st\.global\S*\.v4\.b32"}[min(unit, 4)])
+    check_written_pairs(1, True, 8, r"ld\.global\S*\.v[24]\.b32")
+    check_written_pairs(2, False, 1, r"ld\.global")
+    check_pairs(0, False, 1, r"st\.global")
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"
     fp8 = {"CODE": 0, "TOP": 448.0, "POW2": True}
     integers = {"CODE": 1, "TOP": 127.0, "POW2": False}

@@ -124,6 +124,9 @@ if __name__ == "__main__":
     four_bits_written(64, (5, 130), (1, 5), torch.float32, shift=3)
     four_bits_written(6, (7, 1601), (0, 7), torch.float16, shift=1)
     four_bits_written(2, (3, 1104), (0, 3), torch.float32, shift=16, given=True)
+    for size, columns in ((64, 512), (64, 256), (8, 64)):  # 8, 4 and 8 bytes of codes an access
+        four_bits_written(size, (6, columns), (1, 6), torch.bfloat16)
+        four_bits(size, (40, columns), (3, 40), torch.float32)
     bits = extreme_values()[:, None].repeat(1, 40) * torch.ones(40)
     bits[:, 20:] *= 0.5
     four_bits_written(8, tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)

@@ -10,6 +10,7 @@ import reference_formats as reference
 import torch
 
 from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
+from dbuffer.wire.kernels import launch
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
 FORMATS: list[Any] = [
@@ -404,3 +405,15 @@ def test_rows_outside_a_tensor_and_anothers_tiles_are_refused():
         BlockInt8().sum([RowRun(grid, 0, 8)], codes, scales, values)
     with pytest.raises(ValueError, match="not reductions"):
         BlockNF4().sum([], codes, scales, values)
+
+
+@pytest.mark.parametrize(
+    ("columns", "codes", "unit"),
+    [(512, 0, 8), (512, 4, 4), (256, 0, 4), (512, 2, 1), (320, 0, 1), (510, 0, 1)],
+)
+def test_an_access_takes_as_many_bytes_of_four_bit_codes_as_all_rows_begin_on(columns, codes, unit):
+    fmt = BlockNF4(64)
+    run = RowRun(fmt.grid((3, columns)), 0, 3, 0, codes)
+    row = fmt.code_bytes(columns)
+    assert launch._code_unit(run, 64) == unit
+    assert not any((codes + n * row) % unit or (codes + n * row + columns // 2) % unit for n in range(3))

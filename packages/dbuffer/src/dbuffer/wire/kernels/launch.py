@@ -195,7 +195,9 @@ def write_pairs(
     """`BlockNF4.quantize`: blocks of `size`, of which `group` share an fp32 scale, whose amax is known."""
     constants = pair_constants(size)
     each = constants["BLOCKS"]
-    for table in _flat_tables(runs, values.device, item=size, unit=16, each=each, constants=constants):
+    for table in _flat_tables(
+        runs, values.device, size=size, item=size, unit=16, each=each, constants=constants
+    ):
         _launch(
             "write_pairs", table,
             _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
@@ -214,7 +216,7 @@ def read_pairs(
 ) -> None:
     """`BlockNF4.dequantize`: blocks of `size`, of which `group` share an fp32 scale."""
     constants = {"PAIRS": PAIRS, "num_warps": 4}
-    for table in _flat_tables(runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
+    for table in _flat_tables(runs, out.device, size=size, item=2, unit=2, each=PAIRS, constants=constants):
         _launch(
             "read_pairs", table,
             codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
@@ -229,13 +231,21 @@ def pair_constants(size: int) -> dict[str, Any]:
 
 
 def _flat_tables(
-    runs: Runs, device: torch.device, *, item: int, unit: int, each: int, constants: dict[str, Any]
+    runs: Runs,
+    device: torch.device,
+    *,
+    size: int,
+    item: int,
+    unit: int,
+    each: int,
+    constants: dict[str, Any],
 ) -> list[Table]:
     """Tables for runs of rows of items, those whose columns and values lie on 16 elements and others.
 
     Kept by a `RunList`.
 
     Args:
+        size: elements of a block.
         item: elements of an item.
         unit: columns must be multiples of it to lie on 16 elements.
         each: items that a program does.
@@ -244,13 +254,23 @@ def _flat_tables(
     kept = runs.tables if isinstance(runs, RunList) else {}
     key = (device, unit)
     if key not in kept:
+        alike: dict[tuple[bool, int], list[RowRun]] = {}
+        for run in runs:
+            vector = run.grid.columns % unit == run.values % 16 == 0
+            alike.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
         tables = []
-        for vector in (True, False):
-            same = [run for run in runs if (run.grid.columns % unit == run.values % 16 == 0) is vector]
+        for (vector, code_unit), same in alike.items():
             counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
-            tables += _flat_table(same, counts, each, {**constants, "VECTOR": vector}, device)
+            fixed = {**constants, "VECTOR": vector, "UNIT": code_unit}
+            tables += _flat_table(same, counts, each, fixed, device)
         kept[key] = tables
     return list(kept[key])
+
+
+def _code_unit(run: RowRun, size: int) -> int:
+    """Bytes of four-bit codes that an access may take: what a row's codes, scales and beginning are multiples of."""
+    sizes = (-(-run.grid.columns // 2), -(-run.grid.columns // size), run.codes)
+    return next(unit for unit in (8, 4, 1) if not any(size % unit for size in sizes))
 
 
 def _flat_table(

@@ -219,14 +219,22 @@ def _write(where, x, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _code_row(columns, across, UNIT: tl.constexpr):
+    """Bytes of four-bit codes in a row, and of these with its blocks' scales."""
+    half = tl.multiple_of((columns + 1) // 2, UNIT)
+    return half, tl.multiple_of(half + across, UNIT)
+
+
+@triton.jit
 def write_pairs(
     values, codes, scales, amax, middles, table, piece_of,
     SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
-    TYPE: tl.constexpr,
+    UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write codes, 8-bit scales and fp32 scales of BLOCKS blocks of SIZE, over the ends of rows.
 
-    SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements.
+    SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements. The
+    bytes of a row's codes, those of its scales and what they begin on are multiples of UNIT.
     Columns of the table: where values, codes and scales begin; columns, blocks, the first program.
     """
     program = tl.program_id(0)
@@ -265,9 +273,9 @@ def write_pairs(
     code = tl.where(bad[:, None], 0, code)
     code = tl.where(column < columns, code, 7)
     low, high = tl.split(tl.reshape(code, [BLOCKS, SPAN // 2, 2]))
-    half = (columns + 1) // 2
-    codes += tl.load(piece + 1)
-    at = row * (half + across)
+    half, stride = _code_row(columns, across, UNIT)
+    codes += tl.multiple_of(tl.load(piece + 1), UNIT)
+    at = row * stride
     pair = tl.arange(0, SPAN // 2)
     pair_at = (block * (SIZE // 2))[:, None] + pair[None, :]
     pair_mask = present[:, None] & (pair_at < half) & (pair < SIZE // 2)[None, :]
@@ -278,28 +286,33 @@ def write_pairs(
 @triton.jit
 def read_pairs(
     codes, scales, out, levels, table, piece_of,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, TYPE: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write the values of PAIRS bytes of codes, over the ends of rows. With VECTOR rows have an even number of columns.
 
+    UNIT bytes of codes at a time, which do not cross the end of a row; see `write_pairs`.
     Columns of the table: where values, codes and scales begin; columns, bytes of codes, the first program.
     """
     program = tl.program_id(0)
     piece = table + tl.load(piece_of + program).to(tl.int64) * 6
-    columns, pairs = tl.load(piece + 3).to(tl.int32), tl.load(piece + 4).to(tl.int32)
-    half = (columns + 1) // 2
+    columns, pairs = tl.load(piece + 3).to(tl.int32), tl.multiple_of(tl.load(piece + 4).to(tl.int32), UNIT)
+    half, stride = _code_row(columns, (columns + SIZE - 1) // SIZE, UNIT)
     first = (program - tl.load(piece + 5).to(tl.int32)) * PAIRS
-    pair = first + tl.arange(0, PAIRS)
-    mask = pair < pairs
+    pair = first + UNIT * tl.arange(0, PAIRS // UNIT)
     row = pair // half
-    inside = pair - row * half
-    block = 2 * inside // SIZE
-    row = row.to(tl.int64)
-    codes += tl.load(piece + 1) + row * (half + (columns + SIZE - 1) // SIZE)
-    byte = tl.load(codes + inside, mask=mask, other=0).to(tl.int32)
-    step = tl.load(codes + half + block, mask=mask, other=0).to(tl.float32)
+    inside = tl.multiple_of(pair - row * half, [UNIT])[:, None] + tl.arange(0, UNIT)[None, :]
+    mask = (pair < pairs)[:, None] & (inside < half)
+    row = row.to(tl.int64)[:, None]
+    if SIZE % (2 * UNIT) == 0:  # one block has them all
+        block, present = 2 * (pair[:, None] - row * half) // SIZE, (pair < pairs)[:, None]
+    else:
+        block, present = 2 * inside // SIZE, mask
+    codes += tl.multiple_of(tl.load(piece + 1), UNIT)
+    byte = tl.load(codes + (row * stride + inside), mask=mask, other=0).to(tl.int32)
+    step = tl.load(codes + (row * stride + half + block), mask=present, other=0).to(tl.float32)
     groups = (columns + GROUP * SIZE - 1) // (GROUP * SIZE)
-    group = tl.load(scales + tl.load(piece + 2) + row * groups + block // GROUP, mask=mask, other=0.0)
+    group = tl.load(scales + tl.load(piece + 2) + row * groups + block // GROUP, mask=present, other=0.0)
     factor = step * step * 1.5378700499807768e-05 * group
     low = tl.load(levels + (byte & 15)) * factor
     high = tl.load(levels + (byte >> 4)) * factor
@@ -307,7 +320,8 @@ def read_pairs(
     if VECTOR:  # values of consecutive pairs lie together
         out += 2 * first.to(tl.int64)
         both = tl.arange(0, 2 * PAIRS)
-        _write(out + both, tl.interleave(low, high), both < 2 * (pairs - first), TYPE)
+        values = tl.reshape(tl.interleave(low, high), [2 * PAIRS])
+        _write(out + both, values, both < 2 * (pairs - first), TYPE)
     else:
         where = out + row * columns + 2 * inside
         _write(where, low, mask, TYPE)
