@@ -149,6 +149,12 @@ def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
     return _ours(name, job, planner=partial(in_given_order, lcm=lcm))
 
 
+def _quantized(name: str, job: Job) -> Trainer:
+    from fsdp_runtime.train.systems import quantization
+
+    return _ours(name, job, quantization_policy=quantization("fp8", "int8", "dequantize"))
+
+
 def _gathering(name: str, job: Job) -> Trainer:
     def gather(module: Any, job: Job) -> list[Any]:
         return [Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
@@ -436,6 +442,7 @@ SYSTEMS = {
         "fsdp_runtime, gloo's collectives only", partial(_ours, transport="collectives")
     ),
     "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
+    "ours-quantized": System("fsdp_runtime, fp8 gathers, int8 reductions", _quantized),
     "ours-lean": System("fsdp_runtime, least memory", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
     "ours-held": System("gradients not fused", partial(_ours, late=True)),

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import compare, gpu, host, measure, report
+from bench import compare, gpu, host, measure, network, report
 from bench.measure import answer, launch
 from bench.models import WORKLOADS, batch_of, describe
 from bench.systems import SYSTEMS
@@ -285,3 +285,23 @@ def test_work_of_a_step_is_counted_in_a_profile():
 
 def test_pytest_output_is_read_from_its_last_line():
     assert gpu.outcome("...\n== 3 passed, 2 skipped in 1.0s ==\n") == {"passed": 3, "skipped": 2}
+
+
+@pytest.mark.long
+def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_less():
+    try:
+        with network.hosts(1000.0):
+            pass
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    raw = network.run(1000.0, {"workload": "gate", "rounds": 1})
+    assert raw["skipped"] == {}
+    assert raw["losses"]["ours"] == pytest.approx(raw["losses"]["fsdp2"], rel=1e-5)
+    assert raw["losses"]["ours-quantized"] == pytest.approx(raw["losses"]["fsdp2"], rel=0.05)
+    sent = {name: runs[0]["sent"] for name, runs in raw["samples"].items()}
+    assert sent["ours"] < 1.1 * sent["fsdp2"]
+    assert 3 * sent["ours-quantized"] < sent["fsdp2"]
+
+
+def test_the_arithmetic_of_a_wire():
+    assert network.arithmetic("bf16", 2, 2) == ["bf16", "47.2", "0.94", "7,875"]
