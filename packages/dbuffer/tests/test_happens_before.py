@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from dbuffer_helpers import fill_views, full_tensors, load, make, mesh_of
 from test_wire import Quantized
 
-from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat
+from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat, device_layer
 from dbuffer.memory import recycler as recycler_module
 from dbuffer.memory.recycler import DebugRecycler
-from dbuffer.transport import transport_of
+from dbuffer.transport import Collectives, transport_of
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
 NBYTES = 1 << 10
@@ -64,6 +65,27 @@ def test_a_collective_has_completed_when_the_device_says_so(transport):
         completed.append(handle.completed)  # waited for
     assert completed == [False, True, True]
     assert found.accesses
+
+
+class Watched(Collectives):
+    """Notes the stream on which each collective is started."""
+
+    streams: ClassVar[list[str]] = []
+
+    def _start(self, call, calls, **options):
+        self.streams.append(device_layer("cpu").current_stream().name)
+        return super()._start(call, calls, **options)
+
+
+def test_a_collective_starts_on_the_stream_that_it_is_given():
+    Watched.streams.clear()
+    with device() as found:
+        streams = [found.new_stream() for _ in range(3)]
+        buffer = load(make(mesh=mesh_of(2, 2), transport=Watched), full_tensors())
+        Gather([buffer]).start(stream=streams[0]).wait()
+        ReduceScatter([buffer]).start(stream=streams[1]).wait()
+        AllReduce([buffer]).start(stream=streams[2]).wait()
+    assert Watched.streams == [stream.name for stream in streams]
 
 
 def test_collectives_of_a_device_are_queued_on_the_current_stream_unless_told_otherwise():
