@@ -1,6 +1,7 @@
 """The whole runtime on a simulated device, where an access to memory without an order between streams raises."""
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import block_optim
-from dbuffer import BlockFP8, BlockInt8
-from dbuffer.transport import collectives
+from dbuffer import BlockFP8, BlockInt8, device_layer
+from dbuffer.transport import Collectives, collectives
 from fsdp_runtime import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -368,3 +369,25 @@ def test_gathered_memory_and_activations_share_one_pool():
         # Blocks of their own pool would add the gathered memory's peak to the activations'.
         gathered = gathered_memory(model).peak_bytes
         assert gathered > 0.1 * found.pools.reserved
+
+
+class Watched(Collectives):
+    """Notes the stream on which each kind of collective is started."""
+
+    streams: ClassVar[dict[str, set[str]]] = {}
+
+    def _start(self, call, calls, **options):
+        name = device_layer("cpu").current_stream().name
+        self.streams.setdefault("reductions" if "op" in options else "gathers", set()).add(name)
+        return super()._start(call, calls, **options)
+
+
+def test_gathers_and_reductions_have_a_stream_each_beside_the_one_that_computes():
+    Watched.streams.clear()
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(2, 2), transport=Watched)
+        train(model, steps=1)
+        computing = found.current_stream().name
+    gathers, reductions = Watched.streams["gathers"], Watched.streams["reductions"]
+    assert len(gathers) == len(reductions) == 1
+    assert len({computing} | gathers | reductions) == 3
