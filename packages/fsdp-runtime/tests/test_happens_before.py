@@ -382,6 +382,7 @@ class Watched(Collectives):
         return super()._start(call, calls, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_gathers_and_reductions_have_a_stream_each_beside_the_one_that_computes():
     Watched.streams.clear()
     with device() as found:
