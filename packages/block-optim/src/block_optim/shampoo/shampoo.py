@@ -167,7 +167,8 @@ class Shampoo(Preconditioned):
     @override
     def format_of(self, group: Group) -> dict[str, Any]:
         """Return the base's options, and whether there are averages at all."""
-        averages = {"betas[0] > 0": group["betas"][0] > 0, "momentum > 0": group["momentum"] > 0}
+        beta1, momentum = group.get("betas", (0,))[0], group.get("momentum", 0)
+        averages = {"betas[0] > 0": beta1 > 0, "momentum > 0": momentum > 0}
         return {**super().format_of(group), **averages}
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
