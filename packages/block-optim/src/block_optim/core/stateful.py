@@ -19,7 +19,7 @@ import torch
 
 from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
 from block_optim.core.algorithm import Algorithm
-from block_optim.core.load import check_keys, own_values, put_values
+from block_optim.core.load import own_values, put_values
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import MASTER
@@ -281,9 +281,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             values = {}
             for param in trained:
                 if entry := saved.get(param.tensor):
-                    if strict:
-                        check_keys(param.name, param.states, entry)
-                    values[param.tensor] = own_values(param.name, param.states, entry)
+                    values[param.tensor] = own_values(param.name, param.states, entry, saved=strict)
         except BaseException:
             for param in frozen:
                 del self.state[param.tensor]
