@@ -101,6 +101,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
                 group["param_names"] = [params[tensor].name for tensor in group["params"]]
         for tensor in self._params.keys() - params.keys():
             self._params[tensor].states = None
+            for key, value in self.state.get(tensor, {}).items():  # out of the memory of its neighbors' runs
+                self.state[tensor][key] = value.clone() if isinstance(value, torch.Tensor) else value
         self._params, self.members = params, list(params.values())
         known = self.options
         self.options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
