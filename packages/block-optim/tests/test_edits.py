@@ -14,6 +14,8 @@ from ragged_shard.testing import record_collectives, run_ranks
 
 CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
 every_kind = pytest.mark.parametrize("case", CASES)
+# Two whose roots and bases may be under way.
+every_kind_and_overlapped = pytest.mark.parametrize("case", [*CASES, "Shampoo sums", "SOAP overlap"])
 
 
 def rebuild(run, case, **options):
@@ -85,15 +87,15 @@ def test_frozen_matrices_take_no_exchange_memory():
         assert with_frozen == alone
 
 
-@every_kind
+@every_kind_and_overlapped
 def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_some(case):
-    trained, fresh = run_of(case).steps(0, 2), frozen(case, 1)
+    trained, fresh = run_of(case).steps(0, 3), frozen(case, 1)
     assert fresh.params[1] not in fresh.optimizer.state
     fresh.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
     fresh.module.load_state_dict(trained.module.state_dict())
     same(fresh.result(), trained.result())
     fresh.params[1].requires_grad_(True)
-    same(fresh.steps(2, 4).result(), trained.steps(2, 4).result())
+    same(fresh.steps(3, 6).result(), trained.steps(3, 6).result())
 
 
 def test_a_tensor_that_requires_no_gradient_but_is_given_one_is_updated_as_torch_does():
@@ -440,18 +442,18 @@ def test_what_is_no_learning_rate_is_refused_in_words(case, lr):
         run_of(case, lr=lr)
 
 
-@every_kind
+@every_kind_and_overlapped
 def test_it_is_pickled_and_copied_after_all_of_this(case):
-    run = run_of(case).steps(0, 2)
+    run = run_of(case).steps(0, 3)
     run.params[2].requires_grad_(False)
     torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
     run.optimizer.state[run.params[0]]["note"] = 3
     for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
         assert copied.optimizer.state[copied.params[0]]["note"] == 3
         del copied.optimizer.state[copied.params[0]]["note"]
-        twin = run_of(case).steps(0, 2)
+        twin = run_of(case).steps(0, 3)
         for some in (copied, twin):
-            some.steps(2, 4)
+            some.steps(3, 6)
         same(copied.result(), twin.result())
 
 
