@@ -78,11 +78,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KL-Shampoo": (Shampoo, small(kl=True, root_method="newton", start_preconditioning_step=2)),
     "Shampoo sums": (
         Shampoo,
-        small(betas=(0.9, 1.0), grafting="rmsprop", overlap=True, diagonal_above=10, weight_decay=0.1),
+        small(betas=(0.9, 1.0), grafting="rmsprop", overlap=True, diagonal_above=10, momentum=0.9),
     ),
     "SOAP": (SOAP, small()),
     "SOAP overlap": (SOAP, small(overlap=True, stagger=False, diagonal_above=10)),
-    "Mixed": (Mix(("muon", {}), ("soap", small()), ("adamw", {})), {}),
+    "Mixed": (Mix(("muon", {}), ("soap", small(overlap=True)), ("adamw", {})), {}),
     "Mixed 8-bit": (
         Mix(
             ("shampoo", small(overlap=True)),
