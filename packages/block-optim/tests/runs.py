@@ -131,16 +131,18 @@ def random_units(rng, total, ranks):
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
 
+def put(tensor, mesh, placements):
+    """A full tensor with these placements: a RaggedDTensor if one is ragged, else a DTensor of torch."""
+    ragged = any(isinstance(p, RaggedShard) for p in placements)
+    return (distribute_tensor if ragged else torch_distribute)(tensor, mesh, placements, src_data_rank=None)
+
+
 def placed(tensor, mesh, layout, rng, units=None):
     """A full tensor in a layout. Communicates nothing: all ranks have the tensor."""
     if layout in ("plain", "replicas"):
         return tensor.clone()
     if callable(layout):
-        placements = layout(mesh, tensor.ndim)
-        ragged = any(isinstance(p, RaggedShard) for p in placements)
-        return (distribute_tensor if ragged else torch_distribute)(
-            tensor, mesh, placements, src_data_rank=None
-        )
+        return put(tensor, mesh, layout(mesh, tensor.ndim))
     others, ranks, dims = [Replicate()] * (mesh.ndim - 1), mesh.size(mesh.ndim - 1), tuple(range(tensor.ndim))
     if layout in ("shard", "replicate"):
         placement = Shard(0) if layout == "shard" and dims else Replicate()

@@ -81,7 +81,7 @@ def one_hot(mesh):
     return [0] * (mesh.size() - 1) + [1]
 
 
-CUT_NOTHING = {  # the shape of a mesh of all ranks, and placements on it; the tensor is whole on one rank, or on all
+CUT_NOTHING = {  # the shape of a mesh of all ranks, and placements on it; one axis, or none, cuts the tensor
     "whole elements on one rank": ((2,), lambda mesh, ndim: [RaggedShard(range(ndim), one_hot(mesh))]),
     "ragged over one": ((2, 1), lambda mesh, ndim: [Replicate(), RaggedShard(range(ndim), (1,))]),
     "columns over one": ((2, 1), lambda mesh, ndim: [Replicate(), Shard(1)]),
@@ -89,12 +89,14 @@ CUT_NOTHING = {  # the shape of a mesh of all ranks, and placements on it; the t
         (1, 2),
         lambda mesh, ndim: [Shard(1), RaggedShard(range(ndim), one_hot(mesh))],
     ),
+    "rows, and columns over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(1)]),
+    "rows, and rows over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(0)]),
     "one ragged, replicated": ((1, 2), lambda mesh, ndim: [RaggedShard((0,), (1,)), Replicate()]),
 }
 
 
 @on_ranks(2)
-def test_every_optimizer_takes_layouts_that_cut_nothing_on_one_axis_or_two():
+def test_every_optimizer_takes_axes_that_cut_nothing():
     for case in ("AdamW", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed", "Mixed 8-bit"):
         run = run_of(case)
         expected = run.steps(0, 3).result()

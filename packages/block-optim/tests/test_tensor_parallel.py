@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import full, same
+from runs import full, put, same
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -74,12 +73,7 @@ class Pair:
         return torch.randn(self.shape, generator=self.generator).to(self.dtype)
 
     def put(self, value):
-        make = distribute_tensor if self.has_ragged else torch_distribute
-        return make(value, self.mesh, self.placements, src_data_rank=None)
-
-    @property
-    def has_ragged(self):
-        return any(isinstance(p, RaggedShard) for p in self.placements)
+        return put(value, self.mesh, self.placements)
 
     def step(self):
         grad = self.random()
@@ -184,12 +178,30 @@ def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves()
         (Tile(4, 8), (24, 16), cut(2, (0, 1), [5, 1], 1)),
         (Elements(8), (24, 16), cut(2, (0, 1), [5, 3], 0)),
         (Tile(4, 4), (3, 16, 8), cut(2, (0,), [2, 1], 2)),
+        # Experts: the stack is cut, and between bands inside each part.
+        (Tile(4, 16), (4, 16, 32), [Shard(0), RaggedShard((0, 1), (3, 5))]),
+        (Elements(128), (4, 16, 32), [Shard(0), RaggedShard((0, 1), (3, 5))]),
     ]
     for block, shape, placements in cases:
         pair = Pair(AdamW8bit, mesh, shape, placements, block=block, min_8bit_numel=1)
         assert pair.ours.state[pair.param]["exp_avg"].dtype == torch.uint8
         for _ in range(2):
             pair.step()
+        pair.check()
+
+
+@on_ranks(4)
+def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
+    """Experts over one axis, each expert's matrices cut over the other; ragged and even, either axis first."""
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
+    for placements in (
+        [Shard(0), RaggedShard((0, 1, 2), (1, 5))],
+        [Shard(0), Shard(0)],
+        [StridedRaggedShard((0, 1), (3, 1), split_factor=2), Shard(0)],
+    ):
+        pair = Pair(Muon, mesh, (6, 8, 5), placements)
+        assert len(pair.ours.assignment.domains[0].matrices) == 3
+        pair.step()
         pair.check()
 
 
