@@ -122,7 +122,9 @@ def full(tensor):
 
 def world_mesh(*shape):
     shape = shape or (dist.get_world_size(),)
-    return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+    return rank_mesh(
+        *shape, names={1: ("shard",), 2: ("replicate", "shard")}.get(len(shape), ("a", "b", "c"))
+    )
 
 
 def random_units(rng, total, ranks):
