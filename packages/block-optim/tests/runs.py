@@ -159,16 +159,16 @@ def placed(tensor, mesh, layout, rng, units=None):
     return distribute_tensor(tensor, mesh, [*others, RaggedShard(dims, units)], src_data_rank=None)
 
 
-def neighbors(tensors, fill):
+def neighbors(tensors, fill, gap=GAP):
     """The tensors, with this rank's elements of them in one buffer; and the buffer's gaps, which have ``fill``."""
     locals_ = [local_of(t) for t in tensors]
-    buffer = torch.full((sum(t.numel() + GAP for t in locals_),), fill, dtype=tensors[0].dtype)
+    buffer = torch.full((sum(t.numel() + gap for t in locals_),), fill, dtype=tensors[0].dtype)
     result, gaps, start = [], [], 0
     for tensor, local in zip(tensors, locals_, strict=True):
         stop = start + local.numel()
         result.append(Param(tensor, "").wrap(buffer[start:stop].view(local.shape).copy_(local)))
-        gaps.append(buffer[stop : stop + GAP])
-        start = stop + GAP
+        gaps.append(buffer[stop : stop + gap])
+        start = stop + gap
     return result, gaps
 
 

@@ -7,24 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import GAP_FILL, Allocations, run_of
+from runs import GAP_FILL, Allocations, neighbors, run_of, tensors
 
 from block_optim import AdamW, AdamW8bit
 from layout_planner import Elements, Rows, Tile
 
 SHAPES = [(33, 17), (5,), (64, 64), (1,), (), (7, 3, 3), (304,)]
 every_kind = pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "AdamW8bit tiles"])
-
-
-def flat(shapes, gap, fill):
-    """Views of one buffer, with a few elements of something else between them."""
-    buffer = torch.full((sum(torch.Size(s).numel() + gap for s in shapes),), fill)
-    views, offset = [], 0
-    for shape in shapes:
-        numel = torch.Size(shape).numel()
-        views.append(buffer[offset : offset + numel].view(shape))
-        offset += numel + gap
-    return buffer, views
 
 
 def groups(params, lr):
@@ -40,18 +29,15 @@ def groups(params, lr):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_the_numbers_are_those_of_torchs_for_loop(gap, maximize, lr):
-    generator = torch.Generator().manual_seed(0)
-    buffer, views = flat(SHAPES, gap, GAP_FILL)
-    _, grads = flat(SHAPES, gap, float("nan"))
-    for view in views:
-        view.copy_(torch.randn(view.shape, generator=generator))
+    views, between = neighbors(tensors(SHAPES, 0), GAP_FILL, gap)
+    grads, _ = neighbors(tensors(SHAPES, 0), torch.nan, gap)
     ours = [torch.nn.Parameter(view) for view in views]
     theirs = [torch.nn.Parameter(view.clone()) for view in views]
     optimizer = AdamW(groups(ours, lr), lr=lr, maximize=maximize)
     reference = torch.optim.AdamW(groups(theirs, lr), lr=lr, maximize=maximize, foreach=False)
     for step in range(5):
-        for a, b, grad in zip(ours, theirs, grads, strict=True):
-            grad.copy_(torch.randn(grad.shape, generator=generator) * 10)
+        for a, b, grad, value in zip(ours, theirs, grads, tensors(SHAPES, step + 1), strict=True):
+            grad.copy_(value * 10)
             a.grad, b.grad = grad, grad.clone()
         if step == 2:
             ours[2].grad = theirs[2].grad = None
@@ -62,7 +48,7 @@ def test_the_numbers_are_those_of_torchs_for_loop(gap, maximize, lr):
         assert optimizer.state[a].keys() == reference.state[b].keys()
         for key, value in reference.state[b].items():
             assert torch.equal(optimizer.state[a][key], value), key
-    assert (buffer == GAP_FILL).sum() == gap * len(SHAPES)
+    assert all((elements == GAP_FILL).all() and len(elements) == gap for elements in between)
 
 
 def line(*shape, dtype=torch.float32):

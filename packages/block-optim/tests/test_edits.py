@@ -141,8 +141,7 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
-def test_an_edit_in_place_or_by_assignment_has_the_same_effect_as_in_torch(kind):
+def test_an_edit_in_place_or_by_assignment_has_the_same_effect_as_in_torch():
     def trained(p, optimizer):
         for step in range(4):
             p.grad = torch.linspace(-1, 1, 12) * (step + 1)
@@ -159,7 +158,7 @@ def test_an_edit_in_place_or_by_assignment_has_the_same_effect_as_in_torch(kind)
 
     ours, theirs = (torch.nn.Parameter(torch.ones(12)) for _ in range(2))
     expected = trained(theirs, torch.optim.AdamW([theirs], foreach=False))
-    assert torch.equal(trained(ours, kind([ours])), expected)
+    assert torch.equal(trained(ours, AdamW([ours])), expected)
 
 
 def test_notes_of_the_user_in_a_state_cost_no_new_plan():
@@ -204,8 +203,9 @@ def test_states_whose_data_was_swapped_are_used_where_they_are(case, more):
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_removed(edit, message):
+def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_put_back_or_removed(edit, message):
     run = run_of("AdamW").steps(0, 1)
+    kept = run.optimizer.state[run.params[0]]["exp_avg"].clone()
     edit(run.optimizer.state[run.params[0]])
     before = [p.detach().clone() for p in run.params]
     run.give(1)
@@ -213,21 +213,14 @@ def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_removed(edit, 
         with pytest.raises(ValueError, match=message):
             run.optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, run.params, strict=True))
+    own = run.optimizer.state[run.params[0]]
+    own.pop("exp_avg", None)
+    own["exp_avg"] = kept
+    same(run.steps(1, 3).result(), run_of("AdamW").steps(0, 3).result())
+    edit(own)
     del run.optimizer.state[run.params[0]]
-    run.optimizer.step()
+    run.step(3)
     assert run.optimizer.state[run.params[0]]["step"] == 1
-
-
-def test_a_state_that_is_put_back_after_an_error_is_used():
-    run, twin = run_of("AdamW").steps(0, 2), run_of("AdamW").steps(0, 2)
-    state = run.optimizer.state[run.params[0]]
-    own = state["exp_avg"]
-    state["exp_avg"] = torch.zeros(3)
-    run.give(2)
-    with pytest.raises(ValueError, match="has shape"):
-        run.optimizer.step()
-    state["exp_avg"] = own
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
 
 
 def test_a_parameter_that_does_not_fit_is_refused_in_each_step():
