@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import GAP_FILL, Allocations, neighbors, run_of, tensors
+from runs import GAP_FILL, Allocations, neighbors, run_of, same, tensors
 
 from block_optim import AdamW, AdamW8bit
 from layout_planner import Elements, Rows, Tile
@@ -101,6 +101,15 @@ def test_nothing_is_allocated_after_the_first_step(case, narrow):
         with Allocations() as spy:
             run.optimizer.step()
     assert spy.found == []
+
+
+@every_kind
+@pytest.mark.parametrize("narrow", ["", ", stochastic rounding"])
+def test_chunks_change_no_bit(case, narrow, monkeypatch):
+    expected = run_of(case + narrow).steps(0, 3).result()
+    for chunk in ("core.chunks", "adam.q8.rule"):
+        monkeypatch.setattr(f"block_optim.{chunk}.CPU_CHUNK", 32)  # whole vectors
+    same(run_of(case + narrow).steps(0, 3).result(), expected)
 
 
 @every_kind

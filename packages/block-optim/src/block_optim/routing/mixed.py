@@ -183,7 +183,6 @@ class Mixed(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
-        self._split = (-1, [])
         self._share()
         for algorithm in self._algorithms.values():
             algorithm.invalidate()
