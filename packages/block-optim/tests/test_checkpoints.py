@@ -40,7 +40,8 @@ CASES = {
 
 
 def checkpoint_run(case, layout="plain", cuts=0):
-    logging.getLogger("block_optim").setLevel(logging.ERROR)
+    if dist.is_initialized():  # costs of layouts
+        logging.getLogger("block_optim").setLevel(logging.ERROR)
     shapes = SHAPES[:3] if "uon" in case or "Mixed" in case else SHAPES
     return run_of(case, layout, shapes=shapes, cuts=cuts)
 

@@ -49,7 +49,8 @@ CASES = {
 
 
 def trained(case, layout="plain", mesh_shape=()):
-    logging.getLogger("block_optim").setLevel(logging.ERROR)
+    if dist.is_initialized():  # costs of layouts
+        logging.getLogger("block_optim").setLevel(logging.ERROR)
     shapes = MATRICES if "uon" in case or "Mixed" in case else SHAPES
     run = run_of(case, layout, mesh_shape, shapes=shapes)
     for number, without in enumerate(COME_AND_GO):

@@ -37,6 +37,7 @@ def test_it_computes_what_its_paper_says():
     for step in range(3):
         run.step(step)
         for w, m, p in zip(weights, momenta, run.params, strict=True):
+            assert p.grad is not None
             w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * p.grad).sign())
             m.mul_(0.99).add_(p.grad, alpha=0.01)
     for w, m, p in zip(weights, momenta, run.params, strict=True):

@@ -1,6 +1,7 @@
 """Optimizers on parameters that tensor parallelism cuts under FSDP: the bits of one process, and the least traffic."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "Muon": {},
     "Muon buckets": {"cautious_weight_decay": True, "matrices": "heads:1"},
     "Muon gram": {"momentum_dtype": torch.float32, "dtype": BF16},
