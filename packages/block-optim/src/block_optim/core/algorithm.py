@@ -196,10 +196,6 @@ class Algorithm:
                     "depends on it, so build an optimizer with the one that you want"
                 )
 
-    def values_of(self, group: Group) -> Group:
-        """A group's options, except ``lr``."""
-        return {name: group[name] for name in self.defaults if name in group and name != "lr"}
-
     def replicas_of(self, tensor: torch.Tensor, name: str) -> DeviceMesh | None:
         """The mesh whose ranks divide the work on a parameter where each of them holds all of it."""
         if not self.divides_copies:

@@ -112,7 +112,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return [member for group in self.param_groups for member in (group, *group["params"])]
 
     def _options_of(self, group: Group) -> Group:
-        return deepcopy(self._algorithm_of(group).values_of(group))
+        """A group's options, except ``lr``; an option that it lacks is ``...``."""
+        names = self._algorithm_of(group).defaults
+        return {name: deepcopy(group.get(name, ...)) for name in names if name != "lr"}
 
     def _param(self, group: Group, i: int, before: int) -> Param:
         """Parameter ``i`` of a group that comes after ``before`` parameters of other groups."""
@@ -164,8 +166,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             if known is None:
                 continue  # a new group, which `_read_groups` checks
             group["lr"] = check_lr(group["lr"])
-            algorithm = self._algorithm_of(known)
-            if algorithm.values_of(group) != known:
+            if {name: group.get(name, ...) for name in known} != known:
+                algorithm = self._algorithm_of(known)
                 algorithm.check_format(known, group, "a group was given")
                 algorithm.check(group, [p for p in self.members if p.group is group])
                 self.options[id(group)] = self._options_of(group)
