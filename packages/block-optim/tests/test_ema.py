@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runs import Run, full, neighbors, tensors
-from test_fsdp2 import Model, cpu_offload, gradients, hsdp, like, named, rows, tensor_parallel
+from test_fsdp2 import Model, cpu_offload, hsdp, named, rows, steps, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,20 +279,13 @@ def test_averages_have_the_bits_of_one_process_and_cost_no_communication(world_s
         same(result, alone(*kinds, shapes))
 
 
-def steps(model, optimizer, numbers, ema=None):
-    for number in numbers:
-        for name, p in named(model):
-            p.grad = like(gradients()[number][name], p)
-        optimizer.step()
-        if ema is not None:
-            ema.update()
-
-
 def trained(make=None):
     """A model after three steps, and its EMA."""
     model = Model() if make is None else make(Model())
-    ema = EMA(model, 0.9)
-    steps(model, AdamW(named(model), lr=0.02), range(3), ema)
+    ema, optimizer = EMA(model, 0.9), AdamW(named(model), lr=0.02)
+    for number in range(3):
+        steps(model, optimizer, (number,))
+        ema.update()
     return model, ema
 
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from shampoo_helpers import gradients, parameter, small, train
+from runs import small
+from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
 from block_optim.shampoo import batches, root_jobs

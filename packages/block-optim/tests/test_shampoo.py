@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from shampoo_helpers import gradients, numbered_blocks, parameter, small, train
+from runs import small
+from shampoo_helpers import close, gradients, numbered_blocks, parameter, train
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
 from block_optim import Shampoo
@@ -25,10 +26,6 @@ def reference(weight, grads, max_dim, rule, stagger=False, **options):
             d.copy_(block.direction(g))
         weight = rule.apply(weight, direction)
     return weight
-
-
-def close(found, wanted, tolerance=2e-4):
-    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "grafting": "adam"}
