@@ -117,7 +117,7 @@ class AdamW8bit(BlockOptimizer):
     def check_options(self, group: Group) -> None:
         check_adamw_options(group)
         if "quantize" in group:
-            if id(group) in self.options:
+            if id(group) in self.known_options:
                 raise ValueError(
                     "quantize: which tensors have 8-bit states was chosen when their group was added"
                 )

@@ -22,23 +22,15 @@ from layout_planner import Block
 
 
 class Algorithm:
-    """The methods and attributes that a subclass of `BlockOptimizer` may define: `init_states` and `update`, or more.
+    """The methods and attributes that a subclass of `BlockOptimizer` may define; those attributes are described there.
 
     Attributes:
-        format_options: options that the format of states depends on; a state dict that differs in one is refused.
-        shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
-        requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
-        capturable: whether CUDA graphs can capture `step`: step counts and the count of skipped steps are then on the
-            device, and a step in which the host would have to read them or a flag raises.
-        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
-            mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
-        replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
         defaults: the options of a group and their defaults.
         state: the states of the optimizer's parameters.
         members: the algorithm's parameters, in the groups' order.
         trained: those of them that have states: they require gradients, or were given one.
-        options: the groups' options when they were last checked, by the group's id.
-        snapshot: the memory of the states when `invalidate` was last called.
+        known_options: the groups' options when they were last checked, by the group's id.
+        state_snapshot: the memory of the states when `invalidate` was last called.
     """
 
     format_options: ClassVar[tuple[str, ...]] = ()
@@ -53,8 +45,8 @@ class Algorithm:
     def _reset(self) -> None:
         self.members: list[Param] = []
         self.trained: list[Param] = []
-        self.options: dict[int, Group] = {}
-        self.snapshot = StateSnapshot([])
+        self.known_options: dict[int, Group] = {}
+        self.state_snapshot = StateSnapshot([])
         self.setup()
 
     # ---------------------------------------------------------------- what a subclass may define

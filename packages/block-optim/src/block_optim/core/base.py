@@ -39,12 +39,22 @@ class BlockOptimizer(Stateful):
     Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
     finds them as ``p.local``, and `step` rounds them into the parameters.
 
-    A subclass defines `init_states` and `update`, and may override the methods and attributes of `Algorithm`.
+    A subclass defines `init_states` and `update`, and may override the methods up to `check_blocks` and the attributes.
     Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints, pickling and `Mixed` then work. Its
     constructor passes ``params`` on as they are: `Mixed` calls it with None, to have the algorithm alone.
 
     `step` reads groups, their options, `state` and ``requires_grad``, as torch's optimizers do. Edit them equally on
     every rank: `Muon`, Shampoo and SOAP communicate by them.
+
+    Attributes:
+        format_options: options that the format of states depends on; a state dict that differs in one is refused.
+        shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
+        requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
+        capturable: whether CUDA graphs can capture `step`: step counts and the count of skipped steps are then on the
+            device, and a step in which the host would have to read them or a flag raises.
+        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
+            mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
+        replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
     `step` communicates nothing if it is known whether gradients are finite (``found_inf``, ``grad_norm``),
     on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a

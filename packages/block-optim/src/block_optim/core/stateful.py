@@ -76,7 +76,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         params: dict[torch.Tensor, Param] = {}
         moved: list[tuple[Param, Group]] = []
         for group in self.param_groups:
-            algorithm, is_new = self._algorithm_of(group), id(group) not in self.options
+            algorithm, is_new = self._algorithm_of(group), id(group) not in self.known_options
             for key, value in algorithm.defaults.items() if is_new else ():
                 group.setdefault(key, value)
             before, fresh = len(params), []
@@ -87,7 +87,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
                     fresh.append(param)
                 elif param.group is not group:
                     how = f"{param.name} was moved to a group with"
-                    algorithm.check_format(self.options[id(param.group)], group, how)
+                    algorithm.check_format(self.known_options[id(param.group)], group, how)
                     fresh.append(param)
                     moved.append((param, group))
                 params[tensor] = param
@@ -104,8 +104,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             for key, value in self.state.get(tensor, {}).items():  # out of the memory of its neighbors' runs
                 self.state[tensor][key] = value.clone() if isinstance(value, torch.Tensor) else value
         self._params, self.members = params, list(params.values())
-        known = self.options
-        self.options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
+        known = self.known_options
+        self.known_options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
         self._look = self._members()
 
     def _members(self) -> list[Any]:
@@ -138,15 +138,15 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         state: Any = self.state  # torch's is a defaultdict; the user may have assigned another mapping
         self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
         changed: set[torch.Tensor] = set()
-        if not self.snapshot.is_current(self.state):
-            changed = self.snapshot.changed(self.state)
+        if not self.state_snapshot.is_current(self.state):
+            changed = self.state_snapshot.changed(self.state)
             if not changed:  # others have been added
                 for param in self.members:
                     for key, value in self.state.get(param.tensor, {}).items():
                         param.check_state(key, value)
-                self.snapshot.note(self.state)
-        moved = self.snapshot.has_moved()
-        for param, key in self.snapshot.reshaped() if moved else ():
+                self.state_snapshot.note(self.state)
+        moved = self.state_snapshot.has_moved()
+        for param, key in self.state_snapshot.reshaped() if moved else ():
             if param.tensor not in changed and param.states is not None:
                 raise ValueError(
                     f"{param.name}: state {key!r} has another shape or stride than before (its .data "
@@ -162,7 +162,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def _sync_options(self) -> None:
         """Check options that were edited."""
         for group in self.param_groups:
-            known = self.options.get(id(group))
+            known = self.known_options.get(id(group))
             if known is None:
                 continue  # a new group, which `_read_groups` checks
             group["lr"] = check_lr(group["lr"])
@@ -170,11 +170,11 @@ class Stateful(Algorithm, torch.optim.Optimizer):
                 algorithm = self._algorithm_of(known)
                 algorithm.check_format(known, group, "a group was given")
                 algorithm.check(group, [p for p in self.members if p.group is group])
-                self.options[id(group)] = self._options_of(group)
+                self.known_options[id(group)] = self._options_of(group)
 
     def _read_states(self) -> None:
         """Make the states of parameters that begin to train, and of those whose states were assigned or removed."""
-        changed = self.snapshot.changed(self.state)
+        changed = self.state_snapshot.changed(self.state)
         self._make_states(
             [p for p in self.members if _trains(p.tensor) and (p.states is None or p.tensor in changed)]
         )
@@ -209,7 +209,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         """Renew what refers to the memory of parameters and states."""
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
-        self.snapshot = StateSnapshot(self.trained)
+        self.state_snapshot = StateSnapshot(self.trained)
         for param in self.trained:
             if MASTER in param.states:
                 param.master = local_of(param.states[MASTER])

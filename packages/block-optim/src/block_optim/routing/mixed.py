@@ -120,7 +120,7 @@ class Mixed(BlockOptimizer):
     @override
     def _read_groups(self) -> None:
         for group in self.param_groups:
-            if id(group) not in self.options:
+            if id(group) not in self.known_options:
                 self._enter(group)
         capturable = {name: algorithm.capturable for name, algorithm in self._algorithms.items()}
         if len(set(capturable.values())) > 1:
@@ -167,7 +167,8 @@ class Mixed(BlockOptimizer):
             algorithm.param_groups = [g for g in self.param_groups if g["algorithm"] == name]
             algorithm.members = [p for p in self.members if p.group["algorithm"] == name]
             algorithm.trained = [p for p in self.trained if p.group["algorithm"] == name]
-            algorithm.state, algorithm.options, algorithm.snapshot = self.state, self.options, self.snapshot
+            algorithm.state, algorithm.state_snapshot = self.state, self.state_snapshot
+            algorithm.known_options = self.known_options
 
     # ---------------------------------------------------------------- methods of an algorithm, of all
 

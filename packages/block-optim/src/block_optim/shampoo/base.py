@@ -305,7 +305,7 @@ class Preconditioned(BlockOptimizer):
     @override
     def synchronize(self) -> None:
         if self._worker is not None and self._worker.is_busy:
-            if self.snapshot.has_moved():
+            if self.state_snapshot.has_moved():
                 self._bind_blocks()
             self._worker.finish()
 
