@@ -1,5 +1,6 @@
 """A capturable step reads nothing from the device and counts there, with the bits of the plain step."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -115,6 +116,11 @@ def test_groups_and_algorithms_agree_on_it():
         ]
         with pytest.raises(ValueError, match="capturable differs between algorithms"):
             Mixed(groups)
+        mixed = Mixed(copy.deepcopy(groups[:1]))
+        with pytest.raises(ValueError, match="capturable differs between algorithms"):
+            mixed.add_param_group(groups[1])
+        assert list(mixed.optimizers) == ["muon"]
+        assert len(mixed.param_groups) == 1
 
 
 def test_values_of_the_host_that_a_graph_would_keep_are_refused():

@@ -122,6 +122,8 @@ class Mixed(BlockOptimizer):
         for group in self.param_groups:
             if id(group) not in self.known_options:
                 self._enter(group)
+        used = {group["algorithm"] for group in self.param_groups}
+        self._algorithms = {name: each for name, each in self._algorithms.items() if name in used}
         capturable = {name: algorithm.capturable for name, algorithm in self._algorithms.items()}
         if len(set(capturable.values())) > 1:
             raise ValueError(
@@ -129,8 +131,6 @@ class Mixed(BlockOptimizer):
             )
         self.capturable = True in capturable.values()
         super()._read_groups()
-        used = {group["algorithm"] for group in self.param_groups}
-        self._algorithms = {name: each for name, each in self._algorithms.items() if name in used}
         self._share()
 
     def _enter(self, group: Group) -> None:
