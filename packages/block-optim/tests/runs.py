@@ -1,11 +1,14 @@
 """Loose parameters in a layout under an optimizer. Everything here also runs on ranks.
 
     plain                          not distributed
+    replicas                       the same on every rank, which divide the work (`replicate_mesh`)
     elements, rows, whole          ragged, cut at random: anywhere, between rows, all on one rank; many are empty
+    one rank                       ragged, everything on the last rank
     shard, replicate               DTensors of torch
     planned                        ragged as the planner cuts under the optimizer's block policy
 
-On a mesh of two axes the first one replicates.
+On a mesh of two axes the first one replicates. What a rank holds lies in one buffer, with gaps: `Run.result` checks
+those of the parameters, those of the gradients are NaN.
 """
 
 import itertools
@@ -19,15 +22,88 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Param, Shampoo, local_of
 from block_optim.core.holding import Holding
 from block_optim.core.pieces import run
-from layout_planner import Rows, TensorSpec, plan
+from block_optim.routing.mixed import ALGORITHMS
+from layout_planner import Elements, Rows, TensorSpec, Tile, plan
 from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import rank_mesh
 
 # For Muon: squares, tall, wide, prime, a single row, a single element; and stacks.
 MATRICES = ((8, 8), (13, 7), (7, 13), (24, 40), (40, 24), (1, 5), (1, 1), (24, 40), (24, 40))
 STACKS = ((3, 8, 6), (5, 4, 7), (6, 2, 3, 3))
+SHAPES = ((8, 6), (6, 8), (12, 4))
+BF16 = torch.bfloat16
+GAP, GAP_FILL = 3, 7.25
+
+
+class Mix:
+    """Makes a `Mixed`: parameter i has the algorithm and the options ``choices[i % len(choices)]``, and more."""
+
+    def __init__(self, *choices):
+        self.choices = choices
+
+    def groups(self, named, **options):
+        parts = [(named[i :: len(self.choices)], *choice) for i, choice in enumerate(self.choices)]
+        return [{"params": some, "algorithm": name, **own, **options} for some, name, own in parts if some]
+
+    def __call__(self, named, lr=0.1, skip_nonfinite=True, **options):
+        return Mixed(self.groups(named, **options), lr=lr, skip_nonfinite=skip_nonfinite)
+
+    def block_policy(self, **options):
+        policies = [ALGORITHMS[name].block_policy(**own) for name, own in self.choices]
+        return lambda name, param: policies[int(name[1:]) % len(policies)](name, param)
+
+
+def small(**options):
+    """Options of Shampoo and SOAP for small matrices."""
+    return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (AdamW, {}),
+    "AdamW fused": (AdamW, {"fused": True}),
+    "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),
+    "AdamW8bit tiles": (AdamW8bit, {"min_8bit_numel": 10, "block": Tile(4, 8)}),
+    "Muon": (Muon, {}),
+    "Muon gram": (
+        Muon,
+        {"method": "gram", "ns_coefficients": "polar_express", "cautious_weight_decay": True},
+    ),
+    "Muon buckets": (Muon, {"nesterov": False, "bucket_bytes": 300, "adjust_lr_fn": "match_rms_adamw"}),
+    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": BF16}),
+    "NorMuon buckets": (Muon, {"normuon": True, "ns_coefficients": "quintic", "bucket_bytes": 300}),
+    "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9)),
+    "KL-Shampoo": (Shampoo, small(kl=True, root_method="newton", start_preconditioning_step=2)),
+    "Shampoo sums": (
+        Shampoo,
+        small(betas=(0.9, 1.0), grafting="rmsprop", overlap=True, diagonal_above=10, momentum=0.9),
+    ),
+    "SOAP": (SOAP, small()),
+    "SOAP overlap": (SOAP, small(overlap=True, stagger=False, diagonal_above=10)),
+    "Mixed": (Mix(("muon", {}), ("soap", small(overlap=True)), ("adamw", {})), {}),
+    "Mixed 8-bit": (
+        Mix(
+            ("shampoo", small(overlap=True)),
+            ("adamw8bit", {"block": Elements(8), "min_8bit_numel": 1}),
+            ("muon", {}),
+        ),
+        {},
+    ),
+}
+NARROW: dict[str, dict[str, Any]] = {
+    "masters": {"dtype": BF16, "master_weights": True},
+    "stochastic rounding": {"dtype": BF16, "stochastic_rounding": True},
+}
+
+
+def run_of(case, layout="plain", mesh_shape=(), **more):
+    """A run of one of `KINDS`, or of one of them in one of the ways of `NARROW`: "AdamW, masters"."""
+    name, _, narrow = case.partition(", ")
+    kind, options = KINDS[name]
+    own = {"shapes": SHAPES, "lr": 0.1, **options, **NARROW.get(narrow, {})}
+    return Run(kind, layout, mesh_shape, **{**own, **more})
 
 
 def tensors(shapes, seed, dtype=torch.float32):
@@ -46,7 +122,9 @@ def full(tensor):
 
 def world_mesh(*shape):
     shape = shape or (dist.get_world_size(),)
-    return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+    return rank_mesh(
+        *shape, names={1: ("shard",), 2: ("replicate", "shard")}.get(len(shape), ("a", "b", "c"))
+    )
 
 
 def random_units(rng, total, ranks):
@@ -55,10 +133,18 @@ def random_units(rng, total, ranks):
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
 
+def put(tensor, mesh, placements):
+    """A full tensor with these placements: a RaggedDTensor if one is ragged, else a DTensor of torch."""
+    ragged = any(isinstance(p, RaggedShard) for p in placements)
+    return (distribute_tensor if ragged else torch_distribute)(tensor, mesh, placements, src_data_rank=None)
+
+
 def placed(tensor, mesh, layout, rng, units=None):
     """A full tensor in a layout. Communicates nothing: all ranks have the tensor."""
-    if layout == "plain":
+    if layout in ("plain", "replicas"):
         return tensor.clone()
+    if callable(layout):
+        return put(tensor, mesh, layout(mesh, tensor.ndim))
     others, ranks, dims = [Replicate()] * (mesh.ndim - 1), mesh.size(mesh.ndim - 1), tuple(range(tensor.ndim))
     if layout in ("shard", "replicate"):
         placement = Shard(0) if layout == "shard" and dims else Replicate()
@@ -68,22 +154,40 @@ def placed(tensor, mesh, layout, rng, units=None):
     elif layout == "elements" and dims:
         units = random_units(rng, tensor.numel(), ranks)
     elif layout != "planned":
-        holder = rng.randrange(ranks)
+        holder = ranks - 1 if layout == "one rank" else rng.randrange(ranks)
         dims, units = dims[:1], [int(rank == holder) for rank in range(ranks)]
     return distribute_tensor(tensor, mesh, [*others, RaggedShard(dims, units)], src_data_rank=None)
+
+
+def neighbors(tensors, fill, gap=GAP):
+    """The tensors, with this rank's elements of them in one buffer; and the buffer's gaps, which have ``fill``."""
+    locals_ = [local_of(t) for t in tensors]
+    buffer = torch.full((sum(t.numel() + gap for t in locals_),), fill, dtype=tensors[0].dtype)
+    result, gaps, start = [], [], 0
+    for tensor, local in zip(tensors, locals_, strict=True):
+        stop = start + local.numel()
+        result.append(Param(tensor, "").wrap(buffer[start:stop].view(local.shape).copy_(local)))
+        gaps.append(buffer[stop : stop + gap])
+        start = stop + gap
+    return result, gaps
 
 
 class Run:
     """A step takes the gradients of its number; the same on every world size and in every layout."""
 
+    between = torch.nan  # in the gaps of gradients
+
     def __init__(
         self, kind, layout="plain", mesh_shape=(), *, shapes, seed=0, cuts=0, dtype=torch.float32, **options
     ):
         self.layout, self.shapes, self.seed, self.cuts, self.dtype = layout, shapes, seed, cuts, dtype
-        self.mesh: Any = None if layout == "plain" else world_mesh(*mesh_shape)
+        self.mesh: Any = None if layout in ("plain", "replicas") else world_mesh(*mesh_shape)
         self.units = self._planned_units(kind, options) if layout == "planned" else [None] * len(shapes)
         self.module = torch.nn.Module()
-        for i, weight in enumerate(self.put(tensors(shapes, seed, dtype))):
+        if layout == "replicas":
+            options["replicate_mesh"] = world_mesh()
+        weights, self.gaps = neighbors(self.put(tensors(shapes, seed, dtype)), GAP_FILL)
+        for i, weight in enumerate(weights):
             self.module.register_parameter(f"p{i}", torch.nn.Parameter(weight))
         self.params = list(self.module.parameters())
         self.optimizer = kind(list(self.module.named_parameters()), **options)
@@ -92,7 +196,7 @@ class Run:
         policy = kind.block_policy(**options)
         blocks = [policy(f"p{i}", torch.empty(shape)) or Rows(1) for i, shape in enumerate(self.shapes)]
         specs = [TensorSpec(f"p{i}", s, b) for i, (s, b) in enumerate(zip(self.shapes, blocks, strict=True))]
-        ranks = range(self.mesh.size())
+        ranks = range(self.mesh.size(self.mesh.ndim - 1))
         layout = plan(specs, len(ranks), align=1)
         ranges = [[layout.local_range(spec.name, rank) for rank in ranks] for spec in specs]
         return [[stop - start for start, stop in found] for found in ranges]
@@ -106,6 +210,7 @@ class Run:
     def give(self, number, without=()):
         """Set gradients, but for the parameters in ``without``."""
         grads = self.put(tensors(self.shapes, 1000 + self.seed + 31 * number, self.dtype))
+        grads, _ = neighbors(grads, self.between)
         for i, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             param.grad = None if i in without else grad
 
@@ -120,7 +225,10 @@ class Run:
         return self
 
     def result(self):
-        """Parameters and states, in full."""
+        """Parameters and states, in full, which are complete."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        assert all((gap == GAP_FILL).all() for gap in self.gaps)
         found = {name: full(p.detach()) for name, p in self.module.named_parameters()}
         for name, p in self.module.named_parameters():
             found |= {f"{name} {key}": full(value) for key, value in self.optimizer.state[p].items()}

@@ -4,11 +4,6 @@ import torch
 from shampoo_reference import blocks_of
 
 
-def small(**options):
-    """Options for small matrices."""
-    return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
-
-
 def gradients(shape, count=14, seed=0, scale=1.0):
     """Correlated gradients, so that factors have structure."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,3 +33,7 @@ def numbered_blocks(weight, max_dim):
     for block in blocks_of(weight, max_dim):
         numbers[block.shape] = numbers.get(block.shape, -1) + 1
         yield block.shape, numbers[block.shape]
+
+
+def close(found, wanted, tolerance=2e-4):
+    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance

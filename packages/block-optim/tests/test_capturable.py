@@ -1,10 +1,12 @@
 """A capturable step reads nothing from the device and counts there, with the bits of the plain step."""
 
+import copy
 from typing import Any
 
 import pytest
+import runs
 import torch
-from runs import Run, same
+from runs import SHAPES, Mix, Run, same
 from test_launch import Kernel, row_of, variants
 
 from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo
@@ -12,44 +14,17 @@ from block_optim.adam import launch as launches
 from block_optim.adam.launch import CAPTURES, Launch, Scalars
 from block_optim.adam.scalars import Hyper
 from block_optim.core import device as devices
-from layout_planner import Elements
 from ragged_shard.testing import OnItsWay, host_waits, on_ranks
 
-SHAPES = ((8, 6), (6, 8), (12, 4), (7,))
-
-
-def mixed(named, **options):
-    kinds = ["muon", "muon", "adamw8bit", "adamw"]
-    groups = [
-        {"params": [pair], "algorithm": kind, "capturable": options.get("capturable", False)}
-        for pair, kind in zip(named, kinds, strict=True)
-    ]
-    return Mixed(groups, lr=options["lr"])
-
-
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (AdamW, {"weight_decay": 0.1}),
-    "AdamW maximize": (AdamW, {"weight_decay": 0.0, "maximize": True}),
-    "AdamW fused": (AdamW, {"fused": True}),
-    "AdamW bf16": (AdamW, {"master_weights": True}),
-    "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8), "weight_decay": 0.1}),
-    "Muon": (Muon, {"weight_decay": 0.2}),
-    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": torch.bfloat16, "cautious_weight_decay": True}),
-    "Mixed": (mixed, {}),
-}
+CASES = ("AdamW", "AdamW maximize", "AdamW fused", "AdamW, masters", "AdamW8bit", "Muon", "NorMuon", "Mixed")
 
 
 def run_of(case, lr, **options):
-    kind, own = KINDS[case]
-    shapes = SHAPES[:3] if "uon" in case else SHAPES
-    return Run(
-        kind,
-        shapes=shapes,
-        lr=lr,
-        dtype=torch.bfloat16 if "bf16" in case else torch.float32,
-        **own,
-        **options,
-    )
+    if case == "Mixed":
+        return Run(Mix(("muon", {}), ("adamw8bit", {}), ("adamw", {})), shapes=SHAPES, lr=lr, **options)
+    if case == "AdamW maximize":
+        case, options = "AdamW", {"weight_decay": 0.0, "maximize": True, **options}
+    return runs.run_of(case, lr=lr, **options)
 
 
 def on_device(run):
@@ -77,7 +52,7 @@ def steps_of(run, waits=None, count=6, bad=4):
         waits += found.found
 
 
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_no_step_reads_the_device_and_the_bits_are_those_of_the_plain_step(case, tensor_lr):
     def lr():
@@ -100,31 +75,33 @@ def test_no_step_reads_the_device_and_the_bits_are_those_of_the_plain_step(case,
         same(result, expected)
 
 
-def test_a_parameter_on_the_cpu_is_refused_by_name():
-    for kind in (AdamW, AdamW8bit, Muon):
-        with pytest.raises(ValueError, match="weight: capturable=True needs parameters on an accelerator"):
-            kind([("weight", torch.nn.Parameter(torch.zeros(4, 4)))], capturable=True)
-
-
-@pytest.mark.parametrize("kind", [Shampoo, SOAP])
-def test_other_optimizers_refuse_it_by_name(kind):
-    with pytest.raises(ValueError, match="capturable=True"):
-        kind([{"params": [torch.nn.Parameter(torch.zeros(4, 4))], "capturable": True}])
+BF16 = torch.bfloat16
+ROUNDED = {"stochastic_rounding": True, "dtype": BF16}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("case", "options", "message"),
     [
-        (Muon, {"method": "gram"}, "capturable=True with method='gram'"),
-        (Muon, {"stochastic_rounding": True}, "capturable=True with stochastic_rounding=True"),
-        (AdamW, {"stochastic_rounding": True}, "capturable=True with stochastic_rounding=True"),
-        (AdamW, {"capturable": 1}, "capturable=1"),
+        ("Muon", {"method": "gram"}, "capturable=True with method='gram'"),
+        ("Muon", ROUNDED, "capturable=True with stochastic_rounding=True"),
+        ("AdamW", ROUNDED, "capturable=True with stochastic_rounding=True"),
+        ("AdamW", {"capturable": 1}, "capturable=1"),
     ],
 )
-def test_options_that_exclude_it_are_refused_by_name(kind, options, message):
-    weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+def test_options_that_exclude_it_are_refused_by_name(case, options, message):
     with devices.stand_in(OnItsWay), pytest.raises(ValueError, match=message):
-        kind([weight], **{"capturable": True, **options})
+        run_of(case, 0.1, **{"capturable": True, **options})
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP, AdamW, AdamW8bit, Muon])
+def test_optimizers_without_it_and_parameters_on_the_cpu_are_refused_by_name(kind):
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    if "capturable" in kind.shared_options:
+        with pytest.raises(ValueError, match="weight: capturable=True needs parameters on an accelerator"):
+            kind([("weight", weight)], capturable=True)
+    else:
+        with pytest.raises(ValueError, match="capturable=True"):
+            kind([{"params": [weight], "capturable": True}])
 
 
 def test_groups_and_algorithms_agree_on_it():
@@ -139,6 +116,11 @@ def test_groups_and_algorithms_agree_on_it():
         ]
         with pytest.raises(ValueError, match="capturable differs between algorithms"):
             Mixed(groups)
+        mixed = Mixed(copy.deepcopy(groups[:1]))
+        with pytest.raises(ValueError, match="capturable differs between algorithms"):
+            mixed.add_param_group(groups[1])
+        assert list(mixed.optimizers) == ["muon"]
+        assert len(mixed.param_groups) == 1
 
 
 def test_values_of_the_host_that_a_graph_would_keep_are_refused():

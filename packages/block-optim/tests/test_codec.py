@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from runs import full
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
@@ -15,7 +14,6 @@ from block_optim.adam.q8.ops import BUFFERS
 from block_optim.core.grid import Grid
 from block_optim.core.tiles import Stretch, TileScratch, merged
 from layout_planner import Elements, Tile
-from ragged_shard import RaggedShard, distribute_tensor
 from ragged_shard.testing import on_ranks, rank_mesh
 
 TOPS = {"first": FIRST_TOP, "second": SECOND_TOP}
@@ -181,24 +179,3 @@ def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
     ):
         AdamW8bit([("w", columns)], block=Elements(256))
     AdamW8bit([{"params": [("w", columns)], "quantize": False}], block=Elements(256))
-
-
-@on_ranks(4)
-def test_stacked_experts_on_two_mesh_axes_have_the_same_blocks():
-    """Expert parallelism cuts the stack, the ragged axis cuts between bands inside each part."""
-    mesh = rank_mesh(2, 2)
-    weight, grad = (torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
-    placements = [Shard(0), RaggedShard((0, 1), (3, 5))]
-    for block in (Tile(4, 16), Elements(128)):
-        plain = torch.nn.Parameter(weight.clone())
-        theirs = AdamW8bit([("w", plain)], min_8bit_numel=1, block=block)
-        param = torch.nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
-        ours = AdamW8bit([("w", param)], min_8bit_numel=1, block=block)
-        for _ in range(2):
-            plain.grad = grad
-            param.grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
-            theirs.step()
-            ours.step()
-        assert torch.equal(full(param.detach()), plain)
-        for key, value in theirs.state[plain].items():
-            assert torch.equal(full(ours.state[param][key]), value), key

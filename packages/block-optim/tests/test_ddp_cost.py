@@ -1,22 +1,23 @@
 """What replicated parameters (DDP) cost next to sharded ones: bytes of state, and what a step sends; printed by -s."""
 
 import logging
+from typing import Any
 
 import pytest
-from runs import Run
-from test_presence import KINDS
+from runs import run_of
 
+from layout_planner import Elements
 from ragged_shard.testing import record_collectives, run_ranks
 
 SHAPES = ((64, 32), (32, 64))
 ELEMENTS = 2 * 64 * 32
+OPTIONS: dict[str, dict[str, Any]] = {"AdamW8bit": {"block": Elements(16)}, "Shampoo": {"momentum": 0.0}}
 
 
 def cost(name, layout):
     """This rank's bytes of state, and of updates and gradients that a step sends."""
     logging.getLogger("block_optim").setLevel(logging.ERROR)
-    kind, options = KINDS[name]
-    run = Run(kind, layout, shapes=SHAPES, lr=0.1, **options).steps(0, 1)
+    run = run_of(name, layout, shapes=SHAPES, **OPTIONS.get(name, {})).steps(0, 1)
     run.give(1)
     with record_collectives() as record:
         run.optimizer.step(grad_norm=1.0)

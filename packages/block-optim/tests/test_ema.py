@@ -6,18 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import Run, full, tensors
-from test_fsdp2 import Model, cpu_offload, gradients, hsdp, like, named, rows, tensor_parallel
+from runs import Run, full, neighbors, tensors
+from test_fsdp2 import Model, cpu_offload, hsdp, named, rows, steps, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from block_optim import EMA, AdamW
+from block_optim import EMA, AdamW, AdamW8bit
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 BF16 = torch.bfloat16
 SHAPES = ((24, 16), (13, 8), (3, 8, 6), (9,), (1, 5))
+# Rows of a whole number of blocks, so that Elements(256) and Tile(1, 256) agree; a vector and a small matrix are fp32.
+BLOCKS = ((24, 256), (13, 512), (3, 8, 256), (9,), (5, 64))
+SHORT = ((24, 344), (5, 9, 100))  # the last block of a row, or of the tensor, is short
 
 
 def nn_of(weights, **kinds):
@@ -28,15 +31,10 @@ def nn_of(weights, **kinds):
     return module
 
 
-def flat_module(shapes=SHAPES, dtype=torch.float32, gap=3):
-    """A module whose parameters are neighbors in one buffer, whose gaps hold NaN."""
-    values = tensors(shapes, 0, dtype)
-    buffer = torch.full((sum(v.numel() + gap for v in values),), torch.nan, dtype=dtype)
-    views, start = [], 0
-    for value in values:
-        views.append(buffer[start : start + value.numel()].view(value.shape).copy_(value))
-        start += value.numel() + gap
-    return nn_of(views), buffer
+def flat_module(shapes=SHAPES, dtype=torch.float32):
+    """A module whose parameters are neighbors in one buffer, and the gaps, which hold NaN."""
+    views, gaps = neighbors(tensors(shapes, 0, dtype), torch.nan)
+    return nn_of(views), gaps
 
 
 def move(module, number):
@@ -46,7 +44,28 @@ def move(module, number):
 
 
 def averages(ema):
-    return {name: full(value).clone() for name, value in ema.state_dict()["averages"].items()}
+    """Every tensor of a state dict, in full; scales flat, as their shape depends on the kind of block."""
+    state = ema.state_dict()
+    parts = {part: full_values(values) for part, values in state.items() if part != "updates"}
+    scales = {f"{name} scales": value.flatten() for name, value in parts.get("scales", {}).items()}
+    return {**parts["averages"], **parts.get("codes", {}), **scales}
+
+
+def full_values(values):
+    return {name: full(value).clone() for name, value in values.items()}
+
+
+def decoded(module, ema):
+    """The averages, in full, as evaluation sees them."""
+    with ema.swapped():
+        return full_values({name: p.detach() for name, p in module.named_parameters()})
+
+
+def drifting():
+    """A module whose first column sets the scales of codes, 1 / 64 for a code, and stays."""
+    module = nn_of([torch.ones(64, 256)])
+    module.p0.data[:, 0] = 127 / 64
+    return module
 
 
 def reference(module, decay, numbers, dtype=torch.float32):
@@ -94,15 +113,15 @@ def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
 
 def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left(monkeypatch):
     monkeypatch.setattr("block_optim.core.chunks.CPU_CHUNK", 16)
-    module, buffer = flat_module()
+    module, gaps = flat_module()
     ema = EMA(module, 0.9)
     with Calls() as calls:
         ema.update()
     assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", 1)]
-    gaps = buffer.isnan()
-    assert gaps.sum() == 3 * len(SHAPES)
+    assert all(gap.isnan().all() for gap in gaps)
     with ema.swapped():
-        assert buffer.isnan().equal(gaps)
+        assert all(gap.isnan().all() for gap in gaps)
+        assert not any(p.isnan().any() for p in module.parameters())
 
 
 def test_tensors_in_memory_of_their_own_share_one_call():
@@ -123,30 +142,36 @@ def test_warmup_follows_new_weights_faster_at_first():
     assert averages(ema)["w"].equal(expected)
 
 
-def test_averages_in_bf16_follow_changes_that_rounding_to_nearest_would_lose():
-    weight = nn.Parameter(torch.ones(64, 64))
-    ema = EMA([("w", weight)], 0.999, dtype=BF16)
-    weight.data.fill_(1.5)
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+def test_narrow_averages_follow_changes_that_rounding_to_nearest_would_lose(dtype):
+    module = drifting()
+    ema = EMA(module, 0.999, dtype=dtype)
+    module.p0.data[:, 1:] = 1.5
     for _ in range(100):
         ema.update()
-    value = averages(ema)["w"]
-    assert value.dtype == BF16
-    assert float(value.float().mean()) == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2e-3)
+    assert averages(ema)["p0"].dtype == dtype
+    value = decoded(module, ema)["p0"][:, 1:]
+    assert float(value.mean()) == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2e-3)
 
 
-def test_an_average_in_bf16_strays_from_that_in_fp32_as_the_readme_says():
-    weight = nn.Parameter(torch.ones(4096))
-    narrow, wide = (EMA([("w", weight)], 0.99, dtype=dtype) for dtype in (BF16, torch.float32))
+@pytest.mark.parametrize(
+    ("dtype", "ratio", "tolerance"), [(BF16, 2**-4.5, 0.3), (torch.int8, 0.063, 0.1)], ids=["bf16", "int8"]
+)
+def test_a_narrow_average_strays_from_that_in_fp32_as_the_readme_says(dtype, ratio, tolerance):
+    module = drifting()
+    narrow, wide = (EMA(module, 0.99, dtype=d) for d in (dtype, torch.float32))
     ratios = []
-    for number in range(1000):
-        weight.data.fill_(1 + 5e-4 * number)
+    for number in range(600):
+        module.p0.data[:, 1:] += 5e-4
         narrow.update()
         wide.update()
-        if number >= 500:
-            close, exact = averages(narrow)["w"].float(), averages(wide)["w"]
-            share = float(((exact - weight.detach()).abs() / exact).mean())
-            ratios.append(float(((close - exact) / exact).square().mean().sqrt()) / share**0.5)
-    assert sum(ratios) / len(ratios) == pytest.approx(2**-4.5, rel=0.3)
+        if number >= 300:
+            exact, weight = averages(wide)["p0"][:, 1:], module.p0.detach()[:, 1:]
+            unit = exact if dtype == BF16 else 127 / 64
+            error = (decoded(module, narrow)["p0"][:, 1:] - exact) / unit
+            share = float(((exact - weight).abs() / unit).mean())
+            ratios.append(float(error.square().mean().sqrt()) / share**0.5)
+    assert sum(ratios) / len(ratios) == pytest.approx(ratio, rel=tolerance)
 
 
 def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(monkeypatch):
@@ -173,11 +198,6 @@ def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(mo
         with monkeypatch.context() as patch:
             patch.setattr(f"block_optim.core.{chunk}", 5)
             assert first.equal(average())
-
-
-def test_neighbors_that_are_rounded_have_the_bits_of_tensors_apart():
-    (flat, _), apart = flat_module(), nn_of(tensors(SHAPES, 0))
-    same(averaged(flat, BF16), averaged(apart, BF16))
 
 
 def test_a_tensor_that_is_given_twice_has_one_average():
@@ -221,57 +241,51 @@ def test_numbers_that_are_not_finite_stay_in_their_elements():
 # ---------------------------------------------------------------- layouts
 
 
-@functools.cache
-def alone(dtype, weights=torch.float32):
-    module = nn_of(tensors(SHAPES, 0, weights))
-    return averaged(module, dtype)
-
-
-def averaged(module, dtype):
+def averaged(module, dtype, updates=3):
     ema = EMA(module, 0.9, dtype=dtype, seed=3)
     with record_collectives() as sent:
-        for number in range(3):
+        for number in range(updates):
             move(module, number)
             ema.update()
     assert not sent.events
     return averages(ema)
 
 
-def averaged_in(layout, dtype, weights):
-    return averaged(Run(AdamW, layout, shapes=SHAPES, dtype=weights).module, dtype)
+def shapes_for(dtype, layout):
+    return SHAPES if dtype != torch.int8 else SHORT if layout in ("planned", "whole") else BLOCKS
 
 
-@pytest.mark.parametrize("layout", ["elements", "rows", "whole", "shard", "replicate"])
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "weights"),
-    [
-        (3, torch.float32, torch.float32),
-        (3, BF16, BF16),
-        pytest.param(3, torch.float32, BF16, marks=pytest.mark.long),
-        pytest.param(3, BF16, torch.float32, marks=pytest.mark.long),
-        *(pytest.param(n, torch.float32, torch.float32, marks=pytest.mark.long) for n in (1, 2, 4)),
-        *(pytest.param(n, BF16, BF16, marks=pytest.mark.long) for n in (1, 2, 4)),
-    ],
-)
-def test_averages_have_the_bits_of_one_process_and_cost_no_communication(layout, world_size, dtype, weights):
-    for result in run_ranks(world_size, averaged_in, layout, dtype, weights):
-        same(result, alone(dtype, weights))
+@functools.cache
+def alone(dtype, weights=torch.float32, shapes=SHAPES, updates=3):
+    return averaged(nn_of(tensors(shapes, 0, weights)), dtype, updates)
 
 
-def steps(model, optimizer, numbers, ema=None):
-    for number in numbers:
-        for name, p in named(model):
-            p.grad = like(gradients()[number][name], p)
-        optimizer.step()
-        if ema is not None:
-            ema.update()
+def averaged_in(kind, layout, shapes, dtype, weights):
+    return averaged(Run(kind, layout, shapes=shapes, dtype=weights).module, dtype)
+
+
+KINDS = [(torch.float32, torch.float32), (BF16, BF16), (torch.float32, BF16), (BF16, torch.float32)]
+LAYOUTS = [
+    *((kind, layout) for kind in KINDS for layout in ("elements", "rows", "whole", "shard", "replicate")),
+    *(((torch.int8, torch.float32), layout) for layout in ("planned", "whole", "shard")),
+]
+
+
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
+@pytest.mark.parametrize(("kinds", "layout"), LAYOUTS)
+def test_averages_have_the_bits_of_one_process_and_cost_no_communication(world_size, kinds, layout):
+    shapes, kind = shapes_for(kinds[0], layout), AdamW8bit if layout == "planned" else AdamW
+    for result in run_ranks(world_size, averaged_in, kind, layout, shapes, *kinds):
+        same(result, alone(*kinds, shapes))
 
 
 def trained(make=None):
     """A model after three steps, and its EMA."""
     model = Model() if make is None else make(Model())
-    ema = EMA(model, 0.9)
-    steps(model, AdamW(named(model), lr=0.02), range(3), ema)
+    ema, optimizer = EMA(model, 0.9), AdamW(named(model), lr=0.02)
+    for number in range(3):
+        steps(model, optimizer, (number,))
+        ema.update()
     return model, ema
 
 
@@ -317,9 +331,9 @@ def test_on_torchs_fully_shard_averages_and_evaluation_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("weights", [torch.float32, BF16])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.int8])
 def test_swapped_restores_weights_and_averages_to_the_bit_also_if_the_body_raises(dtype, weights):
-    module, _ = flat_module(dtype=weights)
+    module, _ = flat_module(SHAPES if dtype != torch.int8 else BLOCKS, dtype=weights)
     ema = EMA(module, 0.9, dtype=dtype)
     for number in range(3):
         move(module, number)
@@ -328,8 +342,9 @@ def test_swapped_restores_weights_and_averages_to_the_bit_also_if_the_body_raise
     places = [p.data_ptr() for p in module.parameters()]
 
     def fail():
-        for p, value in zip(module.parameters(), expected.values(), strict=True):
-            assert p.equal(value.to(weights))
+        for name, p in module.named_parameters() if dtype != torch.int8 else ():
+            assert p.equal(expected[name].to(weights))
+        assert not any(p.equal(value) for p, value in zip(module.parameters(), kept, strict=True))
         raise KeyError("from the body")
 
     with pytest.raises(KeyError, match="from the body"), ema.swapped():
@@ -536,20 +551,19 @@ def test_on_shards_what_was_built_wrongly_is_named():
 
 
 def saved(folder, layout, dtype):
-    module = Run(AdamW, layout, shapes=SHAPES, cuts=1).module
+    module = Run(AdamW8bit, layout, shapes=shapes_for(dtype, "")).module
     ema = EMA(module, 0.9, dtype=dtype, warmup=True)
     for number in range(3):
         move(module, number)
         ema.update()
-    value = next(iter(ema.state_dict()["averages"].values()))
+    value = next(iter(ema.state_dict()["codes" if dtype == torch.int8 else "averages"].values()))
     assert isinstance(value, DTensor) == (layout != "plain")
     assert isinstance(value, RaggedDTensor) == (layout not in ("plain", "shard"))
     dcp.save({"model": module.state_dict(), "ema": ema}, checkpoint_id=folder)
-    return averages(ema)
 
 
 def resumed(folder, layout, dtype):
-    module = Run(AdamW, layout, shapes=SHAPES, seed=7, cuts=2).module
+    module = Run(AdamW8bit, layout, shapes=shapes_for(dtype, ""), seed=7, cuts=2).module
     ema = EMA(module, 0.9, dtype=dtype, warmup=True)
     state: dict[str, Any] = {"model": module.state_dict(), "ema": ema}
     dcp.load(state, checkpoint_id=folder)
@@ -561,25 +575,30 @@ def resumed(folder, layout, dtype):
     return averages(ema)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("layouts", "sizes"),
+    ("dtypes", "layouts", "sizes"),
     [
-        (("elements", "shard"), (3, 2)),
-        (("shard", "elements"), (3, 4)),
-        pytest.param(("rows", "whole"), (2, 3), marks=pytest.mark.long),
-        pytest.param(("shard", "shard"), (4, 1), marks=pytest.mark.long),
+        ((torch.float32, BF16), ("elements", "shard"), (3, 2)),
+        ((torch.float32, BF16), ("shard", "elements"), (3, 4)),
+        ((torch.int8,), ("planned", "planned"), (3, 2)),
+        pytest.param((torch.float32, BF16), ("rows", "whole"), (2, 3), marks=LONG),
+        pytest.param((torch.float32, BF16, torch.int8), ("shard", "shard"), (4, 1), marks=LONG),
+        pytest.param((torch.int8,), ("planned", "planned"), (2, 4), marks=LONG),
     ],
 )
-def test_a_checkpoint_continues_at_another_world_size_and_layout(tmp_path, dtype, layouts, sizes):
-    run_ranks(sizes[0], saved, tmp_path, layouts[0], dtype)
-    module = Run(AdamW, shapes=SHAPES).module
-    ema = EMA(module, 0.9, dtype=dtype, warmup=True)
-    for number in range(6):
-        move(module, number)
-        ema.update()
-    for result in run_ranks(sizes[1], resumed, tmp_path, layouts[1], dtype):
-        same(result, averages(ema))
+def test_a_checkpoint_continues_at_another_world_size_and_layout(tmp_path, dtypes, layouts, sizes):
+    for dtype in dtypes:
+        run_ranks(sizes[0], saved, tmp_path / str(dtype), layouts[0], dtype)
+        module = Run(AdamW, shapes=shapes_for(dtype, "")).module
+        ema = EMA(module, 0.9, dtype=dtype, warmup=True)
+        for number in range(6):
+            move(module, number)
+            ema.update()
+        for result in run_ranks(sizes[1], resumed, tmp_path / str(dtype), layouts[1], dtype):
+            same(result, averages(ema))
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from runs import full, put
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,6 @@ from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_opti
 from block_optim.core.grid import Grid, block_for
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, held_boxes
-from ragged_shard import distribute_tensor as ragged_distribute
 from ragged_shard.testing import run_ranks
 
 WIDTH = 12
@@ -122,9 +122,12 @@ def named(model):
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+MATRICES_ONLY: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+
+
 def narrow(model, layout):
     """8-bit AdamW with its default block; in one process, with the blocks that this chooses in the layout."""
-    options: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
+    options = MATRICES_ONLY
     if torch.distributed.is_initialized() and layout not in ("DDP", "Replicate"):
         return AdamW8bit(named(model), lr=0.02, **options)
     group = {
@@ -190,10 +193,6 @@ def like(value, param):
     )
 
 
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def gradients():
     """Those of three steps, by name; the same everywhere."""
     generator = torch.Generator().manual_seed(1)
@@ -240,8 +239,7 @@ def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layou
 
 
 def narrow_by_columns(model):
-    quantize: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p: p.ndim > 1}
-    return AdamW8bit(named(model), lr=0.02, block=Tile(1, 24), **quantize)
+    return AdamW8bit(named(model), lr=0.02, block=Tile(1, 24), **MATRICES_ONLY)
 
 
 def saved(folder):
@@ -292,13 +290,12 @@ def any_tensor(name, param):
 def choices():
     mesh = init_device_mesh("cpu", (3,))
 
-    def put(shape, placement):
-        make = ragged_distribute if isinstance(placement, RaggedShard) else distribute_tensor
-        return nn.Parameter(make(torch.zeros(shape), mesh, [placement], src_data_rank=None))
+    def made(shape, placement):
+        return nn.Parameter(put(torch.zeros(shape), mesh, [placement]))
 
     result = []
     for shape, placement in CHOSEN:
-        optimizer = AdamW8bit([("w", p := put(shape, placement))], min_8bit_numel=1, quantize=any_tensor)
+        optimizer = AdamW8bit([("w", p := made(shape, placement))], min_8bit_numel=1, quantize=any_tensor)
         p.grad = p.detach().clone()
         optimizer.step()
         scales = optimizer.state[p]["exp_avg_scale"]
@@ -306,7 +303,7 @@ def choices():
     with pytest.raises(
         ValueError, match=r"w: 8-bit .* no block of 16 to 4096 elements divides the 4099 between"
     ):
-        AdamW8bit([("w", put((4, 3 * 4099), Shard(1)))])
+        AdamW8bit([("w", made((4, 3 * 4099), Shard(1)))])
     return result
 
 

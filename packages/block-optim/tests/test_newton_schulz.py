@@ -1,4 +1,4 @@
-""""""
+"""Newton-Schulz against torch's and fp64, alone and in batches; sets of coefficients."""
 
 import math
 
@@ -38,33 +38,31 @@ def power_law(short, long, seed=0):
     return (u * torch.arange(1, short + 1, dtype=torch.float64) ** -1.5) @ vt
 
 
+def torchs(matrix, **options):
+    """What torch.optim.Muon makes of a matrix, times the factor for its shape, which is returned too."""
+    param = torch.nn.Parameter(torch.zeros_like(matrix))
+    param.grad = matrix
+    torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, **options).step()
+    return -param.detach(), math.sqrt(max(1, matrix.size(0) / matrix.size(1)))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_gets_the_bits_of_torch_muon(shape, dtype):
     matrix = gaussian(*shape, dtype=dtype)
     for steps in (1, 2, 5):
-        param = torch.nn.Parameter(torch.zeros(shape))
-        param.grad = matrix.float()
-        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, ns_steps=steps).step()
-        found = orthogonalize(matrix, KELLER, steps)
-        scale = math.sqrt(max(1, shape[0] / shape[1]))
-        torch.testing.assert_close(
-            torch.zeros(shape).add_(found, alpha=-scale), param.detach(), rtol=0, atol=0
-        )
+        expected, scale = torchs(matrix.float(), ns_steps=steps)
+        found = torch.zeros(shape).add_(orthogonalize(matrix, KELLER, steps), alpha=scale)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_norm_below_eps_is_taken_as_eps(batched):
     stack = gaussian(2, 6, 9) * 1e-5
-    expected = []
-    for matrix in stack:
-        param = torch.nn.Parameter(torch.zeros(6, 9))
-        param.grad = matrix.clone()
-        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, eps=10.0).step()
-        expected.append(-param.detach())
+    expected = torch.stack([torchs(matrix, eps=10.0)[0] for matrix in stack])
     found = stack.bfloat16()
     orthogonalize_(found, Recipe(resolve("keller"), eps=10.0, batched=batched), Scratch(stack.device))
-    torch.testing.assert_close(found.float(), torch.stack(expected), rtol=0, atol=1e-5 if batched else 0)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-5 if batched else 0)
     assert 1e-4 < float(torch.linalg.matrix_norm(found.float(), 2).max()) < 0.1
 
 
@@ -187,14 +185,8 @@ def test_only_the_bad_matrix_of_a_batch_falls_back():
 
 def test_empty_matrices_are_nothing_to_do():
     for shape in [(0, 4, 6), (2, 0, 6), (2, 4, 0)]:
-        assert (
-            orthogonalize_(
-                torch.empty(shape, dtype=torch.bfloat16),
-                Recipe(resolve("keller")),
-                Scratch(torch.device("cpu")),
-            )
-            == 0
-        )
+        empty = torch.empty(shape, dtype=torch.bfloat16)
+        assert orthogonalize_(empty, Recipe(resolve("keller")), Scratch(empty.device)) == 0
 
 
 def test_what_is_no_matrix_is_refused():
@@ -222,12 +214,8 @@ def test_on_a_gpu_the_result_is_as_near_the_polar_factor(method):
 def test_on_a_gpu_a_matrix_gets_the_bits_of_torch_muon_and_batches_agree():
     stack = gaussian(5, 96, 160).cuda()
     for matrix in (stack[0], stack[0].T.contiguous()):
-        param = torch.nn.Parameter(torch.zeros_like(matrix))
-        param.grad = matrix
-        torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False).step()
-        scale = math.sqrt(max(1, matrix.size(0) / matrix.size(1)))
-        found = torch.zeros_like(matrix).add_(orthogonalize(matrix), alpha=-scale)
-        assert torch.equal(found, param.detach())
+        expected, scale = torchs(matrix)
+        assert torch.equal(torch.zeros_like(matrix).add_(orthogonalize(matrix), alpha=scale), expected)
     for together, matrix in zip(orthogonalize(stack), stack, strict=True):
         torch.testing.assert_close(together, orthogonalize(matrix), atol=2e-2, rtol=0)
 

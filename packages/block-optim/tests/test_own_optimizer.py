@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from readme_examples import run_examples
-from runs import Run, same, tensors
+from runs import Mix, Run, same
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon, Shampoo, local_of
+from block_optim import AdamW, AdamW8bit, BlockOptimizer, Muon, Shampoo, local_of
 from layout_planner import Elements, Rows, Whole
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
@@ -32,18 +32,17 @@ def trained(layout="plain"):
 
 
 def test_it_computes_what_its_paper_says():
-    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
-    weights, momenta = tensors(SHAPES, 0), [torch.zeros(s) for s in SHAPES]
-    optimizer = lion()(params, lr=0.1, weight_decay=0.1)
+    run = Run(lion(), shapes=SHAPES, lr=0.1, weight_decay=0.1)
+    weights, momenta = [p.detach().clone() for p in run.params], [torch.zeros(s) for s in SHAPES]
     for step in range(3):
-        given(params, step)
-        optimizer.step()
-        for w, m, grad in zip(weights, momenta, tensors(SHAPES, step), strict=True):
-            w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * grad).sign())
-            m.mul_(0.99).add_(grad, alpha=0.01)
-    for w, m, p in zip(weights, momenta, params, strict=True):
+        run.step(step)
+        for w, m, p in zip(weights, momenta, run.params, strict=True):
+            assert p.grad is not None
+            w.mul_(1 - 0.1 * 0.1).sub_(0.1 * (0.9 * m + 0.1 * p.grad).sign())
+            m.mul_(0.99).add_(p.grad, alpha=0.01)
+    for w, m, p in zip(weights, momenta, run.params, strict=True):
         torch.testing.assert_close(p.detach(), w)
-        torch.testing.assert_close(optimizer.state[p]["exp_avg"], m)
+        torch.testing.assert_close(run.optimizer.state[p]["exp_avg"], m)
 
 
 def in_every_layout(expected):
@@ -56,51 +55,35 @@ def test_in_every_layout_it_gives_the_bits_of_one_process(world_size):
     run_ranks(world_size, in_every_layout, trained())
 
 
-def given(params, seed):
-    for p, grad in zip(params, tensors([p.shape for p in params], seed), strict=True):
-        p.grad = grad
-
-
 def test_its_state_is_saved_loaded_and_copied_and_bad_gradients_skip_its_step():
-    kind = lion()
-    params = [torch.nn.Parameter(t) for t in tensors(SHAPES, 0)]
-    optimizer = kind(params, lr=0.1)
-    given(params, 1)
-    optimizer.step()
-    twins, copied = copy.deepcopy((params, optimizer))
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    loaded = kind(others, lr=0.5)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for some, one in ((params, optimizer), (twins, copied), (others, loaded)):
-        given(some, 2)
-        some[1].grad = torch.full_like(some[1], float("nan"))
-        one.step()
-        assert one.skipped_steps == 1
-        given(some, 3)
-        one.step()
-        assert all(torch.equal(a, b) for a, b in zip(some, params, strict=True))
+    run, loaded = Run(lion(), shapes=SHAPES, lr=0.1).steps(0, 1), Run(lion(), shapes=SHAPES, lr=0.5)
+    copied = copy.deepcopy(run)
+    loaded.module.load_state_dict(run.module.state_dict())
+    loaded.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    for each in (run, copied, loaded):
+        each.give(2)
+        each.params[1].grad.fill_(torch.nan)
+        each.optimizer.step()
+        assert each.optimizer.skipped_steps == 1
+        same(each.steps(3, 4).result(), run.result())
 
 
 def test_mixed_takes_it_next_to_others_and_names_it_in_state_dicts():
     kind = lion()
-    params = [torch.nn.Parameter(t) for t in tensors(((6, 4), (5,)), 0)]
-    alone = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    mixed = Mixed(
-        [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": kind, "lr": 0.1}]
+    run, alone = (
+        Run(Mix(("muon", {}), (kind, {"lr": 0.1})), shapes=SHAPES[::2]),
+        Run(Muon, shapes=SHAPES[::2]),
     )
-    apart = [Muon(alone[:1]), kind(alone[1:], lr=0.1)]
+    apart = [Muon(alone.params[:1], lr=0.1), kind(alone.params[1:], lr=0.1)]
     for step in range(2):
-        for some, optimizers in ((params, [mixed]), (alone, apart)):
-            given(some, step)
-            for optimizer in optimizers:
-                optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, alone, strict=True))
-    assert [g["algorithm"] for g in mixed.state_dict()["param_groups"]] == ["muon", "Lion"]
-    twins, copied = copy.deepcopy((params, mixed))
-    for some, optimizer in ((params, mixed), (twins, copied)):
-        given(some, 7)
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, twins, strict=True))
+        run.step(step)
+        alone.give(step)
+        for optimizer in apart:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(run.params, alone.params, strict=True))
+    assert [g["algorithm"] for g in run.optimizer.state_dict()["param_groups"]] == ["muon", "Lion"]
+    copied = copy.deepcopy(run)
+    same(copied.steps(7, 8).result(), run.steps(7, 8).result())
 
 
 def test_it_may_say_which_blocks_must_be_whole():

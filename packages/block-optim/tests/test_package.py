@@ -1,4 +1,4 @@
-"""The package's names, versions and imports; examples of README and guide."""
+"""The package's names, versions and imports, and its example."""
 
 import ast
 import re
@@ -52,3 +52,23 @@ def test_muon_trains_on_torchs_fully_shard():
     assert all(float(last) < float(first) - 2 for first, last in losses)
     assert "muon: 8 tensors" in done.stdout
     assert len((EXAMPLES / "muon_fsdp2.py").read_text().splitlines()) <= 60
+
+
+ONE_DEVICE = """
+import sys, torch
+weight = torch.nn.Parameter(torch.ones(4, 4))
+weight.grad = torch.ones(4, 4)
+torch.optim.Muon([weight]).step()
+torch.optim.AdamW([weight]).step()
+known = set(sys.modules)
+from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo
+for kind in (AdamW, AdamW8bit, Muon, Shampoo, SOAP):
+    kind([weight], lr=0.1).step()
+assert not torch.distributed.is_initialized()
+print(sorted(name for name in set(sys.modules) - known if name.startswith("torch.distributed")))
+"""
+
+
+def test_a_step_on_one_device_imports_nothing_of_torch_distributed_that_torchs_own_does_not():
+    done = subprocess.run([sys.executable, "-c", ONE_DEVICE], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

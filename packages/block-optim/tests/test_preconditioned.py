@@ -1,11 +1,11 @@
 """What Shampoo and SOAP have in common, in one process."""
 
-import copy
 import math
 
 import pytest
 import torch
-from shampoo_helpers import gradients, parameter, small, train
+from runs import small
+from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
 from block_optim.shampoo import batches, root_jobs
@@ -91,18 +91,6 @@ def test_what_fails_keeps_the_last_good_one_and_says_so(kind, kept, caplog):
 
 
 @KINDS
-def test_a_gradient_that_is_not_finite_skips_the_step(kind):
-    param = parameter((6, 4))
-    optimizer = kind([param], precondition_frequency=1)
-    train([param], [gradients((6, 4), 2)], optimizer)
-    before = {k: v.clone() for k, v in optimizer.state[param].items()} | {"weight": param.detach().clone()}
-    train([param], [[torch.full((6, 4), math.nan)]], optimizer)
-    after = optimizer.state[param] | {"weight": param.detach()}
-    assert all(torch.equal(before[k], after[k]) for k in before)
-    assert optimizer.skipped_steps == 1
-
-
-@KINDS
 def test_a_parameter_without_gradient_stays_with_its_state(kind):
     params, alone = [parameter((6, 4)), parameter((6, 4), 8)], parameter((6, 4), 8)
     optimizer = kind(params, precondition_frequency=1)
@@ -137,50 +125,6 @@ def test_packing_changes_no_bit(kind):
         train([param], [gradients((9, 6))], kind([param], **small(packed=packed)))
         results.append(param.detach())
     assert torch.equal(*results)
-
-
-@KINDS
-def test_a_tensor_lr_and_a_scheduler_are_obeyed(kind):
-    grads, params = gradients((6, 4), 4), [parameter((6, 4)) for _ in range(3)]
-    for param, lr, gamma in zip(params, (0.1, torch.tensor(0.1), 0.1), (1.0, 1.0, 0.0), strict=True):
-        optimizer = kind([param], lr=lr, **small())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=gamma)
-        for grad in grads:
-            train([param], [[grad]], optimizer)
-            scheduler.step()
-    torch.testing.assert_close(params[0], params[1])
-    halfway = parameter((6, 4))
-    train([halfway], [grads[:2]], kind([halfway], lr=0.1, **small()))
-    assert torch.equal(params[2].detach(), halfway.detach())
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("kind", "extra"), [(Shampoo, {"momentum": 0.9}), (SOAP, {})])
-def test_a_run_continues_with_the_same_bits_from_a_state_dict(kind, extra, overlap):
-    grads, param = gradients((9, 6)), parameter((9, 6))
-    options = small(precondition_frequency=3, overlap=overlap, **extra)
-    optimizer = kind([param], **options)
-    train([param], [grads[:8]], optimizer)
-    again = torch.nn.Parameter(param.detach().clone())
-    resumed = kind([again], **options)
-    # Something to be overwritten, and perhaps under way.
-    train([again], [gradients((9, 6), 5, seed=9)], resumed)
-    again.data.copy_(param.detach())
-    resumed.load_state_dict(optimizer.state_dict())
-    train([param], [grads[8:]], optimizer)
-    train([again], [grads[8:]], resumed)
-    assert torch.equal(param.detach(), again.detach())
-
-
-@KINDS
-def test_a_deep_copy_goes_on_alike_even_while_a_refresh_is_under_way(kind):
-    grads, param = gradients((9, 6), 12), parameter((9, 6))
-    optimizer = kind([param], **small(precondition_frequency=3, stagger=False, overlap=True))
-    train([param], [grads[:7]], optimizer)  # the sixth and seventh step have set roots and bases going
-    twin, other = copy.deepcopy((param, optimizer))
-    train([param], [grads[7:]], optimizer)
-    train([twin], [grads[7:]], other)
-    assert torch.equal(param, twin)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,14 @@
 import copy
-import logging
-import math
-import random
 import tempfile
 from typing import Any
 
 import pytest
 import torch
 from routing_helpers import Model, full_gradients, make_model
-from runs import full, placed, world_mesh
+from runs import KINDS, NARROW, SHAPES, Mix, Run, small
 from torch import nn
 
 from block_optim import (
-    SOAP,
     AdamW,
     AdamW8bit,
     Mixed,
@@ -22,9 +18,9 @@ from block_optim import (
     block_policy_for,
     mixed_optimizer_for,
 )
+from block_optim.routing.mixed import ALGORITHMS
 from block_optim.routing.routes import routes_of
 from layout_planner import Tile, Whole
-from ragged_shard.testing import record_collectives, run_ranks
 
 
 def routed(model, **options):
@@ -209,39 +205,27 @@ def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True, "stagger": False}])
-def test_mixed_takes_shampoo_and_soap_and_does_what_they_do_alone(options):
-    options = {"precondition_frequency": 2, "max_preconditioner_dim": 8, **options}
-    model = make_model()
-    twin = copy.deepcopy(model)
-    names = {"shampoo": ("blocks.0.up.weight", "conv.weight"), "soap": ("blocks.1.up.weight", "final.bias")}
-    both = [dict(m.named_parameters()) for m in (model, twin)]
-    groups = [
-        {"params": [(n, both[0][n]) for n in chosen], "algorithm": kind, **options}
-        for kind, chosen in names.items()
-    ]
-    mixed = Mixed([*groups, {"params": [("tok.weight", model.tok.weight)], "algorithm": "adamw"}], lr=0.02)
-    alone = [
-        Shampoo([(n, both[1][n]) for n in names["shampoo"]], lr=0.02, **options),
-        SOAP([(n, both[1][n]) for n in names["soap"]], lr=0.02, **options),
-        AdamW([twin.tok.weight], lr=0.02),
-    ]
-    for step in range(4):
-        give(model, step)
-        give(twin, step)
-        mixed.step()
+@pytest.mark.parametrize(
+    "case", ["Mixed", "Mixed 8-bit", *(f"Mixed, {narrow}" for narrow in NARROW), "Mixed beside"]
+)
+def test_mixed_takes_every_algorithm_and_does_what_each_does_alone(case):
+    name, _, narrow = case.partition(", ")
+    beside = small(overlap=True, stagger=False)
+    mix = Mix(("shampoo", beside), ("soap", beside), ("adamw", {})) if "beside" in name else KINDS[name][0]
+    options = {"shapes": SHAPES * 2, "lr": 0.1, **NARROW.get(narrow, {})}
+    mixed, twin = Run(mix, **options), Run(AdamW, **options)
+    own = {key: value for key, value in options.items() if key not in ("shapes", "dtype")}
+    groups = mix.groups(list(twin.module.named_parameters()), **own)
+    alone = [ALGORITHMS[g.pop("algorithm")](g.pop("params"), **g) for g in groups]
+    for number in range(5):
+        mixed.step(number)
+        twin.give(number)
         for optimizer in alone:
             optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    # A refresh may be under way: saving and copying complete it.
-    saved = mixed.state_dict()["state"]
-    roots = alone[0].state_dict()["state"][0]["root_rows"]
-    assert torch.equal(saved[0]["root_rows"], roots)
-    clone, copied = copy.deepcopy((model, mixed))
-    for some, optimizer in ((model, mixed), (clone, copied)):
-        give(some, 5)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), clone.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(mixed.params, twin.params, strict=True))
+    saved = mixed.optimizer.state_dict()["state"]  # completes a refresh that may be under way
+    for i, state in alone[0].state_dict()["state"].items():
+        assert all(torch.equal(saved[i][key], value) for key, value in state.items())
 
 
 def test_options_of_a_whole_algorithm_hold_for_all_its_groups():
@@ -299,9 +283,9 @@ def test_one_scheduler_drives_all_groups_and_one_state_dict_holds_all_states():
     }
 
 
-def test_saved_and_loaded_it_goes_on_to_the_bit():
+def test_saved_and_loaded_it_goes_on_to_the_bit_with_the_options_that_were_saved():
     model = make_model()
-    optimizer = routed(model)
+    optimizer = routed(model, muon={"ns_coefficients": "quintic"})
     for step in range(2):
         give(model, step)
         optimizer.step()
@@ -321,22 +305,6 @@ def test_saved_and_loaded_it_goes_on_to_the_bit():
     assert copied.routes == optimizer.routes
 
 
-def test_options_that_come_with_a_state_dict_are_used_from_then_on():
-    model = make_model()
-    optimizer = routed(model, muon={"ns_coefficients": "quintic"})
-    twin = copy.deepcopy(model)
-    other = routed(twin)
-    for some, o in ((model, optimizer), (twin, other)):
-        give(some, 0)
-        o.step()
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for some, o in ((model, optimizer), (twin, other)):
-        give(some, 1)
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
 def test_a_state_dict_of_other_algorithms_is_refused():
     saved = routed(make_model()).state_dict()
     saved["param_groups"][0]["algorithm"] = "adamw8bit"
@@ -344,74 +312,19 @@ def test_a_state_dict_of_other_algorithms_is_refused():
         routed(make_model()).load_state_dict(saved)
 
 
-def test_a_non_finite_gradient_of_one_algorithm_skips_all(caplog):
-    model = make_model()
-    optimizer = routed(model)
-    before = copy.deepcopy(model)
-    give(model, 0)
-    model.final.bias.grad[0] = math.nan
-    with caplog.at_level(logging.WARNING):
-        optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert "final.bias" in caplog.text
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
-
-
 def test_a_group_without_an_algorithm_is_refused_by_name():
     with pytest.raises(ValueError, match=r"first: w\) has algorithm=None: expected one of muon"):
         Mixed([{"params": [("w", nn.Parameter(torch.zeros(2, 2)))]}])
 
 
+def test_mixed_says_where_its_block_policy_is_to_be_had():
+    with pytest.raises(TypeError, match="use block_policy_for"):
+        Mixed.block_policy()
+
+
 def test_a_model_without_anything_to_train_is_refused():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         routed(nn.ReLU())
-
-
-def sharded(layout):
-    """The model with each parameter in a layout of its own; and the gradients of a step in the same ones."""
-    mesh, model = world_mesh(), make_model(dim=16)
-    seeds = {n: i for i, (n, _) in enumerate(model.named_parameters())}
-
-    def put(name, value):
-        kind = layout if value.ndim > 1 else "shard"
-        return placed(value.detach(), mesh, kind, random.Random(f"{name} {seeds[name]}"))
-
-    reference = make_model(dim=16)
-    for name, p in list(model.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(put(name, p)))
-
-    def gradients(step):
-        _, grads = full_gradients(reference, step)
-        for (name, p), g in zip(model.named_parameters(), grads, strict=True):
-            p.grad = put(name, g)
-
-    return model, gradients
-
-
-def trained_apart(layout):
-    model, gradients = sharded(layout)
-    optimizer = routed(model, lr=0.02)
-    for step in range(2):
-        gradients(step)
-        with record_collectives() as record:
-            optimizer.step()
-    return [full(p.detach()) for p in model.parameters()], sum(k == "all_reduce" for k in record.kinds)
-
-
-@pytest.mark.parametrize("layout", ["elements", "shard"])
-def test_sharded_it_gives_the_bits_of_one_process_and_asks_once_about_bad_numbers(layout):
-    reference, twin = make_model(dim=16), make_model(dim=16)
-    optimizer = routed(twin, lr=0.02)
-    for step in range(2):
-        _, grads = full_gradients(reference, step)
-        for p, g in zip(twin.parameters(), grads, strict=True):
-            p.grad = g
-        optimizer.step()
-    for found, asked in run_ranks(3, trained_apart, layout):
-        assert asked == 2  # finite? and, of the exchanged matrices, which have a gradient
-        for a, b in zip(found, twin.parameters(), strict=True):
-            assert torch.equal(a, b.detach())
 
 
 def test_a_recipe_is_the_policy_and_the_optimizer_with_the_same_options():

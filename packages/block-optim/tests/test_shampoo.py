@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from shampoo_helpers import gradients, numbered_blocks, parameter, small, train
+from runs import small
+from shampoo_helpers import close, gradients, numbered_blocks, parameter, train
 from shampoo_reference import MomentumRule, ShampooBlock, blocks_of
 
 from block_optim import Shampoo
@@ -27,106 +28,63 @@ def reference(weight, grads, max_dim, rule, stagger=False, **options):
     return weight
 
 
-def close(found, wanted, tolerance=2e-4):
-    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "grafting": "adam"}
+# A shape, the largest block, frequency, first step, ridge, options of both, the rule's, Shampoo's.
+DENSE: dict[str, tuple[Any, ...]] = {
+    **{
+        f"{grafting}, {betas}": ((10, 7), 4, 3, 5, 1e-4, {"betas": betas, "grafting": grafting}, {}, {})
+        for grafting in ("none", "rmsprop", "adam")
+        for betas in ((0.9, 0.95), (0.8, 1.0))
+    },
+    **{
+        method: ((9, 6), 16, 2, 2, 1e-3, {"betas": (0.9, 0.9), "grafting": "adam"}, {}, {"root_method": method})
+        for method in ("eigh", "newton")
+    },
+    **{
+        f"kl, {n}": ((6, 9), 16, n, 3, 1e-3, {"betas": (0.9, 0.9), "grafting": "none", "kl": True}, {}, {})
+        for n in (1, 3)
+    },
+    "momentum": ((6, 5), 8, 1, 1, 1e-4, ADAM, {"weight_decay": 0.1, "momentum": 0.9}, {}),
+    "nesterov": ((6, 5), 8, 1, 1, 1e-4, ADAM, {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}, {}),
+    "dampening": (
+        (6, 5), 8, 1, 1, 1e-4, ADAM,
+        {"weight_decay": 0.1, "momentum": 0.8, "dampening": 0.3, "nesterov": True}, {},
+    ),
+    "exponent": ((6, 5), 8, 1, 1, 1e-4, {**ADAM, "grafting": "none", "exponent": 0.5}, {}, {}),
+    **{
+        f"staggered from {start}": (
+            (12, 8), 4, 4, start, 1e-4, {"betas": (0.9, 0.95), "grafting": "rmsprop"}, {}, {"stagger": True},
+        )
+        for start in (3, 8)
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("grafting", ["none", "rmsprop", "adam"])
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 1.0)])
-def test_matches_the_dense_reference_for_every_grafting_and_accumulation(grafting, betas):
-    grads, param = gradients((10, 7)), parameter((10, 7))
-    options: dict[str, Any] = {"betas": betas, "eps": 1e-8, "grafting": grafting}
-    expected = reference(
-        param.detach(), grads, 4, MomentumRule(0.05), frequency=3, start=5, epsilon=1e-4, **options
-    )
+@pytest.mark.parametrize("case", DENSE)
+def test_it_matches_the_dense_reference(case):
+    shape, max_dim, frequency, start, epsilon, options, rule, more = DENSE[case]
+    grads, param = gradients(shape), parameter(shape)
+    turns: dict[str, Any] = {
+        "frequency": frequency,
+        "start": start,
+        "epsilon": epsilon,
+        "eps": 1e-8,
+        **options,
+    }
+    stagger = "stagger" in more
+
+    def expected(stagger):
+        return reference(param.detach(), grads, max_dim, MomentumRule(0.05, **rule), stagger, **turns)
+
+    wanted, others = expected(stagger), expected(False)
     optimizer = Shampoo(
-        [param], lr=0.05, max_preconditioner_dim=4, precondition_frequency=3, start_preconditioning_step=5,
-        stagger=False, root_epsilon=1e-4, **options,
+        [param], lr=0.05, max_preconditioner_dim=max_dim, precondition_frequency=frequency,
+        start_preconditioning_step=start, root_epsilon=epsilon, **{"stagger": False, **options, **rule, **more},
     )  # fmt: skip
     train([param], [grads], optimizer)
-    close(param.detach(), expected)
-
-
-@pytest.mark.parametrize("method", ["eigh", "newton"])
-def test_every_root_method_gives_the_same_run(method):
-    grads, param = gradients((9, 6)), parameter((9, 6))
-    expected = reference(
-        param.detach(), grads, 16, MomentumRule(0.05),
-        frequency=2, start=2, epsilon=1e-3, betas=(0.9, 0.9), eps=1e-8, grafting="adam",
-    )  # fmt: skip
-    optimizer = Shampoo(
-        [param], lr=0.05, betas=(0.9, 0.9), precondition_frequency=2, stagger=False, root_method=method,
-        root_epsilon=1e-3,
-    )  # fmt: skip
-    train([param], [grads], optimizer)
-    close(param.detach(), expected)
-
-
-@pytest.mark.parametrize("frequency", [1, 3])
-def test_kl_shampoo_matches_the_dense_reference(frequency):
-    grads, param = gradients((6, 9)), parameter((6, 9))
-    expected = reference(
-        param.detach(), grads, 16, MomentumRule(0.02),
-        frequency=frequency, start=3, epsilon=1e-3, betas=(0.9, 0.9), eps=1e-8, grafting="none", kl=True,
-    )  # fmt: skip
-    optimizer = Shampoo(
-        [param], lr=0.02, betas=(0.9, 0.9), kl=True, precondition_frequency=frequency, stagger=False,
-        start_preconditioning_step=3, root_epsilon=1e-3,
-    )  # fmt: skip
-    train([param], [grads], optimizer)
-    close(param.detach(), expected)
-
-
-@pytest.mark.parametrize("start", [3, 8])
-def test_staggered_blocks_follow_the_reference_each_in_its_own_turn(start):
-    grads, param = gradients((12, 8)), parameter((12, 8))
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "grafting": "rmsprop"}
-    rule = {"frequency": 4, "start": start, "epsilon": 1e-4}
-    expected = reference(param.detach(), grads, 4, MomentumRule(0.05), stagger=True, **rule, **options)
-    together = reference(param.detach(), grads, 4, MomentumRule(0.05), **rule, **options)
-    optimizer = Shampoo(
-        [param], lr=0.05, max_preconditioner_dim=4, precondition_frequency=4, start_preconditioning_step=start,
-        root_epsilon=1e-4, **options,
-    )  # fmt: skip
-    train([param], [grads], optimizer)
-    close(param.detach(), expected)
-    assert float((expected - together).norm()) > 1e-3  # the test would see blocks that all turn at once
-
-
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "nesterov"), [(0.9, 0.0, False), (0.9, 0.0, True), (0.8, 0.3, True)]
-)
-def test_momentum_and_weight_decay_as_in_the_reference_implementation(momentum, dampening, nesterov):
-    grads, param = gradients((6, 5)), parameter((6, 5))
-    rule = {"weight_decay": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    expected = reference(
-        param.detach(), grads, 8, MomentumRule(0.03, **rule),
-        frequency=1, start=1, epsilon=1e-4, betas=(0.9, 0.95), eps=1e-8, grafting="adam",
-    )  # fmt: skip
-    optimizer = Shampoo(
-        [param], lr=0.03, betas=(0.9, 0.95), precondition_frequency=1, root_epsilon=1e-4, **rule
-    )
-    train([param], [grads], optimizer)
-    close(param.detach(), expected)
-
-
-def test_the_exponent_can_be_chosen():
-    grads, param = gradients((6, 5)), parameter((6, 5))
-    expected = reference(
-        param.detach(), grads, 8, MomentumRule(0.03),
-        frequency=1, start=1, epsilon=1e-4, betas=(0.9, 0.95), eps=1e-8, grafting="none", exponent=0.5,
-    )  # fmt: skip
-    optimizer = Shampoo(
-        [param],
-        lr=0.03,
-        betas=(0.9, 0.95),
-        grafting="none",
-        exponent=0.5,
-        precondition_frequency=1,
-        root_epsilon=1e-4,
-    )
-    train([param], [grads], optimizer)
-    close(param.detach(), expected)
+    close(param.detach(), wanted)
+    # The test would see blocks that all turn at once.
+    assert not stagger or float((wanted - others).norm()) > 1e-3
 
 
 def test_vectors_and_single_rows_take_the_grafting_methods_step():
@@ -203,17 +161,6 @@ def test_factors_may_be_kept_in_bfloat16():
     train([param], [grads], optimizer)
     train([twin], [grads], Shampoo([twin], **options))
     close(param.detach(), twin.detach().double(), 0.02)
-
-
-def test_bfloat16_parameters_are_updated_in_fp32():
-    grads = gradients((8, 8))
-    param = torch.nn.Parameter(parameter((8, 8)).detach().bfloat16())
-    optimizer = Shampoo([param], lr=0.05, precondition_frequency=2, momentum=0.9, weight_decay=0.1)
-    assert all(v.dtype == torch.float32 for v in optimizer.state[param].values())
-    before = param.detach().clone()
-    train([param], [[g.bfloat16() for g in grads]], optimizer)
-    assert param.dtype == torch.bfloat16
-    assert not torch.equal(param.detach(), before)
 
 
 def test_groups_have_options_of_their_own():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from shampoo_helpers import numbered_blocks, parameter, train
+from shampoo_helpers import close, numbered_blocks, parameter, train
 from shampoo_reference import SoapMatrix, blocks_of
 
 from block_optim import SOAP
@@ -54,10 +54,6 @@ def bases_of(state, shape, max_dim):
     lefts = state["basis_rows"].double().split([r * r for r, _ in sizes])
     rights = state["basis_cols"].double().split([c * c for _, c in sizes])
     return [(a.view(r, r), b.view(c, c)) for a, b, (r, c) in zip(lefts, rights, sizes, strict=True)]
-
-
-def close(found, wanted, tolerance=5e-4):
-    assert float((found.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (10, 7), (4, 9)])

@@ -6,27 +6,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import full, same
+from runs import BF16, put, run_of, same, world_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim import SOAP, AdamW, AdamW8bit, Mixed, Muon, Shampoo, qk_clip_
+from block_optim import qk_clip_
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
-from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Muon": (Muon, {}),
-    "Muon in buckets": (
-        Muon,
-        {"cautious_weight_decay": True, "nesterov": False, "bucket_bytes": 300, "matrices": "heads:1"},
-    ),
-    "Muon, bf16": (Muon, {"momentum_dtype": torch.float32, "dtype": torch.bfloat16}),
-    "Shampoo": (Shampoo, {"max_preconditioner_dim": 4}),
-    "SOAP": (SOAP, {"max_preconditioner_dim": 4}),
-    "AdamW": (AdamW, {}),
-    "Mixed": (Mixed, {}),
+CASES: dict[str, dict[str, Any]] = {
+    "Muon": {},
+    "Muon buckets": {"cautious_weight_decay": True, "matrices": "heads:1"},
+    "Muon gram": {"momentum_dtype": torch.float32, "dtype": BF16},
+    "Shampoo": {},
+    "SOAP": {},
+    "AdamW": {},
+    "Mixed": {},
 }
 
 
@@ -55,55 +51,27 @@ def layouts(dp, tp):
     }
 
 
-class Pair:
-    """A parameter in a layout and its plain twin, each with an optimizer."""
+def pair(case, shape, placements, mesh_shape=(2, 2), **options):
+    """Runs of one parameter: with these placements on the last axes, and plain."""
 
-    def __init__(self, kind, mesh, shape, placements, dtype=torch.float32, **options):
-        self.shape, self.mesh, self.dtype = shape, mesh, dtype
-        self.placements = [Replicate()] * (mesh.ndim - 2) + list(placements)
-        self.generator = torch.Generator().manual_seed(0)
-        weight = self.random()
-        self.plain = torch.nn.Parameter(weight.clone())
-        self.param = torch.nn.Parameter(self.put(weight))
-        groups: list[Any] = [[("w", self.plain)], [("w", self.param)]]
-        if kind is Mixed:
-            groups = [[{"params": named, "algorithm": "muon"}] for named in groups]
-        self.theirs, self.ours = (kind(group, lr=0.02, **options) for group in groups)
+    def layout(mesh, ndim):
+        return [Replicate()] * (mesh.ndim - 2) + list(placements)
 
-    def random(self):
-        return torch.randn(self.shape, generator=self.generator).to(self.dtype)
-
-    def put(self, value):
-        make = distribute_tensor if self.has_ragged else torch_distribute
-        return make(value, self.mesh, self.placements, src_data_rank=None)
-
-    @property
-    def has_ragged(self):
-        return any(isinstance(p, RaggedShard) for p in self.placements)
-
-    def step(self):
-        grad = self.random()
-        self.plain.grad, self.param.grad = grad.clone(), self.put(grad)
-        self.theirs.step()
-        self.ours.step()
-
-    def check(self):
-        found = {"w": full(self.param.detach())}
-        wanted = {"w": self.plain.detach()}
-        for key, value in self.theirs.state[self.plain].items():
-            wanted[key], found[key] = value, full(self.ours.state[self.param][key])
-        same(found, wanted)
+    options = {"shapes": (shape,), "lr": 0.02, **options}
+    return run_of(case, layout, mesh_shape, **options), run_of(case, **options)
 
 
-def every_layout(mesh_shape, names):
-    mesh = rank_mesh(*mesh_shape, names=("replicate", "dp", "tp")[-len(mesh_shape) :])
-    for name in names:
-        kind, options = KINDS[name]
+def equal(case, *layout, **options):
+    """Assert that two steps give the bits of one process; returns the optimizer."""
+    ours, theirs = pair(case, *layout, **options)
+    same(ours.steps(0, 2).result(), theirs.steps(0, 2).result())
+    return ours.optimizer
+
+
+def every_layout(mesh_shape):
+    for case, options in CASES.items():
         for shape, placements in layouts(*mesh_shape[-2:]).values():
-            pair = Pair(kind, mesh, shape, placements, **options)
-            for _ in range(2):
-                pair.step()
-            pair.check()
+            equal(case, shape, placements, mesh_shape, **options)
 
 
 _LONG = [pytest.param(shape, marks=pytest.mark.long) for shape in ((1, 4), (1, 3), (3, 1))]
@@ -111,22 +79,27 @@ _LONG = [pytest.param(shape, marks=pytest.mark.long) for shape in ((1, 4), (1, 3
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2), *_LONG])
 def test_every_optimizer_gives_the_bits_of_one_process_under_tensor_parallelism(mesh_shape):
-    run_ranks(math.prod(mesh_shape), every_layout, mesh_shape, list(KINDS), timeout=200)
+    run_ranks(math.prod(mesh_shape), every_layout, mesh_shape, timeout=200)
 
 
-def counted(placements, shape, units_of_mesh):
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    pair = Pair(Muon, mesh, shape, placements, skip_nonfinite=False, **units_of_mesh)
-    pair.step()
+def counted(case, shape, placements, options):
+    """Collectives of the second step, and the run."""
+    run, _ = pair(case, shape, placements, skip_nonfinite=False, **options)
+    run.steps(0, 1).give(1)
     with record_collectives() as record:
-        pair.ours.step()
-    (assignment,) = pair.ours.assignment.domains
+        run.optimizer.step()
+    return record, run
+
+
+def sent_by_muon(shape, placements, options):
+    record, run = counted("Muon", shape, placements, options)
+    (assignment,) = run.optimizer.assignment.domains
     return list(record.kinds), sum(e.bytes_sent for e in record.events if e.kind == "all_to_all"), assignment
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
-    found = run_ranks(4, counted, cut(2, (0,), [3, 1], dim), (24, 12), {})
+    found = run_ranks(4, sent_by_muon, (24, 12), cut(2, (0,), [3, 1], dim), {})
     for kinds, _, assignment in found:
         assert kinds == [
             "all_reduce",
@@ -141,28 +114,18 @@ def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
 
 
 def test_heads_that_tensor_parallelism_leaves_whole_are_exchanged_along_the_data_axis_only():
-    for kinds, _, assignment in run_ranks(
-        4, counted, cut(2, (0, 1), [5, 3], 0), (24, 16), {"matrices": "heads:4"}
-    ):
+    placements = cut(2, (0, 1), [5, 3], 0)
+    for kinds, _, assignment in run_ranks(4, sent_by_muon, (24, 16), placements, {"matrices": "heads:4"}):
         assert assignment.num_ranks == 2
         assert len(assignment.matrices) == 2  # of this rank's half
         assert kinds == ["all_reduce", "all_to_all", "all_to_all"]
 
 
 def strips(dim):
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    options = {"max_preconditioner_dim": 6, "skip_nonfinite": False}
-    pair = Pair(Shampoo, mesh, (24, 12), cut(2, (0,), [1, 1], dim), **options)
-    pair.step()
-    with record_collectives() as record:
-        pair.ours.step()
-    state = pair.ours.state[pair.param]
-    return (
-        list(record.kinds),
-        record.bytes_sent,
-        pair.ours.bytes_per_step,
-        state["exp_avg"].to_local().numel(),
-    )
+    options = {"max_preconditioner_dim": 6}
+    record, run = counted("Shampoo", (24, 12), cut(2, (0,), [1, 1], dim), options)
+    numel = run.optimizer.state[run.params[0]]["exp_avg"].to_local().numel()
+    return list(record.kinds), record.bytes_sent, run.optimizer.bytes_per_step, numel
 
 
 def test_strips_that_lie_whole_on_a_rank_stay_and_cut_ones_are_shared_evenly():
@@ -177,77 +140,69 @@ def test_strips_that_lie_whole_on_a_rank_stay_and_cut_ones_are_shared_evenly():
 
 @on_ranks(4)
 def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves():
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    cases = [
+    for block, shape, placements in (
         (Tile(4, 4), (24, 16), cut(2, (0,), [2, 1], 0)),
         (Tile(4, 4), (24, 16), cut(2, (0,), [2, 1], 1)),
         (Tile(4, 8), (24, 16), cut(2, (0, 1), [5, 1], 1)),
         (Elements(8), (24, 16), cut(2, (0, 1), [5, 3], 0)),
         (Tile(4, 4), (3, 16, 8), cut(2, (0,), [2, 1], 2)),
-    ]
-    for block, shape, placements in cases:
-        pair = Pair(AdamW8bit, mesh, shape, placements, block=block, min_8bit_numel=1)
-        assert pair.ours.state[pair.param]["exp_avg"].dtype == torch.uint8
-        for _ in range(2):
-            pair.step()
-        pair.check()
+        # Experts: the stack is cut, and between bands inside each part.
+        (Tile(4, 16), (4, 16, 32), [Shard(0), RaggedShard((0, 1), (3, 5))]),
+        (Elements(128), (4, 16, 32), [Shard(0), RaggedShard((0, 1), (3, 5))]),
+    ):
+        (state,) = equal("AdamW8bit", shape, placements, block=block).state.values()
+        assert state["exp_avg"].dtype == torch.uint8
+
+
+@on_ranks(4)
+def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
+    """Experts over one axis, each expert's matrices cut over the other; ragged and even, either axis first."""
+    for placements in (
+        [Shard(0), RaggedShard((0, 1, 2), (1, 5))],
+        [Shard(0), Shard(0)],
+        [StridedRaggedShard((0, 1), (3, 1), split_factor=2), Shard(0)],
+    ):
+        assert len(equal("Muon", (6, 8, 5), placements).assignment.domains[0].matrices) == 3
 
 
 @on_ranks(4)
 def test_what_tensor_parallelism_cuts_through_is_refused_on_every_rank_by_name():
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    found = []
-    for kind, options, placements in (
-        (AdamW8bit, {"block": Tile(4, 16), "min_8bit_numel": 1}, cut(2, (0,), [2, 1], 1)),
-        (AdamW8bit, {"block": Elements(8), "min_8bit_numel": 1}, cut(2, (0,), [2, 1], 1)),
-        (Muon, {"normuon": True}, cut(2, (0,), [2, 1], 1)),
+    for case, options, message in (
+        ("AdamW8bit", {"block": Tile(4, 16)}, "cut through blocks"),
+        ("AdamW8bit", {"block": Elements(8)}, "cut through blocks"),
+        ("NorMuon", {}, "cut inside rows"),
     ):
-        with pytest.raises(ValueError, match=r"^w: ") as error:
-            Pair(kind, mesh, (24, 16), placements, **options)
-        found.append(str(error.value))
-    assert all("cut through blocks" in text for text in found[:2])
-    assert all("cut inside rows" in text for text in found[2:])
+        with pytest.raises(ValueError, match=rf"^p0: .*{message}"):
+            pair(case, (24, 16), cut(2, (0,), [2, 1], 1), **options)
 
 
 @on_ranks(4)
 def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     for dims, units in (((0,), [3, 1]), ((0, 1), [2, 1])):
-        pair = Pair(Muon, mesh, (24, 8), cut(2, dims, units, 0), normuon=True)
-        for _ in range(2):
-            pair.step()
-        pair.check()
+        equal("NorMuon", (24, 8), cut(2, dims, units, 0))
 
 
 @on_ranks(4)
 def test_ranks_that_hold_nothing_need_no_gradient():
-    """Nobody has one; all but one rank have one; a parameter that is frozen until later."""
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    for kind, options in (KINDS["Muon"], KINDS["Shampoo"], KINDS["SOAP"]):
-        pair = Pair(kind, mesh, (24, 16), cut(2, (0,), [1, 0], 1), **options)
-        pair.step()
-        pair.param.grad = pair.plain.grad = None
-        pair.ours.step()
-        pair.theirs.step()
-        grad = pair.random()
-        pair.plain.grad, pair.param.grad = grad.clone(), pair.put(grad)
-        if dist.get_rank() >= 2:  # these hold nothing
-            pair.param.grad = None
-        pair.ours.step()
-        pair.theirs.step()
-        pair.check()
+    """No rank has one; all but two, which hold nothing, have one."""
+    for case in ("Muon", "Shampoo", "SOAP"):
+        ours, theirs = pair(case, (24, 16), cut(2, (0,), [1, 0], 1))
+        for run in (ours, theirs):
+            run.step(0)
+            run.step(1, without=(0,))
+        theirs.step(2)
+        ours.step(2, without=(0,) if dist.get_rank() >= 2 else ())
+        same(ours.result(), theirs.result())
 
 
 @on_ranks(4)
 def test_heads_are_clipped_wherever_tensor_parallelism_cuts_them():
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
     logits = torch.tensor([50.0, 150.0, 300.0, 20.0])
-    for placements in layouts(2, 2).values():
-        shape, placed = placements
-        if shape != (24, 16) and shape != (24, 12):
+    for shape, placements in layouts(2, 2).values():
+        if shape not in ((24, 16), (24, 12)):
             continue
-        pair = Pair(AdamW, mesh, shape, placed)
-        with torch.no_grad():
-            qk_clip_(pair.plain, None, logits)
-            qk_clip_(pair.param, None, logits)
-        pair.check()
+        plain = torch.linspace(-1, 1, math.prod(shape)).view(shape)
+        weight = put(plain, world_mesh(2, 2), placements)
+        for tensor in (plain, weight):
+            qk_clip_(tensor, None, logits)
+        assert torch.equal(weight.full_tensor(), plain)

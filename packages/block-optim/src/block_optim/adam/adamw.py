@@ -99,7 +99,7 @@ class AdamW(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
-        self._rule.bind(self.trained, self._made)
+        self._rule.bind(self.trained)
 
     @override
     def update(self, active: StepGradients) -> None:

@@ -117,7 +117,7 @@ class AdamW8bit(BlockOptimizer):
     def check_options(self, group: Group) -> None:
         check_adamw_options(group)
         if "quantize" in group:
-            if id(group) in self._options:
+            if id(group) in self.known_options:
                 raise ValueError(
                     "quantize: which tensors have 8-bit states was chosen when their group was added"
                 )
@@ -163,7 +163,7 @@ class AdamW8bit(BlockOptimizer):
     @override
     def invalidate(self) -> None:
         for rule, is_narrow in ((self._narrow, True), (self._wide, False)):
-            rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow], self._made)
+            rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow])
 
     @override
     def update(self, active: StepGradients) -> None:

@@ -9,6 +9,7 @@ rounded to nearest when they are written back.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -69,14 +70,8 @@ class RunSlice:
         """The slice of elements [start, stop) of this one."""
         if (start, stop) == (0, self.numel):
             return self
-        result = object.__new__(RunSlice)
-        result.kind, result.counter, result.run, result.numel = (
-            self.kind,
-            self.counter,
-            self.run,
-            stop - start,
-        )
-        result.options = self.options
+        result = copy(self)
+        result.numel = stop - start
         result.origin = self.origin and replace(self.origin, element=self.origin.element + start)
         base = 0 if self.bounds is None else self.bounds[0]
         result.bounds = (base + start, base + stop)

@@ -224,9 +224,9 @@ class Rule(Generic[EntryT]):
         """Make the states of parameters of one group and enter them into ``state``."""
         raise NotImplementedError
 
-    def bind(self, params: Sequence[Param], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    def bind(self, params: Sequence[Param]) -> None:
         """Update these parameters, in the memory that their states have now, until this is called again."""
-        self._entries = {p.tensor: self._entry(p, state[p.tensor], i) for i, p in enumerate(params)}
+        self._entries = {p.tensor: self._entry(p, p.states, i) for i, p in enumerate(params)}
         steps = [entry.step for entry in self._entries.values()]
         if not self._counts.are_of(steps):
             self._counts = Counts(steps)

@@ -8,10 +8,9 @@ gradients at once). The base class does the rest:
     groups and states: see `core.stateful`
 """
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,20 +20,12 @@ from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients
-from block_optim.core.options import check_capturable
-from block_optim.core.params import Group, Param
-from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.core.precision import refresh_masters, store_masters
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
-from layout_planner import Block
 from ragged_shard import is_cpu
 
 _LOG = logging.getLogger("block_optim")
-
-
-class DeferredGroups(list[Group]):
-    """The first groups of an optimizer to which `Mixed` adds others before it calls `prepare`."""
 
 
 class BlockOptimizer(Stateful):
@@ -48,9 +39,9 @@ class BlockOptimizer(Stateful):
     Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
     finds them as ``p.local``, and `step` rounds them into the parameters.
 
-    A subclass defines `init_states` and `update`. It may override the methods up to `supports_found_inf`, those of
-    `Stateful` up to `synchronize`, and the attributes below. Schedulers, closures, `GradScaler`, state dicts,
-    distributed checkpoints, pickling and `Mixed` then work.
+    A subclass defines `init_states` and `update`, and may override the methods up to `check_blocks` and the attributes.
+    Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints, pickling and `Mixed` then work. Its
+    constructor passes ``params`` on as they are: `Mixed` calls it with None, to have the algorithm alone.
 
     `step` reads groups, their options, `state` and ``requires_grad``, as torch's optimizers do. Edit them equally on
     every rank: `Muon`, Shampoo and SOAP communicate by them.
@@ -70,17 +61,19 @@ class BlockOptimizer(Stateful):
     parameter. `update` may communicate more.
     """
 
-    requires_blocks: ClassVar[bool] = False
-    capturable: bool = False
     # GradScaler then leaves found_inf and grad_scale here instead of waiting for them.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, skip_nonfinite: bool = True) -> None:
+    def __init__(
+        self, params: ParamsT | None, defaults: dict[str, Any], *, skip_nonfinite: bool = True
+    ) -> None:
         self.skip_nonfinite = skip_nonfinite
         self._reset()
+        if params is None:
+            self.defaults = defaults
+            return
         super().__init__(params, defaults)
-        if not isinstance(params, DeferredGroups):
-            self.prepare()
+        self.prepare()
 
     def _reset(self) -> None:
         self._collector = Collector()
@@ -98,106 +91,6 @@ class BlockOptimizer(Stateful):
             device = next(iter(self._params)).device
             self._skipped_on_device = torch.zeros((), dtype=torch.float32, device=device)
         super()._bind()
-
-    # ---------------------------------------------------------------- what a subclass may define
-
-    def update(self, active: StepGradients) -> None:
-        """Update the parameters that have gradients; `StepGradients` iterates over (`Param`, this rank's gradient).
-
-        A parameter's options are in ``p.group``, its memory is ``p.local``, and that of a state is
-        ``local_of(self.state[p.tensor][name])``.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
-        """The block of ``param`` that must not be split across ranks under these options, or None."""
-        return None
-
-    def prepare(self) -> None:
-        """Called once when the constructor has added all groups. May communicate; `update` must not rely on it."""
-
-    @property
-    def supports_found_inf(self) -> bool:
-        """Whether `update` obeys ``active.found_inf`` on the device, so that the host does not wait for it.
-
-        Its writes are to be inside `core.skip.unless`; step counts on the host (states called ``step``) need not be.
-        """
-        return False
-
-    def step_was_skipped(self) -> None:
-        """Discard deferred work after the device reports that the step was skipped."""
-
-    # ---------------------------------------------------------------- block policy
-
-    @classmethod
-    def block_policy(
-        cls,
-        units: Iterable[torch.nn.Module] | None = None,
-        world_size: int | None = None,
-        *,
-        max_padding: float = 0.05,
-        **options: Any,
-    ) -> Policy:
-        """A policy ``(name, parameter) -> block or None`` for ``fully_shard(block_policy=...)``.
-
-        Under it blocks are whole on a rank, so that this optimizer needs no communication for them. Without ``units``
-        all do. With them, blocks that the optimizer can do without are kept whole only where they pad their unit by no
-        more than ``max_padding``, the largest given up first. Communicates nothing.
-
-        Args:
-            units: the modules that `fully_shard` is called on, inner ones first.
-            world_size: ranks over which a unit is sharded; needed with ``units``.
-            max_padding: padding that whole blocks are worth, as a share of a unit's elements.
-            options: those that the optimizer is going to have.
-
-        Raises:
-            TypeError: an option that the optimizer does not have.
-            ValueError: units without world_size.
-        """
-        chosen = cls.all_options(options)
-
-        def request(name: str, param: torch.Tensor) -> BlockRequest:
-            block = cls.block_of(name, param, chosen)
-            return BlockRequest(name, tuple(param.shape), block, optional=not cls.requires_blocks)
-
-        return make_policy(request, units, world_size, max_padding)
-
-    @classmethod
-    def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The constructor's options: these, and the defaults of the others.
-
-        Raises:
-            TypeError: an option that the constructor does not have.
-        """
-        parameters = inspect.signature(cls).parameters.values()
-        defaults = {
-            p.name: p.default for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD
-        }
-        if unknown := sorted(options.keys() - defaults.keys()):
-            raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
-        return {**defaults, **options}
-
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        check_capturable(group, self.capturable)
-
-    def _make_states(self, params: list[Param]) -> None:
-        for param in params if self.capturable else ():
-            if not devices.runs_ahead(param.device):
-                raise ValueError(
-                    f"{param.name}: capturable=True needs parameters on an accelerator, this one is on the CPU"
-                )
-        if self.requires_blocks:
-            self.check_blocks(params)
-        super()._make_states(params)
-
-    def check_blocks(self, params: list[Param]) -> None:
-        """Raise ValueError if ranks cut a block of `block_of`; called if the optimizer `requires_blocks`."""
-        for param in params:
-            block = self.block_of(param.name, param.tensor, {**self.defaults, **param.group})
-            if block is not None and param.numel:
-                param.check_whole(block, type(self).__name__)
 
     # ---------------------------------------------------------------- step
 
@@ -240,7 +133,7 @@ class BlockOptimizer(Stateful):
                 loss = closure()
         self._read_flags()
         self._sync()
-        active = self._collector.collect(self._trained)
+        active = self._collector.collect(self.trained)
         flag = self._nonfinite(active, grad_norm)
         if isinstance(flag, torch.Tensor) and not self.supports_found_inf:
             flag = bool(flag.item())
@@ -284,7 +177,7 @@ class BlockOptimizer(Stateful):
                 finite = norm_is_finite(grad_norm)
                 return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
             if self._cut_groups is None:
-                self._cut_groups = cut_groups(self._trained)
+                self._cut_groups = cut_groups(self.trained)
             if self.capturable and self._cut_groups:
                 raise ValueError(
                     "capturable=True: ranks would agree on non-finite gradients by a collective; give "
@@ -296,7 +189,7 @@ class BlockOptimizer(Stateful):
 
     def _host_counts(self) -> list[torch.Tensor]:
         """The step counts that are on the host."""
-        counts = (self.state[param.tensor].get("step") for param in self._trained)
+        counts = (self.state[param.tensor].get("step") for param in self.trained)
         return [c for c in counts if isinstance(c, torch.Tensor) and is_cpu(c.device)]
 
     def _complete(self) -> None:

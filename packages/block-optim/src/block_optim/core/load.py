@@ -1,6 +1,6 @@
 """Fits saved or assigned states into those of an optimizer: each rank takes its elements, without communication."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -8,21 +8,20 @@ from block_optim.core._torch_compat import DISTRIBUTED, local_of
 from ragged_shard import distribute_like
 
 
-def check_keys(name: str, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, unless a saved state has the keys of this optimizer's."""
-    if set(saved) != set(own):
-        raise ValueError(
-            f"{name}: the saved state has {sorted(saved)}, this optimizer needs {sorted(own)}; states of another "
-            "optimizer or format cannot be loaded"
-        )
-
-
-def own_values(name: str, own: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Select this rank's elements of each entry of a loaded or assigned state.
+def own_values(
+    name: str, own: dict[str, Any], values: dict[str, Any], *, saved: bool = False
+) -> dict[str, Any]:
+    """Select this rank's elements of each entry of an assigned state or, with ``saved``, of a loaded one.
 
     Raises:
-        ValueError: a key is missing, or a shape or placement differs; the parameter and the key are named.
+        ValueError: a key is missing (or, if loaded, too many), or a shape or placement differs; the parameter and the
+            key are named.
     """
+    if saved and set(values) != set(own):
+        raise ValueError(
+            f"{name}: the saved state has {sorted(values)}, this optimizer needs {sorted(own)}; states of another "
+            "optimizer or format cannot be loaded"
+        )
     if missing := sorted(set(own) - set(values)):
         raise ValueError(
             f"{name}: its state has no {', '.join(map(repr, missing))} any more, this optimizer needs {sorted(own)}; "
@@ -55,14 +54,10 @@ def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
         raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
     if not isinstance(value, DISTRIBUTED):
         return local_of(distribute_like(value, target, src_data_rank=None))
-    if not isinstance(target, DISTRIBUTED) or tuple(value.placements) != tuple(target.placements):
-        _refuse(what, value, target)
+    expected = tuple(target.placements) if isinstance(target, DISTRIBUTED) else "a plain tensor"
+    if tuple(value.placements) != expected:
+        raise ValueError(
+            f"{what} has placements {tuple(value.placements)}, this optimizer's is {expected}; load it through "
+            "torch.distributed.checkpoint, which fits any layout, or redistribute it"
+        )
     return local_of(value)
-
-
-def _refuse(what: str, value: Any, target: torch.Tensor) -> NoReturn:
-    layout = tuple(getattr(target, "placements", ())) or "a plain tensor"
-    raise ValueError(
-        f"{what} has placements {tuple(value.placements)}, this optimizer's is {layout}; load it through "
-        "torch.distributed.checkpoint, which fits any layout, or redistribute it"
-    )

@@ -47,6 +47,7 @@ class Param:
         local_shape, local_stride: of this rank's elements when the optimizer was given the parameter; strides of
             dimensions that have one.
         master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
+        states: its entry of `optimizer.state` as `init_states` made it; None: it has no states.
         replicas: the mesh whose ranks divide the work on it where each of them holds all of it; None: they do not.
     """
 
@@ -62,6 +63,7 @@ class Param:
         "replicas",
         "shape",
         "start",
+        "states",
         "tensor",
     )
 
@@ -76,6 +78,7 @@ class Param:
         self.group: Group = {} if group is None else group
         self.shape = torch.Size(tensor.shape)
         self.master: torch.Tensor | None = None
+        self.states: Any = None
         self._holding: Holding | None = None
         self.mesh: DeviceMesh | None = None
         self.placements: tuple[Placement, ...] = ()

@@ -6,25 +6,26 @@ other objects, or missing ones    assigned or removed by the user: the states of
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from block_optim.core._torch_compat import local_of
+from block_optim.core.params import Param
 
 States = Mapping[torch.Tensor, Mapping[str, Any]]
 
 
 class StateSnapshot:
-    """The tensors in some states, and their addresses."""
+    """The tensors in the states of some parameters, and their addresses."""
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, params: Sequence[Param]) -> None:
         self._places = [
             (param, key, value)
-            for param, state in states.items()
-            for key, value in state.items()
+            for param in params
+            for key, value in param.states.items()
             if isinstance(value, torch.Tensor)
         ]
         self._known: list[Any] | None = None  # all values at the last look, those of others among them
@@ -43,13 +44,13 @@ class StateSnapshot:
 
     def changed(self, states: States) -> set[torch.Tensor]:
         """The parameters of whose state a tensor was removed, or replaced by another object."""
-        return {p for p, key, value in self._places if states.get(p, {}).get(key) is not value}
+        return {p.tensor for p, key, value in self._places if states.get(p.tensor, {}).get(key) is not value}
 
     def has_moved(self) -> bool:
         """Whether some tensor is at another address."""
         return _addresses(self._locals) != self._addresses
 
-    def reshaped(self) -> list[tuple[torch.Tensor, str]]:
+    def reshaped(self) -> list[tuple[Param, str]]:
         """Parameter and key of each tensor whose memory on this rank has another shape or stride than before."""
         result = zip(self._places, self._locals, self._layouts, strict=True)
         return [(param, key) for (param, key, _), local, layout in result if _layout(local) != layout]

@@ -13,85 +13,40 @@ from collections import defaultdict
 from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from block_optim.core._torch_compat import DISTRIBUTED, load_post_hooks, load_pre_hooks, local_of
-from block_optim.core.load import check_keys, own_values, put_values
-from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value, reject_unsupported
+from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
+from block_optim.core.algorithm import Algorithm
+from block_optim.core.load import own_values, put_values
+from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
 from block_optim.core.params import Group, Param
-from block_optim.core.precision import MASTER, check_precision, make_masters
+from block_optim.core.precision import MASTER
 from block_optim.core.snapshot import StateSnapshot, same_objects
 
 
-class Stateful(torch.optim.Optimizer):
-    """Base of `BlockOptimizer`, without a step. A subclass may define the methods up to `synchronize`.
-
-    Attributes:
-        format_options, shared_options: see `BlockOptimizer`.
-        divides_copies: whether ranks that hold the same parameter divide the work on it.
-        replicate_mesh: the ranks that hold copies of plain parameters, as with DistributedDataParallel.
-    """
-
-    format_options: ClassVar[tuple[str, ...]] = ()
-    shared_options: ClassVar[tuple[str, ...]] = ()
-    divides_copies: ClassVar[bool] = False
-    replicate_mesh: DeviceMesh | None = None
+class Stateful(Algorithm, torch.optim.Optimizer):
+    """Base of `BlockOptimizer`, without a step."""
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
-        self._trained: list[Param] = []  # of these, those that have states
         self._mastered: list[Param] = []  # of these, those that have an fp32 copy
-        self._members: list[
+        self._frozen: list[torch.Tensor] = []  # those that have no states
+        self._look: list[
             Any
-        ] = []  # groups and their parameters at the last look; held, so that ids stay theirs
-        self._options: dict[int, Group] = {}  # of each group by its id, as they were last checked
-        self._frozen: list[torch.Tensor] = []  # those that have none
-        self._made: dict[torch.Tensor, dict[str, Any]] = {}  # the states as `init_states` made them
-        self._snapshot = StateSnapshot({})
-        self.setup()
+        ] = []  # groups and their parameters at the last look; kept, so that ids stay theirs
+        super()._reset()
 
-    # ---------------------------------------------------------------- what a subclass may define
-
-    def check_options(self, group: Group) -> None:
-        """Raise ValueError, naming it, if an option does not fit; called again when a group's options change.
-
-        May put options into their final form in ``group``.
-        """
-
-    def check_group(self, group: Group, params: list[Param]) -> None:
-        """Raise ValueError, naming it, if a new parameter does not fit its group; it has no states yet."""
-
-    def init_states(self, group: Group, params: list[Param]) -> None:
-        """Fill ``self.state[p.tensor]``, a dict, for every `Param`. Called when parameters of a group begin to train.
-
-        Make states of a parameter's shape by ``p.zeros(dtype)``: they are placed as it is, and checkpoints reshard
-        them; of other shapes by ``p.zeros(dtype, shape=...)``. A plain tensor of one dimension or more is refused if
-        the parameter is sharded.
-        """
-        raise NotImplementedError
-
-    def setup(self) -> None:
-        """Initialize fields that `init_states` and `update` use; before parameters are added, and when unpickled."""
-
-    def invalidate(self) -> None:
-        """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
-
-    def synchronize(self) -> None:
-        """Complete work that runs during forward and backward; called before states are saved, loaded or copied."""
+    def _algorithm_of(self, group: Group) -> Algorithm:
+        """The algorithm of a group, which is in the optimizer or was."""
+        return self
 
     def _complete(self) -> None:
         """Bring states to where the last step leaves them."""
         self.synchronize()
 
     # ---------------------------------------------------------------- groups
-
-    @property
-    def trained(self) -> list[Param]:
-        """The parameters that have states, in the groups' order: those that require gradients, or were given one."""
-        return self._trained
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, optionally with other options; states of those that train exist when this returns.
@@ -121,12 +76,9 @@ class Stateful(torch.optim.Optimizer):
         params: dict[torch.Tensor, Param] = {}
         moved: list[tuple[Param, Group]] = []
         for group in self.param_groups:
-            is_new = id(group) not in self._options
-            if is_new:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
-                self._check_options(group)
-                check_lr_value(group["lr"])
+            algorithm, is_new = self._algorithm_of(group), id(group) not in self.known_options
+            for key, value in algorithm.defaults.items() if is_new else ():
+                group.setdefault(key, value)
             before, fresh = len(params), []
             for i, tensor in enumerate(group["params"]):
                 param = self._params.get(tensor)
@@ -135,32 +87,34 @@ class Stateful(torch.optim.Optimizer):
                     fresh.append(param)
                 elif param.group is not group:
                     how = f"{param.name} was moved to a group with"
-                    self._check_format(self._options.get(id(param.group), {}), group, how)
-                    self._check_precision(group, [param])
+                    algorithm.check_format(self.known_options[id(param.group)], group, how)
+                    fresh.append(param)
                     moved.append((param, group))
                 params[tensor] = param
             if fresh or is_new:
-                self.check_group(group, fresh)
-                self._check_precision(group, fresh)
+                algorithm.check(group, fresh)
+                check_lr_value(group["lr"])
         for param, group in moved:
             param.group = group
         for group in self.param_groups:
             if "param_names" in group:
                 group["param_names"] = [params[tensor].name for tensor in group["params"]]
         for tensor in self._params.keys() - params.keys():
-            self._made.pop(tensor, None)
-        self._params = params
-        self._frozen = [t for t in params if t not in self._made]
-        known = self._options
-        self._options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
-        self._members = self._current_members()
+            self._params[tensor].states = None
+            for key, value in self.state.get(tensor, {}).items():  # out of the memory of its neighbors' runs
+                self.state[tensor][key] = value.clone() if isinstance(value, torch.Tensor) else value
+        self._params, self.members = params, list(params.values())
+        known = self.known_options
+        self.known_options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
+        self._look = self._members()
 
-    def _current_members(self) -> list[Any]:
+    def _members(self) -> list[Any]:
         return [member for group in self.param_groups for member in (group, *group["params"])]
 
     def _options_of(self, group: Group) -> Group:
-        """A group's options, except ``lr``."""
-        return {name: deepcopy(group[name]) for name in self.defaults if name in group and name != "lr"}
+        """A group's options, except ``lr``; an option that it lacks is ``...``."""
+        names = self._algorithm_of(group).defaults
+        return {name: deepcopy(group.get(name, ...)) for name in names if name != "lr"}
 
     def _param(self, group: Group, i: int, before: int) -> Param:
         """Parameter ``i`` of a group that comes after ``before`` parameters of other groups."""
@@ -168,31 +122,7 @@ class Stateful(torch.optim.Optimizer):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a group has {tensor!r} among its parameters: expected a tensor")
         name = names[i] if names else f"parameter {before + i} of shape {tuple(tensor.shape)}"
-        return Param(tensor, name, group, self._replicas_of(tensor, name))
-
-    def _replicas_of(self, tensor: torch.Tensor, name: str) -> DeviceMesh | None:
-        """The mesh whose ranks divide the work on a parameter where each of them holds all of it."""
-        if not self.divides_copies:
-            return None
-        if isinstance(tensor, DISTRIBUTED):
-            return tensor.device_mesh
-        mesh = self.replicate_mesh
-        if mesh is not None and mesh.device_type != tensor.device.type:
-            raise ValueError(
-                f"{name} is on {tensor.device}, replicate_mesh is of {mesh.device_type!r} devices; give a mesh of the "
-                "parameters' device"
-            )
-        return mesh
-
-    def _check_options(self, group: Group) -> None:
-        """Raise ValueError if an option of a group does not fit."""
-        group["lr"] = check_lr(group["lr"])
-        reject_unsupported(group, self.defaults)
-        self.check_options(group)
-
-    def _check_precision(self, group: Group, params: list[Param]) -> None:
-        if "stochastic_rounding" in self.defaults:
-            check_precision(group, params)
+        return Param(tensor, name, group, self._algorithm_of(group).replicas_of(tensor, name))
 
     # ---------------------------------------------------------------- each step
 
@@ -204,22 +134,22 @@ class Stateful(torch.optim.Optimizer):
             ValueError: an option, a parameter or a state that does not fit.
         """
         self._sync_options()
-        edited = not same_objects(self._current_members(), self._members)
+        edited = not same_objects(self._members(), self._look)
         state: Any = self.state  # torch's is a defaultdict; the user may have assigned another mapping
         self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
         changed: set[torch.Tensor] = set()
-        if not self._snapshot.is_current(self.state):
-            changed = self._snapshot.changed(self.state)
+        if not self.state_snapshot.is_current(self.state):
+            changed = self.state_snapshot.changed(self.state)
             if not changed:  # others have been added
-                for tensor, param in self._params.items():
-                    for key, value in self.state.get(tensor, {}).items():
+                for param in self.members:
+                    for key, value in self.state.get(param.tensor, {}).items():
                         param.check_state(key, value)
-                self._snapshot.note(self.state)
-        moved = self._snapshot.has_moved()
-        for tensor, key in self._snapshot.reshaped() if moved else ():
-            if tensor not in changed and tensor in self._params:
+                self.state_snapshot.note(self.state)
+        moved = self.state_snapshot.has_moved()
+        for param, key in self.state_snapshot.reshaped() if moved else ():
+            if param.tensor not in changed and param.states is not None:
                 raise ValueError(
-                    f"{self._params[tensor].name}: state {key!r} has another shape or stride than before (its .data "
+                    f"{param.name}: state {key!r} has another shape or stride than before (its .data "
                     "was set); assign a tensor, optimizer.state[p][key] = ..., or remove all of this state"
                 )
         if edited or changed or any(map(_trains, self._frozen)):
@@ -232,24 +162,25 @@ class Stateful(torch.optim.Optimizer):
     def _sync_options(self) -> None:
         """Check options that were edited."""
         for group in self.param_groups:
-            known = self._options.get(id(group))
+            known = self.known_options.get(id(group))
             if known is None:
                 continue  # a new group, which `_read_groups` checks
             group["lr"] = check_lr(group["lr"])
-            if {name: group[name] for name in self.defaults if name in group and name != "lr"} != known:
-                self._check_format(known, group, "a group was given")
-                self._check_options(group)
-                self._check_precision(group, [p for p in self._params.values() if p.group is group])
-                self._options[id(group)] = self._options_of(group)
+            if {name: group.get(name, ...) for name in known} != known:
+                algorithm = self._algorithm_of(known)
+                algorithm.check_format(known, group, "a group was given")
+                algorithm.check(group, [p for p in self.members if p.group is group])
+                self.known_options[id(group)] = self._options_of(group)
 
     def _read_states(self) -> None:
         """Make the states of parameters that begin to train, and of those whose states were assigned or removed."""
-        changed = self._snapshot.changed(self.state)
-        stay = {t for t in self._params if t in self._made and t not in changed}
-        self._make_states([p for t, p in self._params.items() if t not in stay and _trains(t)])
-        for tensor in changed.difference(t for t in self._params if _trains(t)):
-            self._made.pop(tensor, None)
-        self._trained = [p for t, p in self._params.items() if t in self._made]
+        changed = self.state_snapshot.changed(self.state)
+        self._make_states(
+            [p for p in self.members if _trains(p.tensor) and (p.states is None or p.tensor in changed)]
+        )
+        for param in self.members:
+            if param.tensor in changed and not _trains(param.tensor):
+                param.states = None
         self._bind()
 
     def _make_states(self, params: list[Param]) -> None:
@@ -258,16 +189,10 @@ class Stateful(torch.optim.Optimizer):
         masters = [p.master for p in params]
         try:
             for group, members in _by_group(params):
-                if group.get("master_weights") and "master_weights" in self.defaults:
-                    make_masters(members)
-                self.init_states(group, members)
+                self._algorithm_of(group).make_states(group, members)
             for p in params:
-                own = self.state[p.tensor]
-                for key, value in own.items():
-                    p.check_state(key, value)
-                if p.master is not None:
-                    own[MASTER] = p.wrap(p.local)
                 if p.tensor in assigned:
+                    own = self.state[p.tensor]
                     put_values(own, own_values(p.name, own, assigned[p.tensor]))
         except BaseException:
             for p, master in zip(params, masters, strict=True):
@@ -276,18 +201,19 @@ class Stateful(torch.optim.Optimizer):
             self.state.update(assigned)
             raise
         for p in params:
-            own = self._made[p.tensor] = dict(self.state[p.tensor])
+            own = p.states = dict(self.state[p.tensor])
             others = assigned.get(p.tensor, {}).items()
             self.state[p.tensor].update((key, value) for key, value in others if key not in own)
 
     def _bind(self) -> None:
         """Renew what refers to the memory of parameters and states."""
-        self._snapshot = StateSnapshot({p.tensor: self._made[p.tensor] for p in self._trained})
-        for param in self._trained:
-            if MASTER in self._made[param.tensor]:
-                param.master = local_of(self._made[param.tensor][MASTER])
-        self._mastered = [param for param in self._trained if param.master is not None]
-        self._frozen = [t for t in self._params if t not in self._made]
+        self.trained = [p for p in self.members if p.states is not None]
+        self._frozen = [p.tensor for p in self.members if p.states is None]
+        self.state_snapshot = StateSnapshot(self.trained)
+        for param in self.trained:
+            if MASTER in param.states:
+                param.master = local_of(param.states[MASTER])
+        self._mastered = [param for param in self.trained if param.master is not None]
         self.invalidate()
 
     # ---------------------------------------------------------------- state
@@ -352,21 +278,20 @@ class Stateful(torch.optim.Optimizer):
 
     def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:
         self._complete()
-        frozen = [p for t, p in self._params.items() if t not in self._made and saved.get(t)]
+        frozen = [p for p in self.members if p.states is None and saved.get(p.tensor)]
         self._make_states(frozen)
+        trained = [p for p in self.members if p.states is not None]
         try:
             values = {}
-            for tensor, own in self._made.items():
-                if entry := saved.get(tensor):
-                    if strict:
-                        check_keys(self._params[tensor].name, own, entry)
-                    values[tensor] = own_values(self._params[tensor].name, own, entry)
+            for param in trained:
+                if entry := saved.get(param.tensor):
+                    values[param.tensor] = own_values(param.name, param.states, entry, saved=strict)
         except BaseException:
             for param in frozen:
-                del self.state[param.tensor], self._made[param.tensor]
-                param.master = None
+                del self.state[param.tensor]
+                param.states = param.master = None
             raise
-        for tensor in list(self._made):
+        for tensor in [p.tensor for p in trained]:
             if tensor in values:
                 own = self.state[tensor]
                 put_values(own, values[tensor])
@@ -388,36 +313,16 @@ class Stateful(torch.optim.Optimizer):
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             left_out = ("params", *EXECUTION_OPTIONS)
             options = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
-            host = self._host(group)
+            algorithm = self._algorithm_of(group)
             new = {**{key: value for key, value in group.items() if key != "params"}, **options}
             try:
-                for optimizer in (self, host):
-                    optimizer._check_format(group, new, "the state dict was saved with")
-                host._check_options(new)
-                host._check_precision(new, [p for p in host._params.values() if p.group is group])
+                algorithm.check_format(group, new, "the state dict was saved with")
+                algorithm.check(new, [p for p in self.members if p.group is group])
                 check_lr_value(new["lr"])
             except ValueError as error:
                 raise ValueError(f"param_groups[{i}] of the state dict: {error}") from error
             loaded.append(new)
         return loaded
-
-    def _host(self, group: Group) -> "Stateful":
-        """The optimizer whose options a group has: this one, but in `Mixed`."""
-        return self
-
-    def _check_format(self, own: Group, new: Group, how: str) -> None:
-        """Raise ValueError if options on which the format of states depends differ."""
-        expected, other = self.format_of(own), self.format_of(new)
-        for key in expected:
-            if key in other and expected[key] != other[key]:
-                raise ValueError(
-                    f"{how} {key}={other[key]!r}, this optimizer has {key}={expected[key]!r}; the format of the states "
-                    "depends on it, so build an optimizer with the one that you want"
-                )
-
-    def format_of(self, group: Group) -> dict[str, Any]:
-        """The options on which the format of states depends, with their values in a group."""
-        return {key: group[key] for key in self.format_options if key in group}
 
     def __getstate__(self) -> dict[str, Any]:
         self._complete()

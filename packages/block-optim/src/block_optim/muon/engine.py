@@ -46,17 +46,12 @@ class MuonEngine:
         ValueError: ranks have different assignments.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Param],
-        states: Mapping[torch.Tensor, dict[str, torch.Tensor]],
-        bucket_bytes: int,
-    ) -> None:
+    def __init__(self, params: Sequence[Param], bucket_bytes: int) -> None:
         self.params, self.recipes = list(params), _recipes(params)
         self._index = {id(param.tensor): i for i, param in enumerate(params)}
         self._groups = list({id(p.group): p.group for p in params}.values())
         self._locals: list[LocalParam] = []
-        domains = self._find_domains(params, states)
+        domains = self._find_domains(params)
         assignments = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
         self.assignment = Assignment(tuple(assignments))
         for domain, assigned in zip(domains, assignments, strict=True):
@@ -82,15 +77,13 @@ class MuonEngine:
                 presence = GradientPresence(group, len(exchanged), domain.device, copies)
                 self._presence.append((presence, exchanged))
 
-    def _find_domains(
-        self, params: Sequence[Param], states: Mapping[torch.Tensor, dict[str, torch.Tensor]]
-    ) -> list[_Domain]:
+    def _find_domains(self, params: Sequence[Param]) -> list[_Domain]:
         domains: dict[tuple[torch.device, str | None, bool], _Domain] = {}
         numbers = {id(group): i for i, group in enumerate(self._groups)}
         for i, param in enumerate(params):
             device, matrices = param.device, matrices_in(param)
             holding = param.work_holding([m.ranges for m in matrices])
-            self._locals.append(LocalParam(i, param, holding, states[param.tensor]))
+            self._locals.append(LocalParam(i, param, holding))
             key = (device, None if holding.group is None else holding.group.group_name, holding.copies)
             if key not in domains:
                 domains[key] = _Domain(device, holding, TransferStream(device))
@@ -135,10 +128,10 @@ class MuonEngine:
         """Whether it was built for these parameters and for the options that they have now."""
         return same_objects(list(params), self.params) and _recipes(params) == self.recipes
 
-    def bind(self, states: Mapping[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    def bind(self) -> None:
         """Use the memory that the states have now."""
         for local in self._locals:
-            local.bind(states[local.param.tensor])
+            local.bind()
 
     @property
     def fell_back(self) -> int:

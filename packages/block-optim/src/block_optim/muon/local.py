@@ -26,16 +26,17 @@ class LocalParam:
         steps: number of its updates, with stochastic rounding; else None.
     """
 
-    def __init__(self, index: int, param: Param, holding: Holding, state: dict[str, torch.Tensor]) -> None:
+    def __init__(self, index: int, param: Param, holding: Holding) -> None:
         self.index, self.param, self.holding = index, param, holding
         matrices = matrices_in(param)
         self.columns = matrices[0].columns if matrices else 1
         self.local = param.local.view(-1)
         self.grad: torch.Tensor = self.local  # set in every step
-        self.bind(state)
+        self.bind()
 
-    def bind(self, state: dict[str, torch.Tensor]) -> None:
+    def bind(self) -> None:
         """Use the memory that the states have now."""
+        state = self.param.states
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
         self.cast = self.momentum.dtype != self.param.dtype
         self.steps: torch.Tensor | None = state.get("step")

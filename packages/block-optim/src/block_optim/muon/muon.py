@@ -146,11 +146,11 @@ class Muon(BlockOptimizer):
         engine = self._engine
         if engine is None or not engine.fits(self.trained):
             self._fell_back = self.fallbacks
-            engine = self._engine = MuonEngine(self.trained, self._made, self.bucket_bytes)
+            engine = self._engine = MuonEngine(self.trained, self.bucket_bytes)
             if self.capturable:
                 check_stays(engine.assignment)
         elif not self._bound:
-            engine.bind(self._made)
+            engine.bind()
         self._bound = True
         return engine
 

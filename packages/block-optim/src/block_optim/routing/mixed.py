@@ -1,11 +1,11 @@
 """Several algorithms as one optimizer: one step, one state dict, one check for non-finite gradients.
 
     Mixed.param_groups   [ {algorithm: muon, ..}  {algorithm: adamw, ..}  {algorithm: muon, ..} ]
-                              |      the same dicts       |                     |
-    optimizers           [ Muon: groups 0, 2        AdamW: group 1 ]
+                              |                         |                     |
+    algorithms           [ Muon: its groups' options, states, update     AdamW ... ]
 
-Each is an ordinary optimizer that shares its groups' dicts and its states with the whole, so that schedulers,
-checkpoints and torch's helpers, which see the whole, reach it.
+Groups, states and the step are those of `BlockOptimizer`; an algorithm is an optimizer without groups, of which only
+the methods of `Algorithm` are used.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,9 @@ from typing_extensions import override
 
 from block_optim.adam.adamw import AdamW
 from block_optim.adam.adamw8bit import AdamW8bit
-from block_optim.core.base import BlockOptimizer, DeferredGroups
+from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_lr
-from block_optim.core.params import Group, Param
+from block_optim.core.params import Group
 from block_optim.core.policy import Policy
 from block_optim.muon.muon import Muon
 from block_optim.shampoo.shampoo import Shampoo
@@ -79,6 +78,7 @@ class Mixed(BlockOptimizer):
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
+        self._algorithms: dict[str, BlockOptimizer]
         super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
 
     @classmethod
@@ -96,44 +96,9 @@ class Mixed(BlockOptimizer):
     @property
     def optimizers(self) -> dict[str, BlockOptimizer]:
         """The optimizer of each algorithm in use, for inspection. Do not step it."""
-        return dict(self._optimizers)
+        return dict(self._algorithms)
 
-    # ---------------------------------------------------------------- methods of the base class
-
-    @override
-    def setup(self) -> None:
-        self._optimizers: dict[str, BlockOptimizer] = {}
-        self._split: tuple[int, list[tuple[BlockOptimizer, list[int]]]] = (-1, [])
-
-    @override
-    def prepare(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.prepare()
-
-    @override
-    def invalidate(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer._bind()
-        self._split = (-1, [])
-
-    @override
-    def synchronize(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.synchronize()
-
-    @override
-    def check_options(self, group: Group) -> None:
-        algorithm = group["algorithm"]
-        kind = self._kinds.get(algorithm) if isinstance(algorithm, str) else kind_of(algorithm)
-        if kind is None:
-            raise ValueError(
-                f"a group of {len(group['params'])} parameters (first: {_first_of(group)}) has "
-                f"algorithm={algorithm!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
-            )
-        name = algorithm if isinstance(algorithm, str) else name_of(kind)
-        if self._kinds.setdefault(name, kind) is not kind:
-            raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
-        group["algorithm"] = name
+    # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to an algorithm, with options of that algorithm only.
@@ -148,113 +113,108 @@ class Mixed(BlockOptimizer):
                 raise ValueError(f"algorithm {name_of(kind)!r} has no option {names} for a group")
         super().add_param_group(param_group)
 
-    def _check_options(self, group: Group) -> None:
-        group["lr"] = check_lr(group["lr"])  # the others are for the algorithm to check
-        self.check_options(group)
+    @override
+    def _algorithm_of(self, group: Group) -> BlockOptimizer:
+        return self._algorithms[group["algorithm"]]
 
-    def _host(self, group: Group) -> BlockOptimizer:
-        return self._optimizers[group["algorithm"]]
-
-    def _param(self, group: Group, i: int, before: int) -> Param:
-        return self._host(group)._param(group, i, before)
-
-    def _sync_options(self) -> None:
-        super()._sync_options()
-        for optimizer in self._optimizers.values():
-            optimizer._sync_options()
-
+    @override
     def _read_groups(self) -> None:
         for group in self.param_groups:
-            if id(group) not in self._options:
-                for key, value in self.defaults.items():
-                    group.setdefault(key, value)
-                self._check_options(group)
-        for name in dict.fromkeys(group["algorithm"] for group in self.param_groups):
-            if name not in self._optimizers:
-                self._start(name)
-        for name, optimizer in self._optimizers.items():
-            groups = [g for g in self.param_groups if g["algorithm"] == name]
-            for group in groups:
-                self._check_shared(name, group)
-            optimizer.param_groups = groups
-            optimizer._read_groups()
-        capturable = {name: o.capturable for name, o in self._optimizers.items()}
+            if id(group) not in self.known_options:
+                self._enter(group)
+        used = {group["algorithm"] for group in self.param_groups}
+        self._algorithms = {name: each for name, each in self._algorithms.items() if name in used}
+        capturable = {name: algorithm.capturable for name, algorithm in self._algorithms.items()}
         if len(set(capturable.values())) > 1:
             raise ValueError(
                 f"capturable differs between algorithms: {capturable}; a CUDA graph captures all or none"
             )
         self.capturable = True in capturable.values()
-        self._optimizers = {name: o for name, o in self._optimizers.items() if o.param_groups}
         super()._read_groups()
+        self._share()
 
-    def _start(self, name: str) -> None:
-        """Build the optimizer of an algorithm from its first group."""
-        kind, group = self._kinds[name], next(g for g in self.param_groups if g["algorithm"] == name)
+    def _enter(self, group: Group) -> None:
+        """Name the algorithm of a new group, and take options that hold for all of it out of the group."""
+        algorithm = group.get("algorithm")
+        kind = self._kinds.get(algorithm) if isinstance(algorithm, str) else kind_of(algorithm)
+        if kind is None:
+            raise ValueError(
+                f"a group of {len(group['params'])} parameters (first: {_first_of(group)}) has "
+                f"algorithm={algorithm!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
+            )
+        name = algorithm if isinstance(algorithm, str) else name_of(kind)
+        if self._kinds.setdefault(name, kind) is not kind:
+            raise ValueError(f"two algorithms are called {name!r}: {kind} and {self._kinds[name]}")
+        group["algorithm"] = name
+        group.setdefault("lr", self.defaults["lr"])
         shared = {key: group.pop(key) for key in kind.shared_options if key in group}
-        shared = self._shared.setdefault(name, shared)
-        optimizer = kind(DeferredGroups([group]), **shared)
-        optimizer.state, made = self.state, optimizer.state
-        for tensor, state in made.items():
-            self.state.setdefault(
-                tensor, state
-            )  # a state that the user assigned before is copied by `_read_states`
-        self._made.update(optimizer._made)
-        optimizer._made = self._made
-        self._optimizers[name] = optimizer
-
-    def _check_shared(self, name: str, group: Group) -> None:
-        """Take options that hold for a whole algorithm out of a group; raise if they differ from its own."""
-        optimizer = self._optimizers[name]
-        for key in [key for key in self._kinds[name].shared_options if key in group]:
-            value, own = group[key], getattr(optimizer, key)
+        if name not in self._algorithms:
+            made = self._algorithms[name] = kind(None, **self._shared.setdefault(name, shared))
+            made.defaults = {"algorithm": name, **made.defaults}
+            made.format_options = ("algorithm", *made.format_options)  # type: ignore[misc]
+            self._share()
+        for key, value in shared.items():
+            own = getattr(self._algorithms[name], key)
             if value is not None and value != own:
                 raise ValueError(
                     f"algorithm {name!r}: {key}={value!r} in one group, {own!r} in its first one; it is an option of "
                     "the whole algorithm"
                 )
-            if key not in optimizer.defaults:
-                del group[key]
 
-    def _read_states(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.state = self.state
-            optimizer._read_states()
-        self._trained = [p for t, p in self._params.items() if t in self._made]
-        self._bind()
+    def _share(self) -> None:
+        """Give each algorithm its part of the parameters, and the states."""
+        for name, algorithm in self._algorithms.items():
+            algorithm.param_groups = [g for g in self.param_groups if g["algorithm"] == name]
+            algorithm.members = [p for p in self.members if p.group["algorithm"] == name]
+            algorithm.trained = [p for p in self.trained if p.group["algorithm"] == name]
+            algorithm.state, algorithm.state_snapshot = self.state, self.state_snapshot
+            algorithm.known_options = self.known_options
 
-    def _make_states(self, params: list[Param]) -> None:
-        """Let the algorithms make the states."""
-        for optimizer in self._optimizers.values():
-            optimizer._make_states(
-                [optimizer._params[p.tensor] for p in params if p.tensor in optimizer._params]
-            )
+    # ---------------------------------------------------------------- methods of an algorithm, of all
+
+    @override
+    def setup(self) -> None:
+        self._algorithms = {}
+        self._split: tuple[int, list[tuple[BlockOptimizer, list[int]]]] = (-1, [])
+
+    @override
+    def prepare(self) -> None:
+        for algorithm in self._algorithms.values():
+            algorithm.prepare()
+
+    @override
+    def invalidate(self) -> None:
+        self._share()
+        for algorithm in self._algorithms.values():
+            algorithm.invalidate()
+
+    @override
+    def synchronize(self) -> None:
+        for algorithm in self._algorithms.values():
+            algorithm.synchronize()
 
     @property
     @override
     def supports_found_inf(self) -> bool:
-        return all(optimizer.supports_found_inf for optimizer in self._optimizers.values())
+        return all(algorithm.supports_found_inf for algorithm in self._algorithms.values())
 
     @override
     def step_was_skipped(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.step_was_skipped()
+        for algorithm in self._algorithms.values():
+            algorithm.step_was_skipped()
 
     @override
     def update(self, active: StepGradients) -> None:
         version, split = self._split
         if version != active.version:
-            owners = [self._host(param.group) for param in active.params]
+            names = [param.group["algorithm"] for param in active.params]
             split = [
-                (optimizer, [i for i, owner in enumerate(owners) if owner is optimizer])
-                for optimizer in self._optimizers.values()
+                (algorithm, [i for i, other in enumerate(names) if other == name])
+                for name, algorithm in self._algorithms.items()
             ]
             self._split = (active.version, split)
-        for optimizer, positions in split:
-            optimizer.update(active.select(positions))
-
-    @override
-    def format_of(self, group: Group) -> dict[str, Any]:
-        return {"algorithm": group["algorithm"]}
+        for algorithm, positions in split:
+            algorithm.update(active.select(positions))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"routes": self.routes, "_kinds": self._kinds, "_shared": self._shared}

@@ -128,7 +128,7 @@ class Preconditioned(BlockOptimizer):
 
     @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        for tensor in self._plan.add(params, self._params.values()):
+        for tensor in self._plan.add(params, self.members):
             state = self.state[tensor.param.tensor] = self._make_state(tensor)
             tensor.bind(state)
             self._fresh(tensor)
@@ -146,7 +146,7 @@ class Preconditioned(BlockOptimizer):
     def _bind_blocks(self) -> None:
         """Point the blocks' views to the memory of the states."""
         for param in self.trained:
-            self._plan.tensors[param.tensor].bind(self._made[param.tensor])
+            self._plan.tensors[param.tensor].bind(param.states)
         self._bound = True
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
@@ -305,7 +305,7 @@ class Preconditioned(BlockOptimizer):
     @override
     def synchronize(self) -> None:
         if self._worker is not None and self._worker.is_busy:
-            if self._snapshot.has_moved():
+            if self.state_snapshot.has_moved():
                 self._bind_blocks()
             self._worker.finish()
 

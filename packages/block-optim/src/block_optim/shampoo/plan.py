@@ -136,6 +136,11 @@ class TensorPlan:
             state[name] = self.holding.state(local, (sum(lengths),), lengths)
             self._sizes[name] = size
 
+    def flat(self, name: str) -> Tensor | None:
+        """This rank's elements of a state, 1-D; None if the tensor has no such state."""
+        state = self.param.states.get(name)
+        return None if state is None else local_of(state).view(-1)
+
     def bind(self, state: Mapping[str, Tensor]) -> None:
         """Point the blocks' views to the memory that the states have now."""
         for name, size in self._sizes.items() if self.blocks else ():

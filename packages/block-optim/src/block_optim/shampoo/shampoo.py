@@ -27,7 +27,6 @@ from block_optim.core._torch_compat import (
     foreach_copy_,
     foreach_lerp_,
     foreach_mul_,
-    local_of,
 )
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_count, check_flag, check_mesh, check_range
@@ -167,7 +166,8 @@ class Shampoo(Preconditioned):
     @override
     def format_of(self, group: Group) -> dict[str, Any]:
         """Return the base's options, and whether there are averages at all."""
-        averages = {"betas[0] > 0": group["betas"][0] > 0, "momentum > 0": group["momentum"] > 0}
+        beta1, momentum = group.get("betas", (0,))[0], group.get("momentum", 0)
+        averages = {"betas[0] > 0": beta1 > 0, "momentum > 0": momentum > 0}
         return {**super().format_of(group), **averages}
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
@@ -212,14 +212,14 @@ class Shampoo(Preconditioned):
                 device, [partial(_rooted, job, job.load()) for job in overlapped], self._put_roots
             )
         self._scatter(works)
-        self._apply(works, skip, self._move, self._buffers)
+        self._apply(works, skip, _move, lambda works: _flat(works, "momentum_buffer"))
 
     def _accumulate(
         self, options: ShampooOptions, step: int, works: Sequence[TensorStep], skip: Tensor | None
     ) -> None:
         """Advance the averages of whole runs, and the factors of blocks."""
         for portion in portions(skip, works, lambda w: 2 * w.grad.nbytes):
-            with unless(skip, self._averages(portion)):
+            with unless(skip, _flat(portion, "exp_avg", "exp_avg_sq")):
                 self._moments(options, portion)
         own = StepBlocks(works)
         for batch in batches(own.blocks):
@@ -230,9 +230,10 @@ class Shampoo(Preconditioned):
         """Write the updates of works with these options and this step number."""
         for work in works:
             if work.tensor.grid is None:
-                second = self._flat(work, "exp_avg_sq")
+                first, second = work.tensor.flat("exp_avg"), work.tensor.flat("exp_avg_sq")
                 assert second is not None
-                work.update.copy_(elementwise_direction(options, step, self._source(work), second))
+                filtered = work.grad if first is None else first
+                work.update.copy_(elementwise_direction(options, step, filtered, second))
         own = StepBlocks(works)
         for batch in batches(own.blocks):
             has_average = "exp_avg" in batch.blocks[0].views
@@ -240,36 +241,13 @@ class Shampoo(Preconditioned):
             targets = own.updates(batch)
             foreach_copy_(targets, list(direction(options, step, batch, filtered)[: len(targets)]))
 
-    def _flat(self, work: TensorStep, name: str) -> Tensor | None:
-        state = self.state[work.tensor.param.tensor].get(name)
-        return None if state is None else local_of(state).view(-1)
-
-    def _averages(self, works: Sequence[TensorStep]) -> list[Tensor]:
-        result = (self._flat(w, name) for w in works for name in ("exp_avg", "exp_avg_sq"))
-        return [state for state in result if state is not None]
-
-    def _buffers(self, works: Sequence[TensorStep]) -> list[Tensor]:
-        return [b for w in works if (b := self._flat(w, "momentum_buffer")) is not None]
-
-    def _source(self, work: TensorStep) -> Tensor:
-        filtered = self._flat(work, "exp_avg")
-        return work.grad if filtered is None else filtered
-
     def _moments(self, options: ShampooOptions, works: Sequence[TensorStep]) -> None:
         """Filtered gradients and the second moments of the grafting method, on whole runs."""
-        pairs = [(self._flat(w, "exp_avg"), w.grad) for w in works]
-        firsts = [(m, g) for m, g in pairs if m is not None]
-        if firsts:
-            foreach_lerp_([m for m, _ in firsts], [g for _, g in firsts], 1 - options.beta1)
-        for elementwise in (True, False):
-            seconds = [
-                (self._flat(w, "exp_avg_sq"), w.grad) for w in works if (w.tensor.grid is None) == elementwise
-            ]
-            moments = [v for v, _ in seconds if v is not None]
-            grads = [g for v, g in seconds if v is not None]
-            if not moments:
-                continue
-            beta = options.second_beta
+        if firsts := _flat(works, "exp_avg"):
+            foreach_lerp_(firsts, [w.grad for w in works], 1 - options.beta1)
+        some = [w for w in works if w.tensor.grid is None or options.grafting != "none"]
+        if moments := _flat(some, "exp_avg_sq"):
+            grads, beta = [w.grad for w in some], options.second_beta
             if beta < 1:
                 foreach_mul_(moments, beta)
             foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
@@ -309,24 +287,27 @@ class Shampoo(Preconditioned):
             store_square(job.views("root"), result.roots, job.options.packed)
             self._count(result.counts, [job.items[i][0] for i in result.kept])
 
-    # ---------------------------------------------------------------- the parameters
 
-    def _move(self, group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
-        updates = [w.local_update for w in works]
-        if group["weight_decay"]:
-            foreach_add_(updates, weights, alpha=group["weight_decay"])
-        buffers = self._buffers(works)
-        if buffers:
-            keep, mu = 1 - group["dampening"], group["momentum"]
-            foreach_mul_(buffers, mu)
-            foreach_add_(buffers, updates, alpha=keep)
-            if group["nesterov"]:
-                if keep != 1:
-                    foreach_mul_(updates, keep)
-                foreach_add_(updates, buffers, alpha=mu)
-            else:
-                updates = buffers
-        take(weights, updates, group["lr"])
+def _flat(works: Sequence[TensorStep], *names: str) -> list[Tensor]:
+    """This rank's elements of states, for the tensors that have them."""
+    return [state for w in works for name in names if (state := w.tensor.flat(name)) is not None]
+
+
+def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
+    updates = [w.local_update for w in works]
+    if group["weight_decay"]:
+        foreach_add_(updates, weights, alpha=group["weight_decay"])
+    if buffers := _flat(works, "momentum_buffer"):
+        keep, mu = 1 - group["dampening"], group["momentum"]
+        foreach_mul_(buffers, mu)
+        foreach_add_(buffers, updates, alpha=keep)
+        if group["nesterov"]:
+            if keep != 1:
+                foreach_mul_(updates, keep)
+            foreach_add_(updates, buffers, alpha=mu)
+        else:
+            updates = buffers
+    take(weights, updates, group["lr"])
 
 
 def _rooted(job: RootJob, inputs: tuple[Tensor, Tensor]) -> tuple[RootJob, Roots]:

@@ -1,0 +1,241 @@
+"""Every optimizer in every layout: the bits of one process, what is sent, and steps that all ranks skip."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import NARROW, run_of, same
+from torch.distributed.tensor import Replicate, Shard
+
+from block_optim import local_of
+from ragged_shard import RaggedShard
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+
+# A square, odd ones, stacked matrices, a convolution, a single row; and for what is no matrix a vector and a scalar.
+MATRICES = ((8, 8), (22, 5), (7, 11), (3, 6, 5), (6, 2, 3, 2), (1, 7))
+SHAPES = (*MATRICES, (9,), ())
+# Of which parameters there is no gradient, step by step.
+COME_AND_GO = ((), (0, 1, 2), (), (1,), (0, 2), (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2), ())
+
+ANY = ("elements", "rows", "whole", "one rank", "shard", "replicate")
+BY_ROWS = ("rows", "whole", "one rank", "shard", "replicate")  # NorMuon has numbers for rows
+BY_BLOCKS = ("planned", "whole", "one rank", "replicate")  # of 8-bit states
+CASES = {
+    "AdamW": ANY,
+    "AdamW fused": ANY,
+    "AdamW8bit": BY_BLOCKS,
+    "AdamW8bit tiles": BY_BLOCKS,
+    "Muon": (*ANY, "planned", "replicas"),
+    "Muon gram": ("elements", "rows"),
+    "Muon buckets": ANY,
+    "NorMuon": (*BY_ROWS, "replicas"),
+    "NorMuon buckets": BY_ROWS,
+    "Shampoo": (*ANY, "planned", "replicas"),
+    "KL-Shampoo": ("planned", "elements"),
+    "Shampoo sums": ("planned", "shard", "replicas"),
+    "SOAP": (*ANY, "planned", "replicas"),
+    "SOAP overlap": ("planned", "elements"),
+    "Mixed": (*ANY, "planned"),
+    "Mixed 8-bit": BY_BLOCKS,
+    **{
+        f"{name}, {narrow}": ("elements", "shard")
+        for name in ("AdamW", "Muon", "Shampoo", "SOAP")
+        for narrow in NARROW
+    },
+    **{f"{name}, masters": ("whole", "rows") for name in ("AdamW fused", "NorMuon", "Mixed")},
+    **{f"AdamW8bit, {narrow}": BY_BLOCKS for narrow in NARROW},
+}
+
+
+def trained(case, layout="plain", mesh_shape=()):
+    if dist.is_initialized():  # costs of layouts
+        logging.getLogger("block_optim").setLevel(logging.ERROR)
+    shapes = MATRICES if "uon" in case or "Mixed" in case else SHAPES
+    run = run_of(case, layout, mesh_shape, shapes=shapes)
+    for number, without in enumerate(COME_AND_GO):
+        run.step(number, without)
+    assert not getattr(run.optimizer, "skipped_steps", 0)
+    return run.result()
+
+
+def every_layout(expected):
+    for case, result in expected.items():
+        for layout in CASES[case]:
+            same(trained(case, layout), result)
+        if dist.get_world_size() == 4:
+            same(trained(case, CASES[case][0], (2, 2)), result)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_three_ranks_every_layout_gives_the_bits_of_one_process_also_if_gradients_come_and_go(case):
+    run_ranks(3, every_layout, {case: trained(case)}, timeout=200.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_other_world_sizes_and_two_axes_give_the_bits_of_one_process_too(world_size):
+    run_ranks(world_size, every_layout, {case: trained(case) for case in CASES}, timeout=400.0)
+
+
+def one_hot(mesh):
+    return [0] * (mesh.size() - 1) + [1]
+
+
+CUT_NOTHING = {  # the shape of a mesh of all ranks, and placements on it; one axis, or none, cuts the tensor
+    "whole elements on one rank": ((2,), lambda mesh, ndim: [RaggedShard(range(ndim), one_hot(mesh))]),
+    "ragged over one": ((2, 1), lambda mesh, ndim: [Replicate(), RaggedShard(range(ndim), (1,))]),
+    "columns over one": ((2, 1), lambda mesh, ndim: [Replicate(), Shard(1)]),
+    "one, whole on one rank": (
+        (1, 2),
+        lambda mesh, ndim: [Shard(1), RaggedShard(range(ndim), one_hot(mesh))],
+    ),
+    "rows, and columns over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(1)]),
+    "rows, and rows over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(0)]),
+    "one ragged, replicated": ((1, 2), lambda mesh, ndim: [RaggedShard((0,), (1,)), Replicate()]),
+}
+
+
+@on_ranks(2)
+def test_every_optimizer_takes_axes_that_cut_nothing():
+    for case in ("AdamW", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed", "Mixed 8-bit"):
+        run = run_of(case)
+        expected = run.steps(0, 3).result()
+        for mesh_shape, placements in CUT_NOTHING.values():
+            same(run_of(case, placements, mesh_shape).steps(0, 3).result(), expected)
+
+
+# ---------------------------------------------------------------- gradients that are not finite
+
+
+class Messages(logging.Handler):
+    """The messages that are logged inside a ``with``."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+    def __enter__(self):
+        logger = logging.getLogger("block_optim")
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *error):
+        logging.getLogger("block_optim").removeHandler(self)
+        logging.getLogger("block_optim").propagate = True
+
+
+def bad_on_some(case, layout, bad):
+    run = run_of(case, layout).steps(0, 2)
+    before = run.result()
+    run.give(2)
+    local = local_of(run.params[1].grad).view(-1)
+    holds = local.numel() > 0 and (layout != "replicas" or dist.get_rank() == 1)
+    if holds:
+        local[-1] = bad
+    with Messages() as messages:
+        for _ in range(2):
+            run.optimizer.step()
+        run.optimizer.step(grad_norm=bad)
+    same(run.result(), before)
+    assert run.optimizer.skipped_steps == len(messages.found) == 3
+    assert ("p1" in messages.found[0]) == holds
+    assert "3 skipped" in messages.found[2]
+    return holds, run.steps(3, 5).result()
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *((case, "planned") for case in ("AdamW fused", "AdamW8bit", "AdamW8bit tiles")),
+        *((case, "elements") for case in ("AdamW", "Muon", "Shampoo", "SOAP", "Mixed")),
+        *((case, "replicas") for case in ("Muon", "SOAP")),
+    ],
+)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(case, layout, bad):
+    expected = run_of(case).steps(0, 2).steps(3, 5).result()
+    results = run_ranks(3, bad_on_some, case, layout, bad)
+    assert any(holds for holds, _ in results)
+    for _, result in results:
+        same(result, expected)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def sent_in_a_step(case, layout):
+    """Kinds, bytes and ranks of the collectives of a step: with its own check, and in ways that need none."""
+    with record_collectives() as building, Messages() as messages:
+        run = run_of(case, layout)
+    assert building.kinds == messages.found == []
+    assert getattr(run.optimizer, "bytes_per_step", 0) == 0
+    run.give(0)
+    with record_collectives() as record:
+        run.optimizer.step()
+    norm = torch.nn.utils.clip_grad_norm_(run.params, 1.0)
+    with record_collectives() as known:
+        run.optimizer.step(grad_norm=norm)
+        run.optimizer.found_inf = torch.tensor(0.0)
+        run.optimizer.step()
+        del run.optimizer.found_inf
+    unchecked = run_of(case, layout, skip_nonfinite=False)
+    unchecked.give(0)
+    with record_collectives() as without:
+        unchecked.optimizer.step()
+    return record, [*known.kinds, *without.kinds]
+
+
+@pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "Shampoo", "SOAP"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_where_blocks_are_whole_a_step_sends_four_bytes_or_nothing(case, world_size):
+    for record, others in run_ranks(world_size, sent_in_a_step, case, "planned"):
+        assert record.kinds == (["all_reduce"] if world_size > 1 else [])
+        assert record.bytes_sent == pytest.approx(2 * 4 * (world_size - 1) / world_size)
+        assert others == []
+
+
+@on_ranks(4)
+def test_replicas_are_not_asked_whether_gradients_are_finite():
+    run = run_of("AdamW", "elements", (2, 2))
+    run.give(0)
+    with record_collectives() as record:
+        run.optimizer.step()
+    assert [(e.kind, e.ranks) for e in record.events] == [("all_reduce", 2)]
+
+
+@on_ranks(3)
+def test_mixed_asks_once_about_bad_numbers_and_once_for_each_algorithm_that_sends_something():
+    run = run_of("Mixed", "shard").steps(0, 1)
+    run.give(1)
+    with record_collectives() as record:
+        run.optimizer.step()
+    assert record.kinds.count("all_reduce") == 3  # Muon and SOAP ask which gradients there are
+
+
+@pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "AdamW8bit tiles"])
+@on_ranks(3)
+def test_a_rank_without_gradients_neither_hangs_nor_counts(case):
+    run = run_of(case, "planned")
+    run.give(0, without=range(3) if dist.get_rank() == 1 else ())
+    run.optimizer.step()
+    for p in run.params:
+        assert run.optimizer.state[p]["step"] == (0 if dist.get_rank() == 1 else 1)
+
+
+@pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "AdamW8bit tiles"])
+@on_ranks(3)
+def test_full_states_load_into_parts_without_communication(case):
+    plain, run = run_of(case).steps(0, 1), run_of(case, "planned")
+    with record_collectives() as record:
+        run.optimizer.load_state_dict(plain.optimizer.state_dict())
+    assert record.kinds == []
+    same(
+        {k: v for k, v in run.result().items() if " " in k},
+        {k: v for k, v in plain.result().items() if " " in k},
+    )
