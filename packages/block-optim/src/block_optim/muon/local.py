@@ -74,7 +74,8 @@ def update_momenta(params: Sequence[LocalParam], mu: float, scratch: Scratch) ->
 
 def muon_state(param: Param) -> dict[str, torch.Tensor]:
     """A parameter's states, zero."""
-    state = {"momentum_buffer": param.zeros(param.group["momentum_dtype"] or param.local.dtype)}
+    dtype = param.group["momentum_dtype"]
+    state = {"momentum_buffer": param.zeros(param.local.dtype if dtype is None else getattr(torch, dtype))}
     if param.group["stochastic_rounding"]:
         state["step"] = torch.zeros((), dtype=torch.float32)
     if param.group["normuon"]:

@@ -11,7 +11,14 @@ from typing_extensions import override
 from block_optim.core import device as devices
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_choice, check_count, check_flag, check_mesh, check_range
+from block_optim.core.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_mesh,
+    check_range,
+    name_dtype,
+)
 from block_optim.core.params import Group, Param
 from block_optim.muon.assignment import Assignment
 from block_optim.muon.coefficients import Coefficients, resolve
@@ -23,7 +30,7 @@ from layout_planner import Block
 
 ADJUST = (None, "original", "match_rms_adamw", "spectral", "spectral_unclamped", "none")
 
-_MOMENTUM_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+_MOMENTUM_DTYPES = (None, "float32", "bfloat16", "float16")
 
 
 class Muon(BlockOptimizer):
@@ -53,7 +60,7 @@ class Muon(BlockOptimizer):
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
         cautious_weight_decay: decay only entries that the update shrinks anyway.
-        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16.
+        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16; text in the groups.
         stochastic_rounding, seed, master_weights: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         capturable: let CUDA graphs capture `step`; a tensor lr is read on the device, and its product with an update is
@@ -99,7 +106,7 @@ class Muon(BlockOptimizer):
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
         cautious_weight_decay: bool = False,
-        momentum_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
@@ -172,6 +179,7 @@ class Muon(BlockOptimizer):
             raise ValueError(
                 f"capturable=True with method={group['method']!r}: the host checks the Gram form's results"
             )
+        name_dtype("momentum_dtype", group)
         check_choice("momentum_dtype", group["momentum_dtype"], _MOMENTUM_DTYPES)
         for name in ("nesterov", "normuon", "cautious_weight_decay"):
             check_flag(name, group[name])

@@ -24,7 +24,14 @@ from typing_extensions import override
 from block_optim.core import device as devices
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_betas, check_choice, check_count, check_flag, check_range
+from block_optim.core.options import (
+    check_betas,
+    check_choice,
+    check_count,
+    check_flag,
+    check_range,
+    name_dtype,
+)
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import NarrowWriter, is_narrow
 from block_optim.core.skip import portions, unless
@@ -106,8 +113,7 @@ class Preconditioned(BlockOptimizer):
 
     @override
     def check_options(self, group: Group) -> None:
-        if isinstance(group["factor_dtype"], torch.dtype):
-            group["factor_dtype"] = str(group["factor_dtype"]).removeprefix("torch.")
+        name_dtype("factor_dtype", group)
         check_choice("factor_dtype", group["factor_dtype"], tuple(_DTYPES))
         check_choice("matrices", group["matrices"], MATRICES)
         for name in ("max_preconditioner_dim", "diagonal_above", "precondition_frequency"):
