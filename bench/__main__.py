@@ -10,6 +10,7 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "main", "how long saving and loading takes"),
     "clip": ("host", "main_clip", "CPU time of clipping: torch's function and ours"),
     "compile": ("calls", "main_compile", "graphs and graph breaks of torch.compile, ours and FSDP2's"),
+    "convert": ("checkpoint", "main_convert", "a model through all forms of files: seconds, peak memory"),
     "counts": ("counts", "main", "exact counts of one step: collectives, bytes, calls, live memory"),
     "export": ("export", "main", "whole weights or changes out of a model: bytes and memory"),
     "gpu": ("gpu", "main", "GPU tests and benchmarks, started by gpu.sh"),

@@ -2,6 +2,7 @@
 
 python -m bench checkpoint     torch.distributed.checkpoint, save and load in turns; writes results/checkpoint.json
 python -m bench weights [--parameters 1e9] [--ranks 2 4] [--dtype bfloat16]
+python -m bench convert [--parameters 1e9] [--width 2048] [--ranks 2] [--dtype bfloat16] [--folder DIR]
 
 Checkpoints: each rank writes its part into one folder (in memory, /dev/shm, where there is one, so that no disk is
 measured) and loads it back into the same world.
@@ -9,6 +10,9 @@ measured) and loads it back into the same world.
 Weights: random ones of a Llama-like model are written to a temporary folder. Each way loads them into a model on meta,
 sharded over new gloo ranks, and writes the full model again. Memory is a rank's rise, without pages of files, looked
 at every few milliseconds: the most of any rank, and rank 0's. The shard counts.
+
+Conversion: random weights are written, loaded by the ranks, exported by them, converted to DCP by one process and
+converted back; each folder goes when the next is complete, and all tensors must have the bytes that were written.
 """
 
 import importlib
@@ -17,6 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +54,7 @@ SAVE = {
     "ours": "save_safetensors",
     "torch, from rank 0": "get_model_state_dict(full, cpu_offload) and save_file",
 }
-WIDTH, INNER = 2048, 5632
+WIDTH = 2048
 MIB = 1 << 20
 
 
@@ -138,13 +143,14 @@ def main(arguments: list[str]) -> int:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def _shapes(parameters: float) -> dict[str, tuple[int, int]]:
-    layer = dict.fromkeys("qkvo", (WIDTH, WIDTH))
-    layer |= {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
-    embedding = 2 * 32000 * WIDTH
+def _shapes(parameters: float, width: int = WIDTH) -> dict[str, tuple[int, int]]:
+    inner = width * 11 // 4
+    layer = dict.fromkeys("qkvo", (width, width))
+    layer |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    embedding = 2 * 32000 * width
     count = max(1, round((parameters - embedding) / sum(a * b for a, b in layer.values())))
     shapes = {f"layers.{i}.{name}": shape for i in range(count) for name, shape in layer.items()}
-    return {"embed": (32000, WIDTH), **shapes, "head": (32000, WIDTH)}
+    return {"embed": (32000, width), **shapes, "head": (32000, width)}
 
 
 def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
@@ -318,4 +324,87 @@ def main_weights(arguments: list[str]) -> int:
     heads = ["peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
     print(table(["ranks", "way", "read / file", *heads], rows["load"]))
     print(f"\n{table(['ranks', 'way', *heads], rows['save'])}")
+    return 0
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+def run_export(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """On a rank: load the source by byte ranges, then write it again; see `run_weights`."""
+    return run_weights({**request, "way": "ours"})
+
+
+def run_convert(request: dict[str, Any]) -> dict[str, float]:
+    """In one process: convert a folder; the rise of its memory and the seconds."""
+    from fsdp_runtime.checkpoint import convert_checkpoint
+
+    began, peak = time.perf_counter(), Peak()
+    convert_checkpoint(request["source"], request["destination"], max_file_bytes=1 << 30)
+    return {"peak": peak.end(), "seconds": time.perf_counter() - began}
+
+
+def _digests(folder: Path) -> dict[str, int]:
+    """A checksum of each tensor in the safetensors files of a folder."""
+    import torch
+    from safetensors import safe_open
+
+    sums = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                sums[name] = zlib.crc32(opened.get_tensor(name).view(torch.uint8).numpy())
+    return sums
+
+
+def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ranks: int) -> list[list[Any]]:
+    """Rows (step, processes, MiB of the folder written, peak MiB, s) of a conversion round trip.
+
+    Raises:
+        ValueError: a tensor has other bytes at the end of a step.
+    """
+    source, exported, dcp, back = (folder / name for name in ("source", "source/saved", "dcp", "back"))
+    source.mkdir(parents=True)
+    total = _write(source, shapes, dtype)
+    expected, rows = _digests(source), []
+
+    def check(step: str, where: Path) -> None:
+        if (sums := _digests(where)) != expected:
+            wrong = [name for name in expected if sums.get(name) != expected[name]]
+            raise ValueError(f"{step}: {len(wrong)} tensors differ from what was written, {wrong[:3]} first")
+
+    request = {"folder": str(source), "shapes": shapes, "dtype": dtype}
+    for step, every in launch(run_export, ranks, request, timeout=3600).items():
+        name = "load_safetensors" if step == "load" else "save_safetensors"
+        most, seconds = (max(one[key] for one in every) for key in ("peak", "seconds"))
+        rows.append([name, ranks, mib(total), mib(most), f"{seconds:.1f}"])
+    check("save_safetensors", exported)
+    shutil.move(exported, folder / "exported")
+    shutil.rmtree(source)
+    for step, start, end in (
+        ("safetensors to DCP", folder / "exported", dcp),
+        ("DCP to safetensors", dcp, back),
+    ):
+        figures = launch(run_convert, 1, {"source": str(start), "destination": str(end)}, timeout=3600)
+        rows.append([step, 1, mib(total), mib(figures["peak"]), f"{figures['seconds']:.1f}"])
+        shutil.rmtree(start)
+    check("the round trip", back)
+    return rows
+
+
+def main_convert(arguments: list[str]) -> int:
+    """Print the table."""
+    parser = parser_of("convert", "A model loaded, exported, converted to DCP and back: seconds, peak memory.")
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
+    parser.add_argument("--ranks", type=int, default=2, help="that load and export")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--folder", help="for temporary files: twice the model (default: the system's)")
+    options = parser.parse_args(arguments)
+    shapes = _shapes(options.parameters, options.width)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = round_trip(Path(folder), shapes, options.dtype, options.ranks)
+    count = sum(a * b for a, b in shapes.values())
+    print(f"{count / 1e9:.3f}B parameters in {options.dtype}; every tensor came back with its bytes")
+    print(table(["step", "processes", "MiB", "peak MiB of a process", "s"], rows))
     return 0
