@@ -394,7 +394,9 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
 
 def main_convert(arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("convert", "A model loaded, exported, converted to DCP and back: seconds, peak memory.")
+    parser = parser_of(
+        "convert", "A model loaded, exported, converted to DCP and back: seconds, peak memory."
+    )
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
     parser.add_argument("--ranks", type=int, default=2, help="that load and export")

@@ -6,7 +6,8 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, what `shard_placement_fn` may return, and what DCP's default planner writes of a value.
+torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, and what DCP's default
+planner writes of a value.
 """
 
 import operator
@@ -58,6 +59,13 @@ def outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     with torch._C._DisableFuncTorch():
         return call(*args)
+
+
+def saved_tensor_hooks() -> "tuple[Callable[..., Any], Callable[..., Any]] | None":
+    """The innermost hooks for tensors that autograd saves on this thread; None if there are none."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 #: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.

@@ -137,6 +137,10 @@ class Recycler:
         # Asked of the storages themselves, so that those which died while lent do not count.
         return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
+    def lends(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage's memory is from here."""
+        return storage in self._homes
+
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Fill an empty storage with `nbytes` of uninitialised memory, safe to use on the current stream.
 

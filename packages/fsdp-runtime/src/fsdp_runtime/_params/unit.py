@@ -18,6 +18,7 @@ from .._plan.group import Request, children_of, plan_group
 from .._plan.mesh import DataMesh, check_alike
 from .._plan.param import MakeHook, ManagedParam
 from .._torch.streams import Streams
+from ..offload_policy import SelectiveOffloadPolicy
 from .group import Group
 
 Param = ManagedParam[Group]
@@ -89,6 +90,7 @@ class Unit:
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
         captured: whether its last gather was recorded into a graph.
+        offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
 
@@ -117,6 +119,9 @@ class Unit:
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
         self.keeps_slices = request.neighbors is not None
+        self.offloads_activations = (
+            isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.activations
+        )
         self._streams = streams
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []

@@ -22,6 +22,7 @@ from .. import _torch_compat as compat
 from .._params.group import Group
 from .._params.unit import Unit, UnitState
 from .._torch.streams import Streams
+from .activations import Activations
 from .backward import Backward, find_used_anywhere
 
 U = TypeVar("U")
@@ -83,6 +84,7 @@ class Pass:
     Attributes:
         units: all of them.
         backward: their gradients.
+        activations: those that are offloaded.
         streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
@@ -92,6 +94,7 @@ class Pass:
     def __init__(self, streams: Streams) -> None:
         self.units: list[Unit] = []
         self.backward = Backward(streams)
+        self.activations = Activations(streams)
         self.prefetch_depth = 1
         self.in_backward = False
         self.streams = streams
@@ -130,6 +133,11 @@ class Pass:
                 raise RuntimeError(
                     f"{unit.name} is gathered: a graph would use these values in each replay; call its `reshard` "
                     "before the capture"
+                )
+            if unit.offloads_activations:
+                raise RuntimeError(
+                    f"{unit.name} offloads its activations, to memory that may be another in each step, which a graph "
+                    "cannot capture; shard without activations in offload_policy"
                 )
             if any(group.plan.offload is not None for group in unit.groups):
                 raise RuntimeError(
@@ -172,6 +180,7 @@ class Pass:
                 self._watch_order()
             self._order = self._forward[root]
             self._order.begin()
+            self.activations.begin_forward()
 
     def _watch_order(self) -> None:
         """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
@@ -328,6 +337,7 @@ class Pass:
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
+            self.activations.enter_backward()
         elif unit.state in _USABLE:
             return
         with compat.label("pre_backward", unit.name):
@@ -347,6 +357,7 @@ class Pass:
         if self.streams.layer.capturing:
             self.streams.follow_capture()
         self.backward.begin()
+        self.activations.begin_backward()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
         if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
@@ -402,6 +413,7 @@ class Pass:
             self.finish_backward()
             self.last_backward = self._backward.seen
             self._backward.end()
+            self.activations.end_backward()
             self.in_backward = False
         if self.backward.is_last and not self.backward.by_hand:
             self.rest(free=False)
@@ -466,6 +478,7 @@ class Pass:
     def reset(self) -> None:
         """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
         self.backward.abandon()
+        self.activations.reset()
         self._root = None
         self.in_backward = False
         self._left = []

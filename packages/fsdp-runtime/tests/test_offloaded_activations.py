@@ -1,0 +1,309 @@
+"""Activations in CPU memory between forward and backward, on the simulated device: no race, the same bits."""
+
+import pytest
+import torch
+from runtime_helpers import Body, device, loss_of, seeded, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_runtime import OffloadPolicy, SelectiveOffloadPolicy, fully_shard
+from fsdp_runtime._schedule import activations
+from fsdp_runtime._schedule.model import member_of
+from ragged_shard.testing import RaceError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
+POLICY, NONE = SelectiveOffloadPolicy(activations=True), OffloadPolicy()
+
+
+class Block(nn.Module):
+    """Saves its input, views of one storage, an expanded tensor and its own parts."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.register_buffer("table", torch.rand(5, width))
+        self.spoils = False
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        gate = x.mean(-1, keepdim=True).expand_as(x)
+        y = torch.tanh(x + self.out(torch.tanh(q) * torch.sigmoid(k) * v * gate * self.table))
+        return y.mul_(2) if self.spoils else y
+
+
+class Net(Body):
+    def __init__(self, recompute="", **options):
+        super().__init__(width=16, blocks=4, **options)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.recompute = recompute
+        self.between = lambda x: x
+
+    def forward(self, tokens, order=(0, 1, 2, 3)):
+        x = self.embed(tokens)
+        for index in order:
+            if self.recompute:
+                x = checkpoint(self.blocks[index], x, use_reentrant=self.recompute == "reentrant")
+            else:
+                x = self.blocks[index](x)
+            x = self.between(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_too(monkeypatch):
+    monkeypatch.setattr(activations, "SMALLEST", 1)
+
+
+def build(blocks=POLICY, root=NONE, **options):
+    model = seeded(Net, **options)
+    for block in model.blocks:
+        fully_shard(block, offload_policy=blocks)
+    return fully_shard(model, offload_policy=root)
+
+
+def store_of(model):
+    return member_of(model).passes.activations
+
+
+def step(model, number, optimizer=None, **options):
+    loss_of(model, tokens(number), **options).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def once(model):
+    step(model, 0)
+
+
+def accumulated(model):
+    for number in range(4):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        step(model, number)
+
+
+def two_forwards_at_a_time(model):
+    for number in range(2):
+        losses = [loss_of(model, tokens(10 * number + i)) for i in range(3)]
+        for loss in losses:
+            model.set_is_last_backward(loss is losses[-1])
+            loss.backward()
+
+
+def the_graph_twice(model):
+    loss = loss_of(model, tokens())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def other_orders(model):
+    for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 0), (1, 1, 2), (0, 1, 2, 3)):
+        step(model, 0, order=order)
+
+
+def without_gradients(model):
+    with torch.no_grad():
+        model(tokens(1))
+    model(tokens(2))  # a loss that is never used
+    step(model, 0)
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(3):
+        step(model, number, optimizer)
+
+
+RUNS = (
+    once, accumulated, two_forwards_at_a_time, the_graph_twice, other_orders, without_gradients, trained,
+)  # fmt: skip
+
+
+def values_after(run, **options):
+    model = build(**options)
+    run(model)
+    params = list(model.parameters())
+    values = [param.to_local().detach().clone() for param in params]
+    return values + [param.grad.to_local().clone() for param in params if param.grad is not None], model
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("root", [pytest.param(NONE, marks=pytest.mark.long), POLICY], ids=["blocks", "all"])
+def test_parameters_and_gradients_are_the_same_bits_and_no_access_is_a_race(run, root):
+    with device("at random"):
+        expected, _ = values_after(run, blocks=NONE)
+        values, model = values_after(run, root=root)
+        assert store_of(model).bytes_out > 0
+        assert store_of(model).bytes_in > 0
+        assert all(map(torch.equal, values, expected))
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_of_a_checkpoint_the_inputs_move_with_the_unit_around_it(kind):
+    with device("late"):
+        expected, _ = values_after(trained, blocks=NONE, recompute=kind)
+        values, model = values_after(trained, root=POLICY, recompute=kind)
+        assert all(map(torch.equal, values, expected))
+        moved = store_of(model).bytes_out
+        assert moved > 0
+        _, whole = values_after(trained, root=POLICY)
+        assert 3 * moved < store_of(whole).bytes_out
+
+
+def test_a_checkpoint_inside_the_unit_moves_its_input():
+    with device():
+        model = seeded(Net)
+        for index, block in enumerate(model.blocks):
+            inner, outer = block, nn.Sequential()
+            outer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+            outer.add_module("inner", inner)
+            model.blocks[index] = fully_shard(outer, offload_policy=POLICY)
+        fully_shard(model)
+        step(model, 0)
+        assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
+
+
+def test_the_device_holds_the_activations_of_one_unit_more_than_without_any_in_forward():
+    sizes = {}
+    for policy in (NONE, POLICY):
+        with device() as found:
+            model = build(policy)
+            step(model, 0)
+            model.zero_grad()
+            before = sum(found.pools.used.values())
+            loss = loss_of(model, tokens())
+            sizes[policy is POLICY] = sum(found.pools.used.values()) - before
+            del loss
+    assert sizes[True] < 0.5 * sizes[False]
+
+
+def test_a_tensor_moves_once_although_several_operations_save_it():
+    with device():
+        model = build()
+        step(model, 0)
+        block_bytes = store_of(model).bytes_out / 4
+        rows = tokens().numel() * 4
+        # x; q, k and v in one storage; the gate before it is expanded; tanh twice, sigmoid and four products.
+        assert block_bytes <= rows * (16 + 3 * 16 + 1 + 3 * 16 + 4 * 16)
+
+
+def test_from_the_second_step_on_a_units_activations_come_while_the_one_before_runs_backward(monkeypatch):
+    with device():
+        model, started = build(), []
+        store = store_of(model)
+        bring = store._bring
+
+        def recorded(runs):
+            runs = list(runs)
+            absent = sum(run.device is None for run in runs)
+            if absent:
+                started.append((store._part, absent))
+            bring(runs)
+
+        monkeypatch.setattr(store, "_bring", recorded)
+        step(model, 0)
+        assert {part for part, _ in started} == {-1}
+        assert {absent for _, absent in started} == {1}
+        started.clear()
+        loss = loss_of(model, tokens())
+        away = sum(run.device is None for run in store._alive.values())
+        loss.backward()
+        assert [part for part, _ in started] == [0, 1, 2]  # each starts the next one's; none is on demand
+        assert sum(absent for _, absent in started) == away
+
+
+def test_cpu_memory_is_used_again_in_each_step():
+    with device() as found:
+        model = build()
+        for number in range(5):
+            step(model, number)
+            if number == 0:
+                first = len(found.registered)
+        assert len(found.registered) == first == len(store_of(model)._free)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_copy_that_is_not_waited_for_is_a_race(when, monkeypatch):
+    with device() as found:
+        model = build()
+        step(model, 0)
+        loss = loss_of(model, tokens())
+
+        def run():
+            loss_of(model, tokens()) if when == "forward" else loss.backward()
+            found.raise_late()
+
+        monkeypatch.setattr(found, "wait", lambda *_: None)
+        with pytest.raises(RaceError):
+            run()
+        found._late.clear()
+
+
+def test_a_change_in_place_of_what_backward_needs_raises():
+    with device():
+        model = build()
+        model.blocks[1].spoils = True
+        with pytest.raises(RuntimeError, match=r"shape \(2, 5, 16\) .* changed in place"):
+            step(model, 0)
+        model.blocks[1].spoils = False
+        step(model, 0)
+
+
+def test_hooks_around_a_unit_that_would_not_see_what_it_saves_raise():
+    with device():
+        model = build()
+        with (
+            torch.autograd.graph.save_on_cpu(),
+            pytest.raises(RuntimeError, match=r"blocks\.0: its policy .*save_on_cpu"),
+        ):
+            model(tokens())
+        step(model, 0)
+
+
+def test_after_a_failed_forward_the_next_step_has_the_same_bits():
+    def fail_first(model):
+        def fail(x):
+            raise KeyError("on purpose")
+
+        model.between = fail
+        with pytest.raises(KeyError):
+            model(tokens())
+        model.between = lambda x: x
+        trained(model)
+
+    with device("late"):
+        expected, _ = values_after(trained, blocks=NONE)
+        values, _ = values_after(fail_first, root=POLICY)
+        assert all(map(torch.equal, values, expected))
+
+
+class OnMesh(nn.Linear):
+    """Computes with DTensors, as under tensor parallelism."""
+
+    def forward(self, x):
+        mesh = init_device_mesh("cpu", (4,))
+        squared = DTensor.from_local(super().forward(x), mesh, [Replicate()], run_check=False).pow(2)
+        return squared.to_local()
+
+
+def test_a_dtensor_moves_by_its_local_tensor():
+    gradients = []
+    for policy in (NONE, POLICY):
+        with device():
+            torch.manual_seed(0)
+            model = fully_shard(nn.Sequential(fully_shard(OnMesh(16, 16), offload_policy=policy)))
+            model(torch.ones(3, 16, requires_grad=True)).sum().backward()
+            gradients.append(model[0].weight.grad.to_local().clone())
+            if policy is POLICY:
+                assert store_of(model).bytes_out == 2 * 3 * 16 * 4
+    assert torch.equal(*gradients)
+
+
+def test_a_graph_cannot_capture_it():
+    with device() as found:
+        model = build()
+        step(model, 0)
+        with found.capture(), pytest.raises(RuntimeError, match=r"blocks\.0 offloads its activations"):
+            model(tokens())
