@@ -25,6 +25,7 @@ from .._plan.group import GroupPlan, as_sharded, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
 from .missing import Ledger, Missing, ledger_of
+from .on_host import grad_on_host, host_gradient
 from .scaling import ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
@@ -210,7 +211,7 @@ class GradBuffer:
             alias=False,
             name=f"gradients of {self._name}",
             check_ranks=False,
-            **plan.buffer_options(),
+            **plan.buffer_options(gradients=True),
         )
         buffer.give_shard()
         buffer.reductions = self._first_reduction
@@ -380,10 +381,14 @@ class GradBuffer:
             sharded: Any = param.sharded
             view, grad = views[param.index], sharded.grad
             if grad is None:
-                sharded.grad = sharded.with_local(view)
-            else:
-                grads.append(as_sharded(self._plan, planned[param.index], sharded, grad).to_local())
-                added.append(view)
+                on_host = self._plan.host_gradients
+                sharded.grad = grad_on_host(sharded, view) if on_host else sharded.with_local(view)
+                continue
+            known = host_gradient(grad)
+            if known is None:
+                known = as_sharded(self._plan, planned[param.index], sharded, grad).to_local()
+            grads.append(known)
+            added.append(view)
         if grads:
             with torch.no_grad():
                 compat.add(grads, added)

@@ -22,6 +22,7 @@ from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
 from ..block_policies import BlockPolicy
+from ..offload_policy import SelectiveOffloadPolicy
 from ..quantization import QuantizationPolicy, meet_tiles
 from .mesh import DataMesh, place
 from .param import ManagedParam
@@ -94,6 +95,7 @@ class GroupPlan:
         dtypes: in which they are kept, computed with and reduced.
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
+        host_gradients: keep reduced gradients in CPU memory, without the shards.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: encoding of gathers. Defaults to the compute dtype.
         reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
@@ -106,6 +108,7 @@ class GroupPlan:
     dtypes: Dtypes
     precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
+    host_gradients: bool
     transport: TransportChoice | None
     wire: WireForm | None
     reduction: ReductionForm | None
@@ -119,7 +122,7 @@ class GroupPlan:
         """Whether the group is worth a separate reduction."""
         return self.layout.numel >= MIN_CHILD
 
-    def buffer_options(self) -> dict[str, Any]:
+    def buffer_options(self, *, gradients: bool = False) -> dict[str, Any]:
         """Common arguments of the `DBuffer`s of parameters and of gradients."""
         data = self.data
         options: dict[str, Any] = {
@@ -131,6 +134,8 @@ class GroupPlan:
         }
         if self.offload is not None:
             options.update(shard_device=CPU, pin_memory=self.offload.pin_memory)
+        elif gradients and self.host_gradients:
+            options.update(shard_device=CPU, pin_memory=True)
         return options
 
     def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":
@@ -199,6 +204,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
         dtypes=dtypes,
         precision=request.precision,
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
+        host_gradients=isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.gradients,
         transport=request.transport,
         wire=wire,
         reduction=None if policy is None else policy.reduction(params[0].selected, dtypes.reduce),

@@ -157,6 +157,8 @@ class Reduction:
         if not reduced:
             return
         layer = self._streams.layer
+        if any(buffer.offloaded for buffer, _ in reduced):
+            layer.wait_on_host(layer.record())  # the hook may read what was copied from the device
         with layer.on(self._options.hook_stream):
             for buffer, _ in reduced:
                 for shard in buffer.shard:
@@ -176,8 +178,8 @@ class Reduction:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
         layer.wait(self._event)
-        if self.groups[0].plan.offload is not None:
-            layer.wait_on_host(self._event)  # the optimizer on the CPU reads what was copied from the device
+        if any(group.plan.offload is not None or group.plan.host_gradients for group in self.groups):
+            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
             if not group.gradients.partial:

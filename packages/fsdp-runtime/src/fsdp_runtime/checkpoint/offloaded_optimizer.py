@@ -15,8 +15,10 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dbuffer import DeviceLayer, device_layer
 from ragged_shard import RaggedDTensor
 
+from .._grads.on_host import host_gradient
 from .._torch.tree import local_tensor, tensors_in
 from .offload import HostCopy
 
@@ -39,6 +42,8 @@ _BUCKET_BYTES = 1 << 28
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer of torch or block_optim with its states in CPU memory; the update runs on the parameters' device.
+
+    It takes gradients that `SelectiveOffloadPolicy(gradients=True)` keeps in CPU memory: they come with the states.
 
     A step copies the states of a bucket of parameters to the device, updates these, and copies the states back, while
     the next bucket's states are on their way. Between steps no states are on the device, and values are those of the
@@ -65,6 +70,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         TypeError: another optimizer.
         ValueError: no positive `bucket_bytes`, or one for an optimizer of block_optim; parameters on several devices.
     """
+
+    takes_host_gradients = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int | None = None) -> None:
         of_blocks = is_of_blocks(optimizer)
@@ -163,11 +170,13 @@ class _Bucket:
 
     Attributes:
         packed: the states, as views of the bucket's storage, of torch's optimizers.
+        grads: those that were brought from CPU memory, in a step.
     """
 
     params: list[torch.Tensor] = field(default_factory=list)
     copies: list[HostCopy] = field(default_factory=list)
     packed: list[torch.Tensor] = field(default_factory=list)
+    grads: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
 
 class _OffloadedStates:
@@ -191,6 +200,7 @@ class _OffloadedStates:
         self._buckets: list[_Bucket] = []
         self._known: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one
         self._at_host: dict[int, torch.Tensor] = {}
+        self._on_host: dict[torch.Tensor, torch.Tensor] = {}  # gradients of the step under way
         self.state: dict[Any, Any] = {}
         self.find()
 
@@ -201,39 +211,67 @@ class _OffloadedStates:
             self._fill_buckets()  # parameters may have been added
             self._step_by_bucket({})
         elif len(self._buckets) < 2:
-            for _ in self._in_turn() if self._buckets else (None,):
-                optimizer.step(grad_norm=grad_norm)
-                optimizer.synchronize()
+            with self._grads_on_device():
+                for _ in self._in_turn() if self._buckets else (None,):
+                    optimizer.step(grad_norm=grad_norm)
+                    optimizer.synchronize()
         elif self._is_finite(grad_norm):
             self._step_by_bucket({"grad_norm": 0.0})  # finite: all ranks were asked
         else:
-            optimizer.step(grad_norm=math.inf)  # counts it, and looks at gradients only
+            with self._grads_on_device():
+                optimizer.step(grad_norm=math.inf)  # counts it, and looks at gradients only
             return
         self.find()
 
-    def _step_by_bucket(self, options: dict[str, Any]) -> None:
+    def _find_grads(self) -> dict[torch.Tensor, torch.Tensor]:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         grads = {param: param.grad for param in params if param.grad is not None}
+        self._on_host = {
+            param: gradient for param, grad in grads.items() if (gradient := host_gradient(grad)) is not None
+        }
+        return grads
+
+    @contextmanager
+    def _grads_on_device(self) -> Iterator[None]:
+        """Inside, `.grad` is on the device for all parameters."""
+        grads = self._find_grads()
+        if self._on_host:
+            grads_only = _Bucket(list(self._on_host))
+            self._layer.wait(self._bring(grads_only))
+            for param, grad in grads_only.grads.items():
+                param.grad = grad
+            self._on_host = {}
+        try:
+            yield
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _step_by_bucket(self, options: dict[str, Any]) -> None:
+        grads = self._find_grads()
         in_buckets = {param for bucket in self._buckets for param in bucket.params}
+        rest = _Bucket([param for param in grads if param not in in_buckets])
         try:
             for param in grads:
                 param.grad = None
             for bucket in self._in_turn():
-                self._step_with(grads, bucket.params, options)
-            self._step_with(grads, [param for param in grads if param not in in_buckets], options)
+                self._step_with(bucket, grads, options)
+            self._layer.wait(self._bring(rest))
+            self._step_with(rest, grads, options)
         finally:
             for param, grad in grads.items():
                 param.grad = grad
 
     def _step_with(
-        self, grads: Mapping[torch.Tensor, torch.Tensor], params: list[torch.Tensor], options: dict[str, Any]
+        self, bucket: _Bucket, grads: Mapping[torch.Tensor, torch.Tensor], options: dict[str, Any]
     ) -> None:
-        """Let the optimizer see the gradients of these parameters alone."""
-        params = [param for param in params if param in grads]
+        """Let the optimizer see the gradients of a bucket's parameters alone."""
+        brought, bucket.grads = bucket.grads, {}
+        params = [param for param in bucket.params if param in grads]
         if not params:
             return
         for param in params:
-            param.grad = grads[param]
+            param.grad = brought.get(param, grads[param])
         self._optimizer.step(**options)
         for param in params:
             param.grad = None
@@ -257,10 +295,16 @@ class _OffloadedStates:
             self._free(buckets[-1], leaving[-1])
 
     def _bring(self, bucket: _Bucket) -> Any:
-        """Start bringing a bucket's states; returns the event after which they are there."""
+        """Start bringing a bucket's states and gradients; returns the event after which they are there."""
+        starts = [copy.fetch for copy in bucket.copies]
         for copy in bucket.copies:
             copy.allocate()
-        return self._copy(copy.fetch for copy in bucket.copies)
+        for param in bucket.params:
+            if (host := self._on_host.get(param)) is not None:
+                here = torch.empty_like(host, device=self._layer.device, pin_memory=False)
+                starts.append(partial(here.copy_, host, non_blocking=True))
+                bucket.grads[param] = cast(RaggedDTensor, param).with_local(here)
+        return self._copy(starts)
 
     def _send(self, bucket: _Bucket) -> Any:
         """Start copying a bucket's states to the CPU; returns the event after which they are there."""
@@ -285,10 +329,14 @@ class _OffloadedStates:
         if grad_norm is not None:
             norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
             return math.isfinite(float(norm))
-        tensors = [param.tensor for param in self._optimizer.trained]
-        grads = [local_tensor(tensor.grad) for tensor in tensors if tensor.grad is not None]
-        finite = [grad.isfinite().all() for grad in grads if grad.numel()]
         bad = torch.zeros((), dtype=torch.float32, device=self._layer.device)
+        tensors = [param.tensor for param in self._optimizer.trained]
+        grads = [
+            local_tensor(tensor.grad) if (host := host_gradient(tensor.grad)) is None else host
+            for tensor in tensors
+            if tensor.grad is not None
+        ]
+        finite = [grad.isfinite().all().to(bad.device) for grad in grads if grad.numel()]
         if finite:
             bad.copy_(torch.stack(finite).all().logical_not())
         groups: dict[str, dist.ProcessGroup] = {}
@@ -300,6 +348,9 @@ class _OffloadedStates:
         for group in groups.values():
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
         return not bad.item()
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return device_layer(tensor.device) is self._layer
 
     # -- where states are ----------------------------------------------------------------------------------------------
 
@@ -406,7 +457,7 @@ class _OffloadedStates:
             for state in states
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.numel() > 1
-            if (local := local_tensor(value)).device == self._layer.device
+            if self._is_here(local := local_tensor(value))
         ]
         tensors = [value for _, _, value, _ in moving]
         if len(tensors) == len(bucket.packed) and all(map(operator.is_, tensors, bucket.packed)):
@@ -435,7 +486,7 @@ class _OffloadedStates:
             storages = {
                 local.untyped_storage()._cdata: local.untyped_storage()
                 for local in map(local_tensor, tensors)
-                if local.device == self._layer.device and local.numel() > 1
+                if self._is_here(local) and local.numel() > 1
             }
             shared = [by_storage[key] for key in storages if key in by_storage]
             if not shared and by_storage and not several:

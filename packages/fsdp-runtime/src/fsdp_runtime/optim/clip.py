@@ -20,6 +20,7 @@ import ragged_shard
 from ragged_shard import CPU, RaggedDTensor, is_cpu
 
 from .. import _torch_compat as compat
+from .._grads.on_host import host_gradient
 from .in_backward import updated_in_backward
 
 _ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
@@ -149,7 +150,9 @@ class _Gradients:
             cut = by_axes[axes]
             if grad is None:
                 continue
-            if type(grad) is RaggedDTensor and (
+            if (on_host := host_gradient(grad)) is not None:
+                cut.slices.append(on_host)
+            elif type(grad) is RaggedDTensor and (
                 grad.placements is placements or grad.placements == placements
             ):
                 cut.slices.append(grad.local)

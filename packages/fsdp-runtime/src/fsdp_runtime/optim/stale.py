@@ -1,6 +1,7 @@
-"""Warns at an optimizer's first step if it holds parameters that are not trained.
+"""Raises at an optimizer's step if it would not train its parameters.
 
-Those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as codes.
+At its first step: those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as
+codes. At each step: gradients that are in CPU memory, if it does not bring them.
 """
 
 import weakref
@@ -9,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._grads.on_host import host_gradient
 from .._params.kinds.at_rest import refuse_coded
 from .._plan.param import managed_of
 
@@ -26,6 +28,14 @@ def watch() -> None:
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not getattr(optimizer, "takes_host_gradients", False):
+        offloaded = [param for param in params if host_gradient(param.grad) is not None]
+        if offloaded:
+            names = [of.name for param in offloaded if (of := managed_of(param)) is not None]
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: the gradients of {names[0]!r} and {len(offloaded) - 1} other parameters "
+                "are in CPU memory by their units' policy; wrap it in OffloadedOptimizer, which brings them"
+            )
     if _seen.get(optimizer) == len(params):
         return
     managed = [(param, member) for param in params if (member := managed_of(param)) is not None]

@@ -1,0 +1,146 @@
+"""Gradients in CPU memory, shards on the (simulated) device, whose optimizer brings gradients and states."""
+
+import pytest
+import torch
+from runtime_helpers import device, loss_of, seeded, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import block_optim
+from fsdp_runtime import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    SelectiveOffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+)
+from fsdp_runtime.checkpoint import OffloadedOptimizer
+from ragged_shard.testing import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
+POLICY, NONE = SelectiveOffloadPolicy(gradients=True), OffloadPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIMIZERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "no states": lambda params: torch.optim.SGD(params, lr=0.01),
+    "one bucket": lambda params: block_optim.AdamW(params, lr=0.01),
+    "a bucket each": lambda params: block_optim.AdamW([{"params": [p]} for p in params], lr=0.01),
+    "together": lambda params: block_optim.Mixed(
+        [{"params": list(params), "algorithm": "adamw", "lr": 0.01}]
+    ),
+}
+
+
+def build(policy, **options):
+    model = seeded(width=16)
+    for module in (*model.blocks, model):
+        fully_shard(module, offload_policy=policy, **options)
+    return model
+
+
+def shards(model):
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def train(policy, kind="torch", clip=None, syncs=(True,), shape=(4,), **options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = build(policy, mesh=mesh, mp_policy=BF16, **options)
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    if policy is POLICY:
+        optimizer = OffloadedOptimizer(optimizer, **({"bucket_bytes": 3000} if "torch" in kind else {}))
+    norms = []
+    for step in range(3):
+        for number, sync in enumerate(syncs):
+            model.set_requires_all_reduce(sync)
+            loss_of(model, tokens(10 * step + number)).backward()
+        if clip is not None:
+            norms.append(clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return shards(model), norms
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_are_the_same_bits_with_every_kind_of_optimizer_and_no_access_is_a_race(kind):
+    with device("at random", device="cpu:0"):
+        expected, _ = train(NONE, kind)
+        values, _ = train(POLICY, kind)
+    assert all(map(torch.equal, values, expected))
+
+
+@pytest.mark.parametrize("options", [
+    {"clip": 0.1}, {"syncs": (True, True)}, {"shape": (2, 2)}, {"shape": (2, 2), "syncs": (False, True)},
+], ids=str)  # fmt: skip
+def test_clipping_accumulation_and_replicas_give_the_same_bits(options):
+    with device("late", device="cpu:0"):
+        expected, norms = train(NONE, **options)
+        values, same = train(POLICY, **options)
+    assert all(map(torch.equal, values, expected))
+    assert norms == same
+
+
+def test_gradients_take_no_memory_on_the_device():
+    held = {}
+    for policy in (NONE, POLICY):
+        with device(device="cpu:0") as found:
+            model = build(policy)
+            loss_of(model, tokens()).backward()
+            model.zero_grad()
+            before = sum(found.pools.used.values())
+            loss_of(model, tokens()).backward()
+            held[policy is POLICY] = sum(found.pools.used.values()) - before
+    assert held[False] >= sum(param.to_local().nbytes for param in model.parameters())
+    assert held[True] == 4 * len(list(model.parameters()))  # a NaN each
+
+
+def test_a_gradient_shows_nan_and_other_users_of_it_raise():
+    with device(device="cpu:0"):
+        model = build(POLICY)
+        loss_of(model, tokens()).backward()
+        assert all(param.grad.to_local().isnan().all() for param in model.parameters())
+        with pytest.raises(RuntimeError, match="more than one element"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(
+            RuntimeError, match=r"AdamW: the gradients of .* are in CPU memory .*OffloadedOptimizer"
+        ):
+            optimizer.step()
+        before = shards(model)
+        model.zero_grad()
+        optimizer.step()
+        assert all(map(torch.equal, before, shards(model)))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step():
+    with device(device="cpu:0"):
+        model = build(POLICY)
+        optimizer = OffloadedOptimizer(OPTIMIZERS["a bucket each"](list(model.parameters())))
+        (loss_of(model, tokens()) * float("inf")).backward()
+        before = shards(model)
+        optimizer.step()
+        assert all(map(torch.equal, before, shards(model)))
+        optimizer.zero_grad()
+        loss_of(model, tokens()).backward()
+        optimizer.step()
+        assert not all(map(torch.equal, before, shards(model)))
+
+
+def test_the_reduction_hook_sees_values_in_cpu_memory():
+    with device("late", device="cpu:0"):
+        model, seen = build(POLICY), []
+        model.set_all_reduce_hook(lambda flat: seen.append(flat.mul_(0.5)))
+        loss_of(model, tokens()).backward()
+        assert seen
+        assert all(flat.is_pinned() or flat.device.type == "cpu" for flat in seen)
+
+
+@on_ranks(3)
+def test_on_a_cpu_it_changes_nothing():
+    values = []
+    for policy in (NONE, SelectiveOffloadPolicy(activations=True, gradients=True)):
+        model = build(policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss_of(model, tokens()).backward()
+        optimizer.step()
+        values.append(shards(model))
+    assert all(map(torch.equal, *values))
