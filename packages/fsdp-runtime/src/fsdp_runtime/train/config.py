@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from ragged_shard import is_cpu
+from ragged_shard import device_layer, is_cpu
 
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
@@ -22,6 +22,7 @@ from .tracing import step_range
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
+_OFFLOADABLE = ("activations", "gradients", "states")
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -98,6 +99,11 @@ class RunConfig:
         None,
         "keep as many gathered between forward and backward as these bytes of a rank allow, such as 8GiB",
         parse=parse_bytes,
+    )
+    offload: tuple[str, ...] = _option(
+        (),
+        "keep these in CPU memory, with commas between them: activations, gradients (with states), states",
+        parse=lambda text: tuple(text.split(",")),
     )
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each")
     tp: int = _option(1, "ranks that share each matrix (tensor and sequence parallel)")
@@ -188,6 +194,8 @@ class RunConfig:
         if self.memory_budget is not None:
             self._check_budget()
         check_present(self.device)
+        if self.offload:
+            self._check_offload()
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         splits = self.splits(world_size)
@@ -203,6 +211,23 @@ class RunConfig:
         ):
             if applies:
                 raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
+
+    def _check_offload(self) -> None:
+        unknown = [kind for kind in self.offload if kind not in _OFFLOADABLE]
+        for reason, applies in (
+            (f"expected {', '.join(_OFFLOADABLE)}", bool(unknown)),
+            (f"only fsdp_runtime has it, not {self.system}", self.system != "fsdp_runtime"),
+            (
+                "add states: the optimizer that brings gradients to the device keeps its states in CPU memory too",
+                "gradients" in self.offload and "states" not in self.offload,
+            ),
+            (
+                "the device is the CPU, whose memory holds all of it anyway",
+                not device_layer(pick_device(self.device)).asynchronous,
+            ),
+        ):
+            if applies:
+                raise TrainError(f"--offload {','.join(self.offload)}: {reason}")
 
     def divides(self, world_size: int) -> bool:
         """True if the splits divide this number of ranks, and the readers divide the batch."""

@@ -121,6 +121,8 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     """
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
+    if config.offload:
+        raise TrainError(f"--offload {','.join(config.offload)}: plan counts all memory as the device's")
     if config.hf_config:
         raise TrainError("plan works out activations for the built-in model, not for --hf-config")
     sizes, device = model_config(config, vocab_size), pick_device(config.device)

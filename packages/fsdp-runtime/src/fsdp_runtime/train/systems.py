@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPModule
+from fsdp_runtime import FSDPModule, SelectiveOffloadPolicy, clip_grad_norm_
+from fsdp_runtime.checkpoint import OffloadedOptimizer
 from fsdp_runtime.memory import BudgetError, StepMeter, Tuning, tune
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
@@ -149,7 +151,8 @@ class System:
         """Clip, call `step` with the gradients' norm, and clear. Returns the norm, 0-d."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         limit = self.config.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        clip = clip_grad_norm_ if self.config.offload else torch.nn.utils.clip_grad_norm_
+        norm = clip(parameters, limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         step(norm)
         optimizer.zero_grad(set_to_none=True)
@@ -239,8 +242,22 @@ class Runtime(FullyShard):
             "quantization_policy": quantization(
                 self.config.quantize, self.config.reduce, self.config.compute
             ),
+            "offload_policy": SelectiveOffloadPolicy(
+                "activations" in self.config.offload, "gradients" in self.config.offload
+            ),
             **self.options,
         }
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Also put the optimizer's states into CPU memory, if asked."""
+        return super().build(model, initialise, partial(self.optimizer_of, make_optimizer=make_optimizer))
+
+    def optimizer_of(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """The optimizer, with its states in CPU memory if asked."""
+        optimizer = make_optimizer(model)
+        return OffloadedOptimizer(optimizer) if "states" in self.config.offload else optimizer
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Round gradients as any run does in this step, resumed or not."""
