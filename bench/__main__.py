@@ -16,6 +16,11 @@ COMMANDS = {
     "gpu": ("gpu", "main", "GPU tests and benchmarks, started by gpu.sh"),
     "host": ("host", "main", "CPU time that a runtime adds, with nothing on the wire"),
     "network": ("network", "main", "two hosts and a slow link: FSDP2, ours, and ours with quantized wires"),
+    "offload": (
+        "export",
+        "main_offload",
+        "what CPU memory takes off a device: bytes held and moved, step time",
+    ),
     "report": ("report", "main", "all results as one Markdown page"),
     "speed": ("compare", "main", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "weights": (

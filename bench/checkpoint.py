@@ -2,7 +2,8 @@
 
 python -m bench checkpoint     torch.distributed.checkpoint, save and load in turns; writes results/checkpoint.json
 python -m bench weights [--parameters 1e9] [--ranks 2 4] [--dtype bfloat16]
-python -m bench convert [--parameters 1e9] [--width 2048] [--ranks 2] [--dtype bfloat16] [--folder DIR]
+python -m bench convert [--parameters 1e9] [--width 2048] [--ranks 2] [--dtype bfloat16] [--folder DIR];
+                               writes results/convert-SIZE.json
 
 Checkpoints: each rank writes its part into one folder (in memory, /dev/shm, where there is one, so that no disk is
 measured) and loads it back into the same world.
@@ -37,6 +38,7 @@ from .measure import (
     parser_of,
     print_tables,
     record,
+    save,
     spread,
     table,
     table_of,
@@ -116,10 +118,10 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's table."""
     rows = []
     for name, times in raw["samples"].items():
-        save, load = (1e3 * statistics.median(s[key] for s in times) for key in ("save", "load"))
+        saving, loading = (1e3 * statistics.median(s[key] for s in times) for key in ("save", "load"))
         varied = spread([s["save"] for s in times])
         rows.append(
-            [SYSTEMS[name].label, f"{save:.0f}", f"{load:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
+            [SYSTEMS[name].label, f"{saving:.0f}", f"{loading:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
         )
     text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state. "
     text += " ".join(f"{SYSTEMS[n].label} is missing: {why}." for n, why in raw["skipped"].items())
@@ -406,7 +408,10 @@ def main_convert(arguments: list[str]) -> int:
     shapes = _shapes(options.parameters, options.width)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = round_trip(Path(folder), shapes, options.dtype, options.ranks)
-    count = sum(a * b for a, b in shapes.values())
-    print(f"{count / 1e9:.3f}B parameters in {options.dtype}; every tensor came back with its bytes")
-    print(table(["step", "processes", "MiB", "peak MiB of a process", "s"], rows))
+    billions = f"{sum(a * b for a, b in shapes.values()) / 1e9:.2f}B"
+    text = f"{billions} parameters in {options.dtype}, each with its bytes at the end. "
+    text += "Peak: the most that a process's memory rises, without pages of files."
+    title = f"Weights through files, {billions}"
+    tables = [table_of(title, text, "step; processes; MiB; peak MiB; s", rows, exact=True)]
+    print(f"written to {save(f'convert-{billions}', {'tables': print_tables(tables)})}")
     return 0

@@ -1,14 +1,23 @@
-"""Whole weights, or what one small step changed, out of a sharded model: bytes and memory of each way.
+"""What leaves a device: weights for an engine, and activations, gradients and states that are offloaded.
 
 python -m bench export [--ranks 2 4] [--width 512] [--layers 8] [--lr 1e-6]
+python -m bench offload [--workload dense] [--ranks 8] [--rounds 5]     writes results/offload.json
 
-Linear layers with fp32 shards on gloo ranks make one AdamW step; then each way exports bf16. Bytes are those that all
-ranks send, memory is a rank's most in tensors beyond its shards and its copy of the last export.
+Export: whole weights, or what one small step changed, out of a sharded model, by each way. Linear layers with fp32
+shards on gloo ranks make one AdamW step; then each way exports bf16. Bytes are those that all ranks send, memory is a
+rank's most in tensors beyond its shards and its copy of the last export.
+
+Offload: one rank of a simulated world on the simulated device, which counts what a caching allocator would hold and the
+bytes copied to page-locked memory and back, and raises for an access without order. Times are taken without its checks
+and with nothing on the wire, all kinds in turns: copies run on the CPU, where they are queued, so that nothing
+overlaps, and "device" and CPU memory are equally fast.
 """
 
+import statistics
+import time
 from typing import Any
 
-from .measure import launch, mib, parser_of, table
+from .measure import in_turns, launch, mib, parser_of, print_tables, save, table, table_of
 
 WAYS = {
     "full_tensor": "full_tensor() of each parameter",
@@ -87,4 +96,123 @@ def main(arguments: list[str]) -> int:
             )
     print(f"{total / 1e6:.2f}M parameters, {mib(2 * total)} MiB in bf16, one AdamW step of lr {options.lr}")
     print(table(["ranks", "way", "MiB sent", "peak MiB", "values not sent"], rows))
+    return 0
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+KINDS = ("none", "activations", "states", "gradients,states", "activations,gradients,states")
+
+
+def _trainer(workload: Any, kinds: str) -> Any:
+    """A function that runs a step and calls back between forward and backward."""
+    import torch
+
+    from fsdp_runtime import SelectiveOffloadPolicy, fully_shard
+    from fsdp_runtime.checkpoint import OffloadedOptimizer
+    from fsdp_runtime.train.model import losses_of
+
+    from .models import batch_of, build
+
+    policy = SelectiveOffloadPolicy("activations" in kinds, "gradients" in kinds)
+    model = build(workload.shape)
+    for module in (*model.blocks, model):
+        fully_shard(module, offload_policy=policy)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if "states" in kinds:
+        optimizer = OffloadedOptimizer(optimizer, bucket_bytes=1 << 22)
+
+    def step(number: int, between: Any = lambda: None) -> None:
+        loss = losses_of(model, *batch_of(workload, number, 0))[0]
+        between()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
+    """Bytes of the third step: on the device between steps, after forward and at the peak; copied out and back."""
+    from ragged_shard.testing import SimulatedDevice, simulated_ranks
+
+    with SimulatedDevice("cpu:0") as device, simulated_ranks(ranks):
+
+        def held() -> int:
+            return sum(device.pools.used.values())
+
+        step, figures = _trainer(workload, kinds), {}
+        for number in range(2):
+            step(number)
+        figures["rest"], device.pools.peak = held(), dict(device.pools.used)
+        device.copied_out = device.copied_in = 0
+        step(2, lambda: figures.update(forward=held()))
+        return {
+            **figures,
+            "peak": device.pools.reserved,
+            "out": device.copied_out,
+            "back": device.copied_in,
+        }
+
+
+def time_offload(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
+    """Median seconds of a step of each kind, in turns."""
+    import torch
+
+    from ragged_shard import DeviceLayer, use_device_layer
+    from ragged_shard.testing import simulated_ranks
+
+    class Tier(DeviceLayer):
+        """A device that does its work where it is called."""
+
+        asynchronous = registers_memory = True
+
+        def register_memory(self, address: int, nbytes: int) -> None:
+            pass
+
+        def unregister_memory(self, address: int) -> None:
+            pass
+
+    times: dict[str, list[float]] = {kinds: [] for kinds in KINDS}
+    with use_device_layer(Tier(torch.device("cpu:0"))), simulated_ranks(ranks):
+        steps = {kinds: _trainer(workload, kinds) for kinds in KINDS}
+        for number, names in enumerate(in_turns(list(KINDS), rounds + 2)):
+            for kinds in names:
+                began = time.perf_counter()
+                steps[kinds](number)
+                times[kinds].append(time.perf_counter() - began)
+    return {kinds: statistics.median(seconds[2:]) for kinds, seconds in times.items()}
+
+
+def run_offload(request: dict[str, Any]) -> dict[str, Any]:
+    """In one process: the counts and times of all kinds."""
+    from .models import WORKLOADS
+
+    workload, ranks = WORKLOADS[request["workload"]], request["ranks"]
+    counts = {kinds: count_offload(workload, kinds, ranks) for kinds in KINDS}
+    return {"counts": counts, "seconds": time_offload(workload, ranks, request["rounds"])}
+
+
+def main_offload(arguments: list[str]) -> int:
+    """Count, time, print and save."""
+    parser = parser_of(
+        "offload", "Activations, gradients and states in CPU memory: bytes held and moved, step time."
+    )
+    parser.add_argument("--workload", default="dense")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    figures = run_offload(vars(options))
+    base, rows = figures["seconds"]["none"], []
+    for kinds, counts in figures["counts"].items():
+        cells = [mib(counts[key]) for key in ("rest", "forward", "peak", "out", "back")]
+        rows.append([kinds, *cells, f"{figures['seconds'][kinds] / base:.2f}"])
+    text = (
+        f"{options.workload}, fp32, torch's AdamW, rank 0 of {options.ranks} simulated ones. MiB on the device between "
+        "steps, after forward and at the peak of a step; copied to the CPU and back. Step time is of that without "
+        "offload: medians in turns, copies overlap nothing."
+    )
+    header = "in CPU memory; at rest; after forward; peak; out; back; step time"
+    figures["tables"] = print_tables([table_of("Offload", text, header, rows, exact=True)])
+    print(f"written to {save('offload', figures)}")
     return 0

@@ -179,6 +179,17 @@ def test_the_device_holds_the_activations_of_one_unit_more_than_without_any_in_f
     assert sizes[True] < 0.5 * sizes[False]
 
 
+def test_after_backward_the_device_holds_what_it_holds_without_offload():
+    held = []
+    for root in (NONE, POLICY):
+        with device() as found:
+            model = build(root, root)
+            for number in range(2):
+                step(model, number)
+            held.append(sum(found.pools.used.values()))
+    assert held[0] == held[1]
+
+
 def test_a_tensor_moves_once_although_several_operations_save_it():
     with device():
         model = build()

@@ -38,7 +38,7 @@ class _Run:
 
     Attributes:
         key: number of the forward, and of this run in it.
-        start: its first byte in the storage on the device.
+        place: identity of the storage in forward, first byte there, and the one behind the last.
         device: the bytes there, uint8; None while they are in CPU memory only.
         source: a tensor in the storage of forward, whose version shows changes in place; None once that is freed.
         host: the bytes in CPU memory, once they were sent.
@@ -47,12 +47,13 @@ class _Run:
         pending: how many of these are still to be used since the bytes came back.
     """
 
-    def __init__(self, key: tuple[int, int], source: torch.Tensor, start: int, nbytes: int) -> None:
-        self.key, self.start, self.nbytes = key, start, nbytes
+    def __init__(self, key: tuple[int, int], source: torch.Tensor, place: tuple[int, int, int]) -> None:
+        _, start, stop = place
+        self.key, self.place, self.nbytes = key, place, stop - start
         self.source: torch.Tensor | None = source
         self.version = source._version
         flat = torch.empty(0, dtype=torch.uint8, device=source.device)
-        self.device: torch.Tensor | None = flat.set_(source.untyped_storage(), start, (nbytes,), (1,))
+        self.device: torch.Tensor | None = flat.set_(source.untyped_storage(), start, (self.nbytes,), (1,))
         self.host: torch.Tensor | None = None
         self.home: list[torch.Tensor] = []  # free CPU memory, where `host` goes in the end
         self.ready: Any = None
@@ -110,8 +111,9 @@ class Activations:
         self._free: list[torch.Tensor] = []  # CPU memory, by size
         self._forward = self._count = 0
         self._alive: weakref.WeakValueDictionary[tuple[int, int], _Run] = weakref.WeakValueDictionary()
-        self._places: dict[tuple[int, int, int], _Run] = {}  # those that are in the memory of forward
-        self._new: list[_Run] = []  # not sent
+        # Those in the memory of forward, by storage, start and stop.
+        self._places: weakref.WeakValueDictionary[tuple[int, int, int], _Run] = weakref.WeakValueDictionary()
+        self._new: list[weakref.ref[_Run]] = []  # not sent; they end with their graph
         self._leaving: list[_Run] = []  # sent, and not freed on the device
         self._left: Any = None  # event after which they may be
         self._coming: dict[_Run, None] = {}  # brought back, and not used
@@ -180,26 +182,31 @@ class Activations:
         place = (storage._cdata, start, stop)
         run = self._places.get(place)
         if run is None or run.version != tensor._version:
-            run = _Run((self._forward, self._count), tensor, start, stop - start)
+            run = _Run((self._forward, self._count), tensor, place)
             self._count += 1
             run.home = self._free
             self._alive[run.key] = self._places[place] = run
-            self._new.append(run)
+            self._new.append(weakref.ref(run))
         run.uses += 1
         return _Saved(run, tensor.dtype, first - start, tensor.shape, tensor.stride())
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.device != self._layer.device or tensor.nbytes < SMALLEST:
+        if not plain or not self._is_here(tensor.device) or tensor.nbytes < SMALLEST:
             return False
         if tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
         return storage._cdata not in self._stay and not self._recycler.lends(storage)
 
+    def _is_here(self, device: torch.device) -> bool:
+        own = self._layer.device
+        return device == own or (device.type == own.type and device.index is None)
+
     def _send(self) -> None:
         """Start copying what was saved since the last time."""
-        runs, self._new = self._new, []
+        runs = [run for known in self._new if (run := known()) is not None]
+        self._new = []
         with self._layer.on(self._stream, [self._layer.record()]):
             for run in runs:
                 run.check()
@@ -225,8 +232,7 @@ class Activations:
         for run in runs:
             run.check()
             run.source = run.device = None
-        gone = set(runs)
-        self._places = {place: run for place, run in self._places.items() if run not in gone}
+            self._places.pop(run.place, None)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +320,8 @@ class Activations:
             if context is not None:
                 context.__exit__(None, None, None)
         self.settle()
-        self._new, self._places, self._seen = [], {}, []
+        self._new, self._seen = [], []
+        self._places.clear()
 
     def __del__(self) -> None:
         if self._leaving or self._coming:

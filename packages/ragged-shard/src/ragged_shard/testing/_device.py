@@ -121,6 +121,7 @@ class SimulatedDevice(StreamLayer):
         addresses: while capturing, of all memory from outside that ops use, in their order.
         captures: the number of the capture under way; 0: none.
         registered: CPU memory that is registered now: address -> bytes.
+        copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 
     Raises:
         RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
@@ -142,6 +143,7 @@ class SimulatedDevice(StreamLayer):
         self._numbers_of_captures = itertools.count(1)
         self._side: SimulatedStream | None = None  # where graphs are captured, unless on another stream
         self.registered: dict[int, int] = {}
+        self.copied_out = self.copied_in = 0
         self._default = self.new_stream()
         self._default.name = "the default stream"
         self._here = threading.local()
@@ -404,6 +406,10 @@ class SimulatedDevice(StreamLayer):
                         Access(stream.number, stream.name, time, writing, low, high, what),
                         stream.clock,
                     )
+                if mixed and writing:
+                    out = block.on_host
+                    self.copied_out += (high - low) * out
+                    self.copied_in += (high - low) * (not out)
             if mixed and waits:
                 join(self.host, stream.clock)
 

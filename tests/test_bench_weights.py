@@ -1,0 +1,49 @@
+"""The benchmarks of weights and memory tiers: figures by formula, and a round trip that finds damage."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench import checkpoint
+from bench.export import count_offload
+from bench.models import WORKLOADS
+
+SHAPES = checkpoint._shapes(1e6, width=16)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_offloaded_states_and_gradients_are_moved_once_and_leave_the_device():
+    counts = {
+        kinds: count_offload(WORKLOADS["tiny"], kinds, 4) for kinds in ("none", "states", "gradients,states")
+    }
+    assert (counts["none"]["out"], counts["none"]["back"]) == (0, 0)
+    gradients = counts["gradients,states"]["out"] - counts["states"]["out"]
+    assert counts["states"]["out"] == pytest.approx(2 * gradients, rel=0.05)  # states are padded to 16 bytes
+    for kinds in ("states", "gradients,states"):
+        assert counts[kinds]["out"] == pytest.approx(counts[kinds]["back"], rel=0.001)  # padding of shards
+        assert counts[kinds]["rest"] == pytest.approx(counts["none"]["rest"] - 2 * gradients, rel=0.05)
+
+
+@pytest.mark.long
+def test_weights_keep_their_bytes_through_all_forms_of_files(tmp_path):
+    rows = checkpoint.round_trip(tmp_path, SHAPES, "bfloat16", 2)
+    assert [row[0] for row in rows] == [
+        "load_safetensors", "save_safetensors", "safetensors to DCP", "DCP to safetensors",
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+
+@pytest.mark.long
+def test_a_tensor_that_changed_on_the_way_is_named(tmp_path, monkeypatch):
+    digests = checkpoint._digests
+
+    def damaged(folder):
+        sums = digests(folder)
+        return sums if folder.name == "source" else {**sums, "embed": 0}
+
+    monkeypatch.setattr(checkpoint, "_digests", damaged)
+    with pytest.raises(ValueError, match=r"save_safetensors: 1 tensors differ .*'embed'"):
+        checkpoint.round_trip(tmp_path, SHAPES, "float32", 2)
