@@ -381,6 +381,19 @@ class DBuffer:
             self.encoder.release()
         self.gathered.release()
 
+    def keep_gathered(self, enable: bool) -> None:
+        """Let `release` keep the memory of `full`, so that it has the same addresses after each gather.
+
+        Raises:
+            ValueError: tensors are gathered as codes, or by their own classes.
+        """
+        if not self.gathered.flats:
+            raise ValueError(
+                f"{self.name}: keep_gathered does not apply, since gathers do not write into `full`"
+            )
+        if not self.aliased:
+            self.gathered.keep(enable)
+
     def shrink(self, group: dist.ProcessGroup) -> None:
         """Release `full`, but keep this rank's slice of it among the ranks of a smaller group, for the next gather.
 

@@ -307,6 +307,19 @@ class FSDPModule(fsdp.FSDPModule):
         if not reshard_after_backward:
             _member(self).passes.gather_for_backward(units)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether memory of unsharded parameters stays allocated, at one address, while they are sharded.
+
+        For CUDA graphs and engines that read parameters by address: each gather writes to the memory of the one before,
+        also after a step, a loaded state dict or `reload`. Parameters that are moved or change their dtype get new
+        memory. Takes the unsharded parameters' bytes at all times. Torch has it from 2.15 on.
+
+        Raises:
+            NotImplementedError: unsharded parameters that are codes, or made by a tensor subclass.
+        """
+        for unit in _units(self, recurse):
+            unit.configure(keep_storage=bool(keep))
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this unit's parameters; an embedding's, for one, it does not."""
         _unit(self).configure(unshard_in_backward=unshard_in_backward)

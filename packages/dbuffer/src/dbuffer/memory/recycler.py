@@ -137,6 +137,14 @@ class Recycler:
         # Asked of the storages themselves, so that those which died while lent do not count.
         return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
+    def record(self) -> Any:
+        """An event at the end of what the current stream holds; None on CPU."""
+        return self._layer.record()
+
+    def wait(self, event: Any) -> None:
+        """Let later work of the current stream start after `event`."""
+        self._layer.wait(event)
+
     def lends(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's memory is from here."""
         return storage in self._homes
@@ -283,25 +291,42 @@ class Recycled:
         self._recycler = recycler
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self.present = False
+        self._keeps = self._kept = False  # whether `release` keeps the memory, and has
+        self._last_use: Any = None  # event of what was kept
 
     def materialize(self) -> None:
         """Allocate uninitialised memory, for use on the current stream. No effect if there is memory."""
-        if not self.present:
+        if self.present:
+            return
+        if self._kept:
+            self._recycler.wait(self._last_use)
+        else:
             for storage, nbytes in self._storages:
                 self._recycler.allocate(storage, nbytes)
-            self.present = True
+        self.present, self._kept = True, False
 
     def release(self) -> None:
         """Free the memory. On CUDA call it on the stream of the last use."""
         if self.present:
             self.present = False  # first: after an interrupt nothing reads what is half freed
+            self._kept = self._keeps
+            if self._keeps:
+                self._last_use = self._recycler.record()
+                return
             for storage, _ in self._storages:
                 self._recycler.recycle(storage)
 
+    def keep(self, enable: bool) -> None:
+        """Let `release` keep the memory for the next `materialize`, at the same addresses."""
+        self._keeps = enable
+        if self._kept and not enable:
+            self.materialize()
+            self.release()
+
     def retire(self) -> None:
         """Free the memory, and never use it again: a collective that failed may still write there."""
-        if self.present:
-            self.present = False
+        if self.present or self._kept:
+            self.present = self._kept = False
             for storage, _ in self._storages:
                 self._recycler.quarantine(storage)
 

@@ -103,6 +103,7 @@ class Group:
         self._one_a_segment: list[torch.Tensor] = []  # of the views
         self._full_versions: list[int] = []  # of the gathered memory; a gather does not count
         self._users_at_rest = 0
+        self.keeps_storage = False
         self._loaded: list[RaggedDTensor] = []  # until `commit`
 
     def rename(self, unit_name: str) -> None:
@@ -339,6 +340,8 @@ class Group:
             **plan.buffer_options(),
         )
         self._views = self.buffer.empty_views
+        if self.keeps_storage:
+            self.keep_storage(True)
         segments = plan.layout.segments if self._views and not self.buffer.aliased else ()
         self._one_a_segment = [self._views[segment.names[0]] for segment in segments]
 
@@ -364,9 +367,23 @@ class Group:
             param.group, param.index = self, index
             param.set_sharded(tensor)
             if self._views:
-                param.set_unsharded(self._views[param.name], self._make_hook)
+                param.set_unsharded(self._views[param.name], self._make_hook, self.plan.dtypes.reduce)
         if self.buffer is not None:
             self._users_at_rest = self.buffer.count_users()
+
+    def keep_storage(self, enable: bool) -> None:
+        """Keep the gathered memory while the parameters are sharded; also that of buffers to come.
+
+        Raises:
+            NotImplementedError: unsharded parameters are not views of it.
+        """
+        self.keeps_storage = enable
+        if self.buffer is None:
+            return
+        try:
+            self.buffer.keep_gathered(enable)
+        except ValueError as error:
+            raise NotImplementedError(f"set_keep_unsharded_storage: {error}") from error
 
     # -- which object the module holds ------------------------------------------------------------------------------
 
@@ -485,7 +502,7 @@ class Group:
         aliased = ranks == 1 and dtypes.kept == dtypes.compute  # shard and gathered memory are the same
         return GroupMemory(
             weights=sum(sizes) * kept,
-            gradients=sum(sizes) * kept,
+            gradients=sum(sizes) * dtypes.grad.itemsize,
             gather=sum(sizes) * computed,
             gathered=[] if aliased else [ranks * size * computed for size in sizes],
             reduce=form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * reduced,

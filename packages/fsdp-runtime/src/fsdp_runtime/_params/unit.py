@@ -60,6 +60,7 @@ class UnitOptions:
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
     reduce_unused: bool = False
+    keep_storage: bool = False
     skippable: bool = False
     reduction: ReduceOptions = field(default_factory=ReduceOptions)
     gather_by: TransportChoice | None = None  # None: as given to `fully_shard`
@@ -152,6 +153,9 @@ class Unit:
         if changes.get("reshard_after_forward") is not None:
             self.keeps_slices = False
         self.options = replace(self.options, **changes)
+        if "keep_storage" in changes:
+            for group in self.groups:
+                group.keep_storage(self.options.keep_storage)
         if "gather_by" in changes:
             self._gathers.clear()
         if "reduction" in changes:
@@ -190,7 +194,8 @@ class Unit:
         children = children_of(params) if around_others else {}
         for param in params:
             child = children.get(param.name, 0)
-            key = (param.kind, param.data, param.dtype, param.requires_grad, child, param.selected)
+            dtypes = (param.dtype, param.grad_dtype)
+            key = (param.kind, param.data, dtypes, param.requires_grad, child, param.selected)
             kinds.setdefault(key, []).append(param)
         groups = []
         for (kind, *_), members in kinds.items():
@@ -217,6 +222,8 @@ class Unit:
             if group.prepare_gathers is not None:
                 preparations[group.prepare_gathers] = None
             group.home = self.modules[0]
+            if self.options.keep_storage:
+                group.keep_storage(True)
             group.commit()
         self.preparations = tuple(preparations)
         self.on_several_meshes = len(meshes) > 1

@@ -21,6 +21,7 @@ from dbuffer import Geometry, ReductionForm, TransportChoice, WireForm, geometry
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
+from .. import _torch_compat as compat
 from ..block_policies import BlockPolicy
 from ..offload_policy import SelectiveOffloadPolicy
 from ..quantization import QuantizationPolicy, meet_tiles
@@ -43,27 +44,36 @@ class Dtypes:
     """The dtypes of one group.
 
     Attributes:
-        kept: dtype of sharded parameters and their gradients.
+        kept: dtype of sharded parameters.
         compute: dtype of unsharded parameters.
         reduce: dtype in which gradients are accumulated and reduced.
+        grad: dtype of sharded gradients.
     """
 
     kept: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    grad: torch.dtype
 
     @property
     def alignment(self) -> int:
         """Elements on whose multiples slices start, at 16 bytes or more in each dtype."""
-        return max(8, ALIGNMENT // min(self.kept.itemsize, self.compute.itemsize, self.reduce.itemsize))
+        dtypes = (self.kept, self.compute, self.reduce, self.grad)
+        return max(8, ALIGNMENT // min(dtype.itemsize for dtype in dtypes))
 
 
-def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
-    """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are."""
+def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtype | None = None) -> Dtypes:
+    """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are.
+
+    Args:
+        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and that of the
+            reduction to torch's.
+    """
     if not kept.is_floating_point:
-        return Dtypes(kept, kept, kept)
+        return Dtypes(kept, kept, kept, kept)
     compute = policy.param_dtype or kept
-    return Dtypes(kept, compute, policy.reduce_dtype or compute)
+    reduce = policy.reduce_dtype or grad or (kept if compat.REDUCES_AS_KEPT else compute)
+    return Dtypes(kept, compute, reduce, grad or kept)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class GroupPlan:
         """Common arguments of the `DBuffer`s of parameters and of gradients."""
         data = self.data
         options: dict[str, Any] = {
-            "dtype": self.dtypes.kept,
+            "dtype": self.dtypes.grad if gradients else self.dtypes.kept,
             "device": data.device,
             "replicate_dim": 0 if data.hybrid else None,
             "transport": self.transport,
@@ -140,7 +150,8 @@ class GroupPlan:
 
     def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":
         """The plan after the parameters were converted."""
-        return replace(self, dtypes=dtypes_for(dtype, self.precision))
+        grad = None if self.dtypes.grad == self.dtypes.kept else self.dtypes.grad
+        return replace(self, dtypes=dtypes_for(dtype, self.precision, grad))
 
 
 @dataclass
@@ -190,7 +201,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
         ValueError: naming the parameter, if the block policy returned something that is not a block or does not fit.
     """
     data, policy = params[0].data, request.quantization
-    dtypes = dtypes_for(params[0].dtype, request.precision)
+    dtypes = dtypes_for(params[0].dtype, request.precision, params[0].grad_dtype)
     layout, wire = lay_out(params, request, dtypes)
     geometry = geometry_of(layout, data.shard_rank)
     plans: list[ParamPlan] = []

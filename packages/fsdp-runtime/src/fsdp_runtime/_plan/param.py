@@ -83,6 +83,7 @@ class ManagedParam(Generic[G]):
         slots: the dictionaries that hold it, with its key in each.
         shape: of the plain tensor that this rank computes with.
         dtype: of the sharded parameter.
+        grad_dtype: of its gradient, where the user has set one; None: the parameter's.
         data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
         wrapper: how its local tensor is made of plain values.
@@ -119,6 +120,7 @@ class ManagedParam(Generic[G]):
         self.shape = shape
         self.data = data
         self.dtype = original.dtype
+        self.grad_dtype = compat.given_grad_dtype(name, original)
         self.other = other
         self.wrapper = wrapper
         self.requires_grad = original.requires_grad
@@ -161,8 +163,7 @@ class ManagedParam(Generic[G]):
         if hasattr(self, "sharded"):
             self.sharded.data = tensor
         else:
-            self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
-            self.sharded.__dict__.update(self._user_attributes)
+            self.sharded = self._with_attributes(nn.Parameter(tensor, requires_grad=self.requires_grad))
             _managed[id(self.sharded)] = self
             for known in self.replaced:
                 if (old := known()) is not None:
@@ -175,6 +176,7 @@ class ManagedParam(Generic[G]):
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
         """Use another object, which a user has registered, as the sharded parameter."""
+        self._set_grad_dtype(param, self.grad_dtype)
         self.sharded = param
         _managed[id(param)] = self
         for slots, attribute in self.slots:
@@ -184,13 +186,25 @@ class ManagedParam(Generic[G]):
     def renew_sharded(self, tensor: RaggedDTensor) -> None:
         """Make another object the sharded parameter, with the same attributes."""
         param = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
-        param.__dict__.update(self._user_attributes)
-        self.adopt_sharded(param)
+        self.adopt_sharded(self._with_attributes(param))
 
-    def set_unsharded(self, view: torch.Tensor, make_hook: MakeHook) -> None:
+    def _with_attributes(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter, with what users have set on the original."""
+        param.__dict__.update(self._user_attributes)
+        self._set_grad_dtype(param, self.grad_dtype)
+        return param
+
+    def _set_grad_dtype(self, param: nn.Parameter, dtype: torch.dtype | None) -> None:
+        if self.grad_dtype is not None:
+            param.grad_dtype = dtype
+
+    def set_unsharded(
+        self, view: torch.Tensor, make_hook: MakeHook, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         """Make the unsharded parameter on a view of the gathered memory, with a hook for its gradient.
 
-        Does nothing if it is on this view already.
+        Does nothing if it is on this view already. Where the user has set a `grad_dtype`, autograd adds up in the dtype
+        of the reduction.
         """
         if self._view is view:
             return
@@ -200,8 +214,8 @@ class ManagedParam(Generic[G]):
             data = DTensor.from_local(
                 view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
             )
-        self.unsharded = nn.Parameter(data, requires_grad=False)
-        self.unsharded.__dict__.update(self._user_attributes)
+        self.unsharded = self._with_attributes(nn.Parameter(data, requires_grad=False))
+        self._set_grad_dtype(self.unsharded, reduce_dtype)
         _managed[id(self.unsharded)] = self
         self._make_hook = make_hook
         self.follow_requires_grad()

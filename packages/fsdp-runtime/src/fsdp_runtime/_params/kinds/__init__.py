@@ -19,6 +19,7 @@ from .on_wire import BlockGradsGroup, OnWireGroup
 from .scaled import ScaledAtRestGroup, ScaledOnWireGroup
 from .subclass import Extension, SubclassGroup
 
+_OF_PLAIN = (Group, OnWireGroup, BlockGradsGroup)  # compute with plain parameters
 _OF_SELECTED = (ScaledAtRestGroup, ScaledOnWireGroup, AtRestGroup, OnWireGroup, BlockGradsGroup)
 
 
@@ -43,6 +44,11 @@ def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
         else:
             param.kind = Group
         param.kind.check(param, request)
+        if param.grad_dtype is not None and param.kind not in _OF_PLAIN:
+            raise NotImplementedError(
+                f"parameter {param.name} has grad_dtype {param.grad_dtype}, which a tensor subclass or a weight that is "
+                "kept as codes cannot have; leave grad_dtype as it is"
+            )
         if policy is None:
             continue
         try:

@@ -1,0 +1,252 @@
+"""What FSDP2 has from torch 2.15 on: kept storages of unsharded parameters, and dtypes of single gradients.
+
+Torch 2.13 has neither in FSDP2, so expected values are those of one process. From the source of torch 2.15:
+
+    set_keep_unsharded_storage    reshard frees no storage: data pointers stay, for CUDA graphs
+    grad_dtype                    of a parameter before fully_shard: dtype of its sharded gradient. Unsharded ones add
+                                  up in reduce_dtype, else in grad_dtype
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import device, loss_of, seeded, shard, tokens
+from torch import nn
+
+import block_optim
+from dbuffer import Recycler
+from fsdp_runtime import (
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    SelectiveOffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+)
+from fsdp_runtime.memory import gathered_memory
+from fsdp_runtime.quantization import BlockFP8
+from ragged_shard.testing import RaceError, on_ranks, simulated_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+# -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
+
+
+def watch_addresses(model, seen):
+    for name, block in model.blocks.named_children():
+        block.register_forward_hook(
+            lambda module, args, out, name=name: seen.setdefault(name, set()).add(module.weight.data_ptr())
+        )
+
+
+@on_ranks(3)
+def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the_values_of_a_usual_run():
+    results = []
+    for keep in (False, True):
+        model, seen = shard(seeded(), mp_policy=BF16), {}
+        if keep:
+            model.set_keep_unsharded_storage(True)
+        watch_addresses(model, seen)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        for number in range(4):
+            if number == 2:
+                model.load_state_dict(start)
+            loss = loss_of(model, tokens(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[0] == results[1]
+    assert {name: len(addresses) for name, addresses in seen.items()} == {"0": 1, "1": 1, "2": 1}
+
+
+@on_ranks(2)
+def test_a_reader_by_address_sees_new_weights_after_the_next_gather():
+    model = shard(seeded())
+    model.set_keep_unsharded_storage(True)
+    block = model.blocks[1]
+    block.unshard()
+    reader = block.weight.detach()
+    block.reshard()
+    block.load_state_dict({name: torch.full_like(value, 3.0) for name, value in block.state_dict().items()})
+    block.unshard()
+    assert reader.eq(3.0).all()
+    assert reader.data_ptr() == block.weight.data_ptr()
+
+
+@on_ranks(2)
+def test_memory_is_kept_between_steps_until_it_is_switched_off():
+    model = shard(seeded())
+    whole = sum(param.numel() for param in model.parameters()) * 4
+    loss_of(model, tokens()).backward()
+    assert gathered_memory(model).lent_bytes < whole
+    model.set_keep_unsharded_storage(True)
+    loss_of(model, tokens()).backward()
+    model.zero_grad()
+    assert gathered_memory(model).lent_bytes >= whole
+    model.set_keep_unsharded_storage(False)
+    model.reshard()
+    assert gathered_memory(model).lent_bytes < whole
+
+
+def test_it_is_set_before_parameters_have_memory():
+    with simulated_ranks(2):
+        with torch.device("meta"):
+            model = seeded()
+        shard(model)
+        model.set_keep_unsharded_storage(True)
+        model.to_empty(device="cpu")
+        loss_of(model, tokens())
+        assert gathered_memory(model).lent_bytes >= sum(param.numel() for param in model.parameters()) * 4
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gather_into_kept_memory_waits_for_its_last_use(waits, monkeypatch):
+    def steps():
+        for number in range(2):
+            loss_of(model, tokens(number), order=[0, 1, 0, 2, 1]).backward()
+
+    with device("late") as found:
+        model = shard(seeded(), mp_policy=BF16)
+        model.set_keep_unsharded_storage(True)
+        if waits:
+            steps()
+            assert found.accesses > 500
+        else:
+            monkeypatch.setattr(Recycler, "wait", lambda *_: None)
+            with pytest.raises(RaceError):
+                steps()
+            monkeypatch.undo()
+            found._late.clear()
+
+
+def test_parameters_that_are_not_views_of_the_kept_memory_raise():
+    policy = QuantizationPolicy(weights=BlockFP8((128, 128)), compute="scaled")
+    with simulated_ranks(2):
+        model = shard(seeded(width=128), mp_policy=BF16, quantization_policy=policy)
+        with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage: "):
+            model.set_keep_unsharded_storage(True)
+
+
+# -- grad_dtype --------------------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Uses one weight twice, so that autograd adds its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.inner(torch.tanh(self.inner(x))))
+
+
+def bf16_model(dtypes):
+    torch.manual_seed(0)
+    model = Shared().to(torch.bfloat16)
+    for name, dtype in dtypes.items():
+        model.get_parameter(name).grad_dtype = dtype
+    return model
+
+
+MIXED = {"inner.weight": torch.float32, "head.bias": torch.float32}
+
+
+def inputs(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(6, 8, generator=generator).to(torch.bfloat16)
+
+
+@on_ranks(2)
+def test_gradients_have_the_dtypes_and_bits_of_one_process():
+    single, model = bf16_model(MIXED), fully_shard(bf16_model(MIXED))
+    for backward in range(2):  # added in each one's dtype
+        model(inputs(2 * backward + dist.get_rank())).float().sum().backward()
+    expected = {name: [] for name, _ in single.named_parameters()}
+    for backward in range(2):
+        parts = {name: [] for name in expected}
+        for rank in range(2):
+            single.zero_grad()
+            single(inputs(2 * backward + rank)).float().sum().backward()
+            for name, param in single.named_parameters():
+                parts[name].append(param.grad)
+        for name, (one, two) in parts.items():
+            expected[name].append((one.to(torch.bfloat16) + two.to(torch.bfloat16)) / 2)
+    for name, param in model.named_parameters():
+        dtype = MIXED.get(name, torch.bfloat16)
+        assert param.grad.dtype == param.grad_dtype == dtype
+        one, two = expected[name]
+        torch.testing.assert_close(
+            param.grad.full_tensor(), one.to(dtype) + two.to(dtype), rtol=2e-2, atol=2e-2
+        )
+
+
+@on_ranks(3)
+def test_a_reduction_in_fp32_keeps_gradients_that_bf16_would_round():
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    names = [name for name, _ in Shared().named_parameters()]
+    model = fully_shard(bf16_model(dict.fromkeys(names, torch.float32)), mp_policy=policy)
+    single = bf16_model(dict.fromkeys(names, torch.float32))
+    for rank in range(3):
+        single(inputs(rank)).float().sum().backward()
+    model(inputs(dist.get_rank())).float().sum().backward()
+    for (name, param), (_, alone) in zip(model.named_parameters(), single.named_parameters(), strict=True):
+        full = param.grad.full_tensor()
+        assert param.dtype == torch.bfloat16
+        torch.testing.assert_close(full, alone.grad / 3, rtol=1e-6, atol=1e-7, msg=name)
+        if name == "inner.weight":
+            assert not torch.equal(full, full.to(torch.bfloat16).float())
+
+
+@on_ranks(2)
+def test_mixed_gradients_are_clipped_and_optimized():
+    model = fully_shard(bf16_model(MIXED))
+    optimizer = block_optim.AdamW(model.parameters(), lr=0.1)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    model(inputs(dist.get_rank())).float().sum().backward()
+    assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
+    optimizer.step()
+    assert not any(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
+
+
+def test_fp32_gradients_of_bf16_parameters_offload_too():
+    with device(device="cpu:0"):
+        model = fully_shard(bf16_model(MIXED), offload_policy=SelectiveOffloadPolicy(gradients=True))
+        model(inputs(0)).float().sum().backward()
+        assert model.inner.weight.grad.dtype == torch.float32
+
+
+def test_a_grad_dtype_of_none_is_refused_by_name():
+    with simulated_ranks(2), pytest.raises(ValueError, match=r"parameter head\.bias has grad_dtype None"):
+        fully_shard(bf16_model({"head.bias": None}))
+
+
+@on_ranks(2)
+def test_gradients_add_up_in_the_dtype_of_the_reduction_before_they_get_their_own():
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model = Shared()
+    model.inner.weight.grad_dtype = torch.bfloat16
+    single, model = seeded(Shared), fully_shard(model, mp_policy=policy)
+    single.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        model(inputs(number).float()).sum().backward()
+        single(inputs(number).float()).sum().backward()
+    grad = model.inner.weight.grad
+    assert grad.dtype == torch.bfloat16
+    assert torch.equal(grad.full_tensor(), single.inner.weight.grad.to(torch.bfloat16))
+
+
+def test_a_dtype_for_single_parameters_of_the_policy_is_refused():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    object.__setattr__(policy, "param_dtype_override_fn", lambda param: torch.float32)
+    with (
+        simulated_ranks(2),
+        pytest.raises(NotImplementedError, match="param_dtype_override_fn is not supported"),
+    ):
+        fully_shard(nn.Linear(2, 2), mp_policy=policy)
