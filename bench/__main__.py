@@ -29,6 +29,7 @@ COMMANDS = {
         "loading and writing a model: bytes and memory, ours and torch's",
     ),
     "wrap": ("host", "main_wrap", "CPU time of fully_shard of a large model, and its growth"),
+    "zero": ("counts", "main_zero", "bytes of ZeRO-1, -2, -3 and hpZ in a step, counted and by formula"),
     # One package each; they print tables.
     "planner": ("packages", "main_planner", "layout-planner: time to plan real models, and padding"),
     "placement": ("packages", "main_placement", "ragged-shard: host time of ops on ragged tensors"),

@@ -7,24 +7,24 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import checkpoint
+from bench import checkpoint, counts
 from bench.export import count_offload
-from bench.models import WORKLOADS
+from bench.models import WORKLOADS, build
 
 SHAPES = checkpoint._shapes(1e6, width=16)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_offloaded_states_and_gradients_are_moved_once_and_leave_the_device():
-    counts = {
+    figures = {
         kinds: count_offload(WORKLOADS["tiny"], kinds, 4) for kinds in ("none", "states", "gradients,states")
     }
-    assert (counts["none"]["out"], counts["none"]["back"]) == (0, 0)
-    gradients = counts["gradients,states"]["out"] - counts["states"]["out"]
-    assert counts["states"]["out"] == pytest.approx(2 * gradients, rel=0.05)  # states are padded to 16 bytes
+    assert (figures["none"]["out"], figures["none"]["back"]) == (0, 0)
+    gradients = figures["gradients,states"]["out"] - figures["states"]["out"]
+    assert figures["states"]["out"] == pytest.approx(2 * gradients, rel=0.05)  # states are padded to 16 bytes
     for kinds in ("states", "gradients,states"):
-        assert counts[kinds]["out"] == pytest.approx(counts[kinds]["back"], rel=0.001)  # padding of shards
-        assert counts[kinds]["rest"] == pytest.approx(counts["none"]["rest"] - 2 * gradients, rel=0.05)
+        assert figures[kinds]["out"] == pytest.approx(figures[kinds]["back"], rel=0.001)  # padding of shards
+        assert figures[kinds]["rest"] == pytest.approx(figures["none"]["rest"] - 2 * gradients, rel=0.05)
 
 
 @pytest.mark.long
@@ -47,3 +47,12 @@ def test_a_tensor_that_changed_on_the_way_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_digests", damaged)
     with pytest.raises(ValueError, match=r"save_safetensors: 1 tensors differ .*'embed'"):
         checkpoint.round_trip(tmp_path, SHAPES, "float32", 2)
+
+
+@pytest.mark.parametrize("name", counts.RECIPES)
+def test_bytes_of_zeros_stages_are_those_of_the_formula_and_padding(name):
+    workload, sizes = WORKLOADS["tiny"], (8, 4, 3)
+    model = build(workload.shape)
+    total, blocks = counts.nbytes_of(model.parameters()), counts.nbytes_of(model.blocks.parameters())
+    counted = counts.zero_bytes(name, workload, *sizes)
+    assert counted == pytest.approx(counts.zero_formula(name, blocks, total - blocks, *sizes), rel=0.02)

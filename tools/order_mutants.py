@@ -39,7 +39,10 @@ TESTS = [
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_offloaded_optimizer.py",
+    "packages/fsdp-runtime/tests/test_offloaded_activations.py",
     "packages/fsdp-runtime/tests/test_offloaded_blocks.py",
+    "packages/fsdp-runtime/tests/test_offloaded_gradients.py",
+    "packages/fsdp-runtime/tests/test_torch_2_15.py",
     "packages/block-optim/tests/test_happens_before.py",
 ]
 WAITS = ("wait", "wait_on_host", "synchronize")

@@ -46,8 +46,8 @@ def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
         param.kind.check(param, request)
         if param.grad_dtype is not None and param.kind not in _OF_PLAIN:
             raise NotImplementedError(
-                f"parameter {param.name} has grad_dtype {param.grad_dtype}, which a tensor subclass or a weight that is "
-                "kept as codes cannot have; leave grad_dtype as it is"
+                f"parameter {param.name} has grad_dtype {param.grad_dtype}: not supported for subclasses and weights "
+                "that are kept as codes; leave grad_dtype as it is"
             )
         if policy is None:
             continue
