@@ -1,5 +1,7 @@
 """Activations in CPU memory between forward and backward, on the simulated device: no race, the same bits."""
 
+from typing import Any
+
 import pytest
 import torch
 from runtime_helpers import Body, device, loss_of, seeded, tokens
@@ -152,14 +154,16 @@ def test_of_a_checkpoint_the_inputs_move_with_the_unit_around_it(kind):
         assert 3 * moved < store_of(whole).bytes_out
 
 
+class Recomputed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 def test_a_checkpoint_inside_the_unit_moves_its_input():
     with device():
         model = seeded(Net)
         for index, block in enumerate(model.blocks):
-            inner, outer = block, nn.Sequential()
-            outer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-            outer.add_module("inner", inner)
-            model.blocks[index] = fully_shard(outer, offload_policy=POLICY)
+            model.blocks[index] = fully_shard(Recomputed(block), offload_policy=POLICY)
         fully_shard(model)
         step(model, 0)
         assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
@@ -295,7 +299,7 @@ class OnMesh(nn.Linear):
 
     def forward(self, x):
         mesh = init_device_mesh("cpu", (4,))
-        squared = DTensor.from_local(super().forward(x), mesh, [Replicate()], run_check=False).pow(2)
+        squared: Any = DTensor.from_local(super().forward(x), mesh, [Replicate()], run_check=False).pow(2)
         return squared.to_local()
 
 
@@ -304,7 +308,8 @@ def test_a_dtensor_moves_by_its_local_tensor():
     for policy in (NONE, POLICY):
         with device():
             torch.manual_seed(0)
-            model = fully_shard(nn.Sequential(fully_shard(OnMesh(16, 16), offload_policy=policy)))
+            inner: Any = fully_shard(OnMesh(16, 16), offload_policy=policy)
+            model: Any = fully_shard(nn.Sequential(inner))
             model(torch.ones(3, 16, requires_grad=True)).sum().backward()
             gradients.append(model[0].weight.grad.to_local().clone())
             if policy is POLICY:

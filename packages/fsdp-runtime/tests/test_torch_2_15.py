@@ -7,6 +7,8 @@ Torch 2.13 has neither in FSDP2, so expected values are those of one process. Fr
                                   up in reduce_dtype, else in grad_dtype
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,7 +46,8 @@ def watch_addresses(model, seen):
 def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the_values_of_a_usual_run():
     results = []
     for keep in (False, True):
-        model, seen = shard(seeded(), mp_policy=BF16), {}
+        model: Any = shard(seeded(), mp_policy=BF16)
+        seen: dict[str, set[int]] = {}
         if keep:
             model.set_keep_unsharded_storage(True)
         watch_addresses(model, seen)
@@ -166,9 +169,9 @@ def test_gradients_have_the_dtypes_and_bits_of_one_process():
     single, model = bf16_model(MIXED), fully_shard(bf16_model(MIXED))
     for backward in range(2):  # added in each one's dtype
         model(inputs(2 * backward + dist.get_rank())).float().sum().backward()
-    expected = {name: [] for name, _ in single.named_parameters()}
+    expected: dict[str, list[Any]] = {name: [] for name, _ in single.named_parameters()}
     for backward in range(2):
-        parts = {name: [] for name in expected}
+        parts: dict[str, list[Any]] = {name: [] for name in expected}
         for rank in range(2):
             single.zero_grad()
             single(inputs(2 * backward + rank)).float().sum().backward()
@@ -229,7 +232,7 @@ def test_a_grad_dtype_of_none_is_refused_by_name():
 def test_gradients_add_up_in_the_dtype_of_the_reduction_before_they_get_their_own():
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     torch.manual_seed(0)
-    model = Shared()
+    model: Any = Shared()
     model.inner.weight.grad_dtype = torch.bfloat16
     single, model = seeded(Shared), fully_shard(model, mp_policy=policy)
     single.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})

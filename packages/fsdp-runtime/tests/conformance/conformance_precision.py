@@ -79,7 +79,10 @@ def param_dtype_values(fsdp):
     assert_same_gradients(model, low.float(), rtol=2e-2, atol=1e-2)
 
 
-@case(PRECISION, "`reduce_dtype`: gradients travel in it; without it in `param_dtype`, from torch 2.15 on in the parameters' own")
+@case(
+    PRECISION,
+    "`reduce_dtype`: gradients travel in it; without it in `param_dtype`, from torch 2.15 on in the parameters'",
+)
 def reduce_dtype(fsdp):
     in_fp32 = reduced_bytes(fsdp)
     assert reduced_bytes(fsdp, param_dtype=LOW, reduce_dtype=torch.float32) == in_fp32

@@ -296,7 +296,7 @@ class _OffloadedStates:
 
     def _bring(self, bucket: _Bucket) -> Any:
         """Start bringing a bucket's states and gradients; returns the event after which they are there."""
-        starts = [copy.fetch for copy in bucket.copies]
+        starts: list[Callable[[], object]] = [copy.fetch for copy in bucket.copies]
         for copy in bucket.copies:
             copy.allocate()
         for param in bucket.params:
@@ -310,7 +310,7 @@ class _OffloadedStates:
         """Start copying a bucket's states to the CPU; returns the event after which they are there."""
         return self._copy(copy.send for copy in bucket.copies)
 
-    def _copy(self, starts: Iterable[Callable[[], None]]) -> Any:
+    def _copy(self, starts: Iterable[Callable[[], object]]) -> Any:
         with self._layer.on(self._copies, [self._layer.record()]):
             for start in starts:
                 start()
