@@ -187,6 +187,13 @@ class TestNoRace:
             model.reshard()
             train(model, steps=1)
 
+    def test_when_gathers_write_to_memory_that_is_kept(self):
+        with device("late"):
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+            model.set_keep_unsharded_storage(True)
+            train(model)
+            train(model, order=[0, 1, 0, 2, 1], steps=2)
+
     def test_when_blocks_are_recomputed_in_backward(self):
         with device():
             train(shard(seeded(Net, recompute=True), mesh=mesh_of(4), mp_policy=BF16))

@@ -1,5 +1,7 @@
 """Activations in CPU memory between forward and backward, on the simulated device: no race, the same bits."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -237,6 +239,33 @@ def test_cpu_memory_is_used_again_in_each_step():
             if number == 0:
                 first = len(found.registered)
         assert len(found.registered) == first == len(store_of(model)._free)
+
+
+def test_activations_that_came_and_are_not_used_are_freed_after_their_copies():
+    with device("late") as found:
+        model, inputs = build(), []
+        model.between = lambda x: (
+            inputs.append(2 * x) or inputs[-1]
+        )  # the last block finds all of its own there
+        for number in range(2):
+            step(model, number)
+        inputs.clear()
+        loss = loss_of(model, tokens())
+        torch.autograd.grad(loss, inputs[2])  # ends in the last block, while those of the one before come
+        assert not store_of(model)._coming
+        found.raise_late()
+
+
+def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
+    with device("late") as found:
+        model = build()
+        loss = loss_of(model, tokens())
+        assert store_of(model)._leaving
+        known = weakref.ref(model)
+        del model, loss
+        gc.collect()
+        assert known() is None
+        found.raise_late()
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import block_optim
 from fsdp_runtime import (
     QuantizationPolicy,
+    SelectiveOffloadPolicy,
     fully_shard,
     iter_full_params,
     load_safetensors,
@@ -226,3 +227,14 @@ def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
     with pytest.raises(RuntimeError, match="a collective of Linear"):
         offload(model)
     assert model.weight.local.untyped_storage().nbytes()
+
+
+@on_ranks(3)
+def test_an_offload_policy_changes_nothing_on_a_cpu():
+    values = []
+    for options in ({}, {"offload_policy": SelectiveOffloadPolicy(activations=True, gradients=True)}):
+        model = shard(seeded(), **options)
+        loss_of(model, tokens()).backward()
+        torch.optim.AdamW(model.parameters(), lr=0.01).step()
+        values.append([param.to_local().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *values))

@@ -16,7 +16,6 @@ from runtime_helpers import device, loss_of, seeded, shard, tokens
 from torch import nn
 
 import block_optim
-from dbuffer import Recycler
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
@@ -26,7 +25,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.memory import gathered_memory
 from fsdp_runtime.quantization import BlockFP8
-from ragged_shard.testing import RaceError, on_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -104,26 +103,6 @@ def test_it_is_set_before_parameters_have_memory():
         model.to_empty(device="cpu")
         loss_of(model, tokens())
         assert gathered_memory(model).lent_bytes >= sum(param.numel() for param in model.parameters()) * 4
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_gather_into_kept_memory_waits_for_its_last_use(waits, monkeypatch):
-    def steps():
-        for number in range(2):
-            loss_of(model, tokens(number), order=[0, 1, 0, 2, 1]).backward()
-
-    with device("late") as found:
-        model = shard(seeded(), mp_policy=BF16)
-        model.set_keep_unsharded_storage(True)
-        if waits:
-            steps()
-            assert found.accesses > 500
-        else:
-            monkeypatch.setattr(Recycler, "wait", lambda *_: None)
-            with pytest.raises(RaceError):
-                steps()
-            monkeypatch.undo()
-            found._late.clear()
 
 
 def test_parameters_that_are_not_views_of_the_kept_memory_raise():

@@ -171,7 +171,10 @@ class Activations:
             names, context = tensor.__tensor_flatten__()
             parts = {name: self._pack(getattr(tensor, name)) for name in names}
             return _SavedWrapper(parts, context, tensor.shape, tensor.stride())
-        if not isinstance(tensor, torch.Tensor) or not self._moves(tensor):
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        tensor = tensor.detach()  # an operation's result would keep its graph alive
+        if not self._moves(tensor):
             return tensor
         storage, itemsize = tensor.untyped_storage(), tensor.itemsize
         first = int(tensor.storage_offset()) * itemsize
@@ -207,14 +210,16 @@ class Activations:
         """Start copying what was saved since the last time."""
         runs = [run for known in self._new if (run := known()) is not None]
         self._new = []
+        for run in runs:
+            run.check()
+        self._leaving = runs
         with self._layer.on(self._stream, [self._layer.record()]):
             for run in runs:
-                run.check()
                 assert run.device is not None
                 run.host = self._host_memory(run.nbytes)
                 run.host[: run.nbytes].copy_(run.device, non_blocking=True)
                 self.bytes_out += run.nbytes
-        self._leaving, self._left = runs, self._layer.record(self._stream)
+        self._left = self._layer.record(self._stream)
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
         """The smallest free CPU memory that is large enough, or more of it."""
@@ -281,19 +286,18 @@ class Activations:
         absent = [run for run in runs if run.device is None]
         if not absent:
             return
-        for run in absent:
-            run.device = torch.empty(run.nbytes, dtype=torch.uint8, device=self._layer.device)
-            run.pending = run.uses
+        device = self._layer.device
+        memory = [torch.empty(run.nbytes, dtype=torch.uint8, device=device) for run in absent]
         with self._layer.on(self._stream, [self._layer.record()]):
-            for run in absent:
-                assert run.device is not None
+            for run, flat in zip(absent, memory, strict=True):
                 assert run.host is not None
-                run.device.copy_(run.host[: run.nbytes], non_blocking=True)
+                flat.copy_(run.host[: run.nbytes], non_blocking=True)
+                run.device, run.pending = flat, run.uses
+                self._coming[run] = None
                 self.bytes_in += run.nbytes
         ready = self._layer.record(self._stream)
         for run in absent:
             run.ready = ready
-            self._coming[run] = None
 
     def end_backward(self) -> None:
         """The run of the autograd engine has ended: expect its order in the next one."""
