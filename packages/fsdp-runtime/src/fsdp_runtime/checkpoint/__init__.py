@@ -10,7 +10,8 @@ runs, changes, export   out of shards, in bounded memory, or only what changed  
 full_params             whole parameters in the modules for a while                knows: runs
 offload, snapshot       shards in CPU memory, copies of shards                     know: units
 store                   torch's checkpoints in a key-value store                   knows: nothing of models
-offloaded_optimizer     states in CPU memory, updates on the device                knows: offload
+offloaded_states        an optimizer's, in CPU memory between steps             know: offload
+offloaded_optimizer     updates on the device, states in CPU memory              knows: offloaded_states
 """
 
 from .changes import ChangedBlocks, ExportedParams
