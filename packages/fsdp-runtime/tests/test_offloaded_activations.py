@@ -244,9 +244,12 @@ def test_cpu_memory_is_used_again_in_each_step():
 def test_activations_that_came_and_are_not_used_are_freed_after_their_copies():
     with device("late") as found:
         model, inputs = build(), []
-        model.between = lambda x: (
-            inputs.append(2 * x) or inputs[-1]
-        )  # the last block finds all of its own there
+
+        def doubled(x):  # in new memory, so that the last block finds all of its own on the device
+            inputs.append(2 * x)
+            return inputs[-1]
+
+        model.between = doubled
         for number in range(2):
             step(model, number)
         inputs.clear()

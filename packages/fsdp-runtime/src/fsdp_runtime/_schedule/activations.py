@@ -43,8 +43,6 @@ class _Run:
         source: a tensor in the storage of forward, whose version shows changes in place; None once that is freed.
         host: the bytes in CPU memory, once they were sent.
         ready: event after which `device` has them, while a copy back is in flight.
-        uses: number of saved tensors in it.
-        pending: how many of these are still to be used since the bytes came back.
     """
 
     def __init__(self, key: tuple[int, int], source: torch.Tensor, place: tuple[int, int, int]) -> None:
@@ -57,7 +55,6 @@ class _Run:
         self.host: torch.Tensor | None = None
         self.home: list[torch.Tensor] = []  # free CPU memory, where `host` goes in the end
         self.ready: Any = None
-        self.uses = self.pending = 0
 
     def check(self) -> None:
         """Raise RuntimeError if the bytes were changed in place since autograd saved them."""
@@ -117,6 +114,9 @@ class Activations:
         self._leaving: list[_Run] = []  # sent, and not freed on the device
         self._left: Any = None  # event after which they may be
         self._coming: dict[_Run, None] = {}  # brought back, and not used
+        self._used: weakref.WeakSet[_Run] = (
+            weakref.WeakSet()
+        )  # those of a graph that is retained stay until the end
         self._seen: list[dict[int, None]] = []  # the runs that this backward used, by unit
         self._parts: list[list[int]] = []  # and the last one
         self._part_of: dict[int, int] = {}
@@ -190,7 +190,6 @@ class Activations:
             run.home = self._free
             self._alive[run.key] = self._places[place] = run
             self._new.append(weakref.ref(run))
-        run.uses += 1
         return _Saved(run, tensor.dtype, first - start, tensor.shape, tensor.stride())
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -271,14 +270,11 @@ class Activations:
             self._layer.wait(run.ready)
             run.ready = None
             self._coming.pop(run, None)
+            self._used.add(run)
         assert run.device is not None
         offset = int(run.device.storage_offset()) + saved.offset
         view = torch.empty(0, dtype=saved.dtype, device=run.device.device)
         view.set_(run.device.untyped_storage(), offset // saved.dtype.itemsize, saved.size, saved.stride)
-        if run.source is None:
-            run.pending -= 1
-            if run.pending == 0:
-                run.device = None
         return view
 
     def _bring(self, runs: Iterable[_Run]) -> None:
@@ -292,12 +288,11 @@ class Activations:
             for run, flat in zip(absent, memory, strict=True):
                 assert run.host is not None
                 flat.copy_(run.host[: run.nbytes], non_blocking=True)
-                run.device, run.pending = flat, run.uses
-                self._coming[run] = None
                 self.bytes_in += run.nbytes
         ready = self._layer.record(self._stream)
-        for run in absent:
+        for run, run.device in zip(absent, memory, strict=True):
             run.ready = ready
+            self._coming[run] = None
 
     def end_backward(self) -> None:
         """The run of the autograd engine has ended: expect its order in the next one."""
@@ -312,9 +307,10 @@ class Activations:
         """Free what is in flight, after its copies; outside of a forward."""
         if self._coming:
             self._layer.wait(self._layer.record(self._stream))
-            for run in self._coming:
-                run.device = run.ready = None
-            self._coming = {}
+        for run in (*self._coming, *self._used):
+            run.device = run.ready = None
+        self._coming = {}
+        self._used.clear()
         self._free_sent()
 
     def reset(self) -> None:
