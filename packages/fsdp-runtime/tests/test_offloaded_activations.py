@@ -209,6 +209,7 @@ def test_a_tensor_moves_once_although_several_operations_save_it():
 def test_from_the_second_step_on_a_units_activations_come_while_the_one_before_runs_backward(monkeypatch):
     with device():
         model, started = build(), []
+        loss = loss_of(model, tokens())
         store = store_of(model)
         bring = store._bring
 
@@ -220,7 +221,7 @@ def test_from_the_second_step_on_a_units_activations_come_while_the_one_before_r
             bring(runs)
 
         monkeypatch.setattr(store, "_bring", recorded)
-        step(model, 0)
+        loss.backward()
         assert {part for part, _ in started} == {-1}
         assert {absent for _, absent in started} == {1}
         started.clear()

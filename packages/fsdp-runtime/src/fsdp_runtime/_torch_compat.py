@@ -89,20 +89,6 @@ def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[to
 REDUCES_AS_KEPT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
-def given_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype | None:
-    """The `grad_dtype` that was set on a parameter; None if it is the parameter's, as on torch without `grad_dtype`.
-
-    Raises:
-        ValueError: it is None, which lets gradients have any dtype.
-    """
-    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
-    if dtype is None:
-        raise ValueError(
-            f"parameter {name} has grad_dtype None, any dtype; fully_shard allocates gradients of one: set it"
-        )
-    return None if dtype == param.dtype else dtype
-
-
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Counts of in-place changes to each tensor's memory, through it and its views."""
     return list(map(VERSION, tensors))

@@ -58,8 +58,8 @@ class Dtypes:
     @property
     def alignment(self) -> int:
         """Elements on whose multiples slices start, at 16 bytes or more in each dtype."""
-        dtypes = (self.kept, self.compute, self.reduce, self.grad)
-        return max(8, ALIGNMENT // min(dtype.itemsize for dtype in dtypes))
+        kept, compute, reduce, grad = self.kept, self.compute, self.reduce, self.grad
+        return max(8, ALIGNMENT // min(kept.itemsize, compute.itemsize, reduce.itemsize, grad.itemsize))
 
 
 def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtype | None = None) -> Dtypes:

@@ -120,7 +120,11 @@ class ManagedParam(Generic[G]):
         self.shape = shape
         self.data = data
         self.dtype = original.dtype
-        self.grad_dtype = compat.given_grad_dtype(name, original)
+        self.grad_dtype: torch.dtype | None = None
+        if (
+            getattr(original, "grad_dtype", original.dtype) is not original.dtype
+        ):  # torch 2.11 may not have it
+            self.grad_dtype = given_grad_dtype(name, original)
         self.other = other
         self.wrapper = wrapper
         self.requires_grad = original.requires_grad
@@ -163,7 +167,10 @@ class ManagedParam(Generic[G]):
         if hasattr(self, "sharded"):
             self.sharded.data = tensor
         else:
-            self.sharded = self._with_attributes(nn.Parameter(tensor, requires_grad=self.requires_grad))
+            self.sharded = nn.Parameter(tensor, requires_grad=self.requires_grad)
+            self.sharded.__dict__.update(self._user_attributes)
+            if self.grad_dtype is not None:
+                self.sharded.grad_dtype = self.grad_dtype
             _managed[id(self.sharded)] = self
             for known in self.replaced:
                 if (old := known()) is not None:
@@ -176,7 +183,8 @@ class ManagedParam(Generic[G]):
 
     def adopt_sharded(self, param: nn.Parameter) -> None:
         """Use another object, which a user has registered, as the sharded parameter."""
-        self._set_grad_dtype(param, self.grad_dtype)
+        if self.grad_dtype is not None:
+            param.grad_dtype = self.grad_dtype
         self.sharded = param
         _managed[id(param)] = self
         for slots, attribute in self.slots:
@@ -186,17 +194,8 @@ class ManagedParam(Generic[G]):
     def renew_sharded(self, tensor: RaggedDTensor) -> None:
         """Make another object the sharded parameter, with the same attributes."""
         param = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
-        self.adopt_sharded(self._with_attributes(param))
-
-    def _with_attributes(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter, with what users have set on the original."""
         param.__dict__.update(self._user_attributes)
-        self._set_grad_dtype(param, self.grad_dtype)
-        return param
-
-    def _set_grad_dtype(self, param: nn.Parameter, dtype: torch.dtype | None) -> None:
-        if self.grad_dtype is not None:
-            param.grad_dtype = dtype
+        self.adopt_sharded(param)
 
     def set_unsharded(
         self, view: torch.Tensor, make_hook: MakeHook, reduce_dtype: torch.dtype | None = None
@@ -214,8 +213,10 @@ class ManagedParam(Generic[G]):
             data = DTensor.from_local(
                 view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
             )
-        self.unsharded = self._with_attributes(nn.Parameter(data, requires_grad=False))
-        self._set_grad_dtype(self.unsharded, reduce_dtype)
+        self.unsharded = nn.Parameter(data, requires_grad=False)
+        self.unsharded.__dict__.update(self._user_attributes)
+        if self.grad_dtype is not None:
+            self.unsharded.grad_dtype = reduce_dtype
         _managed[id(self.unsharded)] = self
         self._make_hook = make_hook
         self.follow_requires_grad()
@@ -233,3 +234,16 @@ class ManagedParam(Generic[G]):
         """The module's current parameter, or None if it was removed."""
         slots, attribute = self.slots[0]
         return slots.get(attribute)
+
+
+def given_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype:
+    """The `grad_dtype` that was set on a parameter.
+
+    Raises:
+        ValueError: it is None, which lets gradients have any dtype.
+    """
+    if param.grad_dtype is None:
+        raise ValueError(
+            f"parameter {name} has grad_dtype None, any dtype; fully_shard allocates gradients of one: set it"
+        )
+    return param.grad_dtype

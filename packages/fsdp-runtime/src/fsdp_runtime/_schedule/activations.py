@@ -131,9 +131,7 @@ class Activations:
         self._count = 0
 
     def enter(self, unit: Unit, module: nn.Module) -> None:
-        """A forward of a unit's module begins; `leave` follows."""
-        if not unit.offloads_activations:
-            return
+        """A forward of a module begins, of a unit that offloads its activations; `leave` follows."""
         context = None
         if torch.is_grad_enabled() and compat.backward_id() == -1:
             hooks = compat.saved_tensor_hooks()

@@ -178,7 +178,8 @@ class Reduction:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
         layer.wait(self._event)
-        if any(group.plan.offload is not None or group.plan.host_gradients for group in self.groups):
+        plan = self.groups[0].plan
+        if plan.offload is not None or plan.host_gradients:
             layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()

@@ -84,7 +84,7 @@ class Pass:
     Attributes:
         units: all of them.
         backward: their gradients.
-        activations: those that are offloaded.
+        activations: those that are offloaded; None: none were.
         streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
@@ -94,7 +94,7 @@ class Pass:
     def __init__(self, streams: Streams) -> None:
         self.units: list[Unit] = []
         self.backward = Backward(streams)
-        self.activations = Activations(streams)
+        self.activations: Activations | None = None
         self.prefetch_depth = 1
         self.in_backward = False
         self.streams = streams
@@ -180,7 +180,8 @@ class Pass:
                 self._watch_order()
             self._order = self._forward[root]
             self._order.begin()
-            self.activations.begin_forward()
+            if self.activations is not None:
+                self.activations.begin_forward()
 
     def _watch_order(self) -> None:
         """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
@@ -337,7 +338,8 @@ class Pass:
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
-            self.activations.enter_backward()
+            if self.activations is not None:
+                self.activations.enter_backward()
         elif unit.state in _USABLE:
             return
         with compat.label("pre_backward", unit.name):
@@ -357,7 +359,8 @@ class Pass:
         if self.streams.layer.capturing:
             self.streams.follow_capture()
         self.backward.begin()
-        self.activations.begin_backward()
+        if self.activations is not None:
+            self.activations.begin_backward()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
         if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
@@ -413,7 +416,8 @@ class Pass:
             self.finish_backward()
             self.last_backward = self._backward.seen
             self._backward.end()
-            self.activations.end_backward()
+            if self.activations is not None:
+                self.activations.end_backward()
             self.in_backward = False
         if self.backward.is_last and not self.backward.by_hand:
             self.rest(free=False)
@@ -478,7 +482,8 @@ class Pass:
     def reset(self) -> None:
         """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
         self.backward.abandon()
-        self.activations.reset()
+        if self.activations is not None:
+            self.activations.reset()
         self._root = None
         self.in_backward = False
         self._left = []
