@@ -6,7 +6,8 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, what `shard_placement_fn` may return, and what DCP's default planner writes of a value.
+torch.func transforms, what `shard_placement_fn` may return, what DCP's default planner writes of a value, and the
+history and snapshot of an accelerator's memory.
 """
 
 import operator
@@ -116,6 +117,22 @@ def fake_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def has_memory_snapshots(device: torch.device) -> bool:
+    """Whether torch writes snapshots of this kind of device's memory: of CUDA and XPU devices."""
+    return hasattr(getattr(torch.get_device_module(device), "memory", None), "_dump_snapshot")
+
+
+def record_memory(device: torch.device, entries: int) -> None:
+    """Record the last `entries` events of the allocator, with Python stacks; 0 stops and forgets them."""
+    record = torch.get_device_module(device).memory._record_memory_history
+    record(max_entries=entries, stacks="python") if entries else record(None)
+
+
+def dump_memory(device: torch.device, path: str) -> None:
+    """Write a snapshot of the allocator, and what `record_memory` has recorded, to a file."""
+    torch.get_device_module(device).memory._dump_snapshot(path)
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
