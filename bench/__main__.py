@@ -17,6 +17,7 @@ COMMANDS = {
     "network": ("network", "main", "two hosts and a slow link: FSDP2, ours, and ours with quantized wires"),
     "report": ("report", "main", "all results as one Markdown page"),
     "speed": ("compare", "main", "tokens/s, CPU time, step parts and peak memory of all systems"),
+    "timeline": ("timeline", "main", "the schedule of one step, ours and FSDP2's, for the docs"),
     "weights": (
         "checkpoint",
         "main_weights",

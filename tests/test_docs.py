@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bench.measure import launch
+from bench.timeline import PICTURE, SYSTEMS, Event, record_here, svg
 from tools import docs_hooks
 from torch.distributed import fsdp
 
@@ -60,6 +62,15 @@ def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_s
     assert len([yaml.safe_load(manifest) for manifest in manifests]) == 3
     for script in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_schedule_of_the_page_on_a_step_is_the_one_recorded():
+    timelines = {name: launch(record_here, 1, {"system": name}) for name in SYSTEMS}
+    assert svg(timelines) == PICTURE.read_text()  # else: python -m bench timeline --write
+    assert all(
+        [event for event in events if event.kind == "forward"] == [Event("forward", n) for n in range(3)]
+        for events in timelines.values()
+    )
 
 
 def test_the_page_on_fsdp2_has_every_argument_and_every_method():
