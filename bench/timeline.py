@@ -82,7 +82,7 @@ def record_here(request: dict[str, Any]) -> list[Event]:
 
     fully_shard: Any = fsdp.fully_shard if request["system"] == "fsdp2" else fsdp_runtime.fully_shard
     with fake_ranks(4) as mesh:
-        model = nn.Sequential(*(nn.Linear(*WIDTHS[n : n + 2]) for n in range(3)))
+        model = nn.Sequential(*(nn.Linear(WIDTHS[n], WIDTHS[n + 1]) for n in range(3)))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
         for _ in range(3):
