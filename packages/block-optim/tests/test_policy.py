@@ -36,7 +36,7 @@ def padding(layer, policy, world_size):
 
 @pytest.mark.parametrize("units", [None, ["layer"]])
 def test_a_policy_does_not_keep_the_unsharded_parameters(units):
-    layer = Layer()
+    layer: Any = Layer()
     policy = block_policy_for(layer, units=units and [layer], world_size=units and 2)
     assert policy("wq.weight", layer.wq.weight) == Whole()
     gone = weakref.ref(layer.wq.weight)

@@ -97,7 +97,7 @@ def test_a_report_names_flight_recorders_that_end_with_the_late_collective_and_t
     [
         ({}, "", "; torch's flight recorder is empty: it is switched off, or has seen no collective"),
         (
-            {"nccl": {"entries": [1]}},
+            {"NCCL": {"entries": [1]}},
             "gone",
             "; the flight recorder cannot be written: [Errno 2] No such file",
         ),

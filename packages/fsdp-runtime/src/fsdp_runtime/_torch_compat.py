@@ -142,7 +142,7 @@ def flight_recorders() -> dict[str, Any]:
     Empty if they are switched off (`TORCH_FR_BUFFER_SIZE=0`) or no collective was started.
     """
     names = {
-        "nccl": "_dump_nccl_trace_json",
+        "NCCL": "_dump_nccl_trace_json",
         "others": "_dump_fr_trace_json",
     }  # builds without NCCL lack the first
     dumps = {key: getattr(torch._C._distributed_c10d, name, None) for key, name in names.items()}

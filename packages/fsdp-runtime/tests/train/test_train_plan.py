@@ -99,9 +99,10 @@ def test_units_may_return_a_tensor_or_a_tuple_that_begins_with_one(made):
         out = model(torch.ones(2, 4, requires_grad=True))
         return (out[0] if isinstance(out, tuple) else out).sum()
 
-    moments = record(
-        lambda: torch.nn.Sequential(Layer(4, 4), Layer(4, 4)), list, run, rows=2, seq_len=4, device=CPU
-    )
+    def build():
+        return torch.nn.Sequential(Layer(4, 4), Layer(4, 4))
+
+    moments = record(build, lambda model: list(model.children()), run, rows=2, seq_len=4, device=CPU)
     assert {moment.unit for moment in moments if moment.what == "backward"} == {0, 1, 2}
 
 

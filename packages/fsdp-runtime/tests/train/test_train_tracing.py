@@ -74,7 +74,8 @@ def allocator(monkeypatch):
 
 
 GPU = torch.device("cuda", 0)
-STARTS, ENDS = ({"max_entries": 100_000, "stacks": "python"},), (None, {})
+STARTS = ({"max_entries": 100_000, "stacks": "python"},)
+ENDS: tuple = (None, {})
 
 
 def test_a_memory_snapshot_is_written_after_its_step_with_the_history_since_the_first(allocator, tmp_path):
