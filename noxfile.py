@@ -212,7 +212,7 @@ def isolated(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style with ruff, imports with import-linter, the workflows with check-jsonschema and zizmor."""
+    """Check style with ruff, imports with import-linter, workflows with check-jsonschema and zizmor, Dockerfile."""
     _prepare(session, *_group("lint"))
     session.run("ruff", "check", *(session.posargs or ["."]))
     session.run("ruff", "format", "--check", ".")
@@ -221,6 +221,7 @@ def lint(session: nox.Session) -> None:
     for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
         session.run("check-jsonschema", "--builtin-schema", schema, *workflows)
     session.run("zizmor", "--offline", "--no-progress", "--strict-collection", "--pedantic", ".github")
+    session.run("hadolint", "Dockerfile")
     session.run("pre-commit", "validate-config")
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     ),
     "report": ("report", "main", "all results as one Markdown page"),
     "speed": ("compare", "main", "tokens/s, CPU time, step parts and peak memory of all systems"),
+    "timeline": ("timeline", "main", "the schedule of one step, ours and FSDP2's, for the docs"),
     "weights": (
         "checkpoint",
         "main_weights",

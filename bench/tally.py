@@ -228,7 +228,7 @@ class Tally(TorchDispatchMode):
 
     def _collective(self, name: str, args: Any, result: Any) -> None:
         short = name.split("::")[1].strip("_")
-        kind = _kind_of(short)
+        kind = collective_of(short)
         if kind is None:
             return
         tensors = [[t for t in tree_leaves(a) if isinstance(t, torch.Tensor)] for a in args[:2]]
@@ -242,7 +242,7 @@ class Tally(TorchDispatchMode):
             self.mark("gradients", itertools.chain(*tensors))
 
 
-def _kind_of(op: str) -> str | None:
+def collective_of(op: str) -> str | None:
     """`allgather_base`, `reduce_scatter_tensor_coalesced`, `allreduce`, ... as one of the keys of WIRE."""
     flat = op.replace("_", "")
     for kind in WIRE:

@@ -5,16 +5,20 @@ import importlib
 import inspect
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bench.measure import launch
+from bench.timeline import PICTURE, SYSTEMS, Event, record_here, svg
 from tools import docs_hooks
 from torch.distributed import fsdp
 
 from ragged_shard.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
+ORDER = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]  # of installation
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MODULES = {
@@ -53,6 +57,39 @@ def test_the_examples_of_a_page_run_one_after_another_as_one_script(page):
             assert (DOCS / "assets" / f"{name}.svg").read_text() == picture, f"{name}.svg is out of date"
 
 
+STARTS = [ROOT / "README.md", DOCS / "index.md"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", STARTS, ids=lambda page: page.name)
+def test_the_first_example_runs_as_the_command_above_it_says(page, tmp_path):
+    (command,) = re.findall(r"^torchrun (.*) example.py$", page.read_text(), re.MULTILINE)
+    (tmp_path / "example.py").write_text("\n".join(examples(page)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "example.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", STARTS, ids=lambda page: page.name)
+def test_the_first_command_installs_all_packages_in_their_order(page):
+    text = page.read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^pip install (.*)$", text, re.MULTILINE)
+    assert command.split() == [f"./packages/{name}" for name in ORDER]
+
+
+def test_the_change_on_the_start_page_is_between_two_imports_of_one_name():
+    (change,) = re.findall(r"^```diff\n(.*?)^```$", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    signs = []
+    for line in change.splitlines():
+        namespace: dict = {}
+        exec(line[1:], namespace)
+        assert callable(namespace["fully_shard"])
+        signs.append(line[0])
+    assert signs == ["-", "+"]
+
+
 def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_shell():
     yaml = pytest.importorskip("yaml")  # not on GPU machines, where this file is collected
     text = (DOCS / "guides/launch.md").read_text()
@@ -60,6 +97,15 @@ def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_s
     assert len([yaml.safe_load(manifest) for manifest in manifests]) == 3
     for script in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_schedule_of_the_page_on_a_step_is_the_one_recorded():
+    timelines = {name: launch(record_here, 1, {"system": name}) for name in SYSTEMS}
+    assert svg(timelines) == PICTURE.read_text()  # else: python -m bench timeline --write
+    assert all(
+        [event for event in events if event.kind == "forward"] == [Event("forward", n) for n in range(3)]
+        for events in timelines.values()
+    )
 
 
 def test_the_page_on_fsdp2_has_every_argument_and_every_method():

@@ -1,6 +1,7 @@
 """The workspace holds what its packages declare."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -86,6 +87,22 @@ def test_a_package_has_all_that_a_release_needs(package):
     assert version
     assert newest
     assert newest[1] in (version[1], "Unreleased")
+
+
+def test_the_image_copies_what_is_there_and_installs_all_packages():
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+    sources = [word for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for word in line.split()]
+    assert all((ROOT / source).exists() for source in sources)
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert sorted(kept) == sorted(sources)
+    (install,) = re.findall(r"^RUN pip install .+$", text, re.M)
+    assert re.findall(r"packages/([\w-]+)", install) == ORDER
+    assert re.search(r'^CMD \["fsdp-train"\]$', text, re.M)
+
+
+def test_the_development_container_runs_a_session():
+    settings = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert sessions_called(settings["postCreateCommand"])[0][0] in sessions_defined()
 
 
 def sessions_called(text):

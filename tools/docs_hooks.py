@@ -58,6 +58,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     back = {target: source for source, target in known.items()}
     here = page.file.src_uri
     _listed[here] = line_of(page.file.url, markdown)
+    if here == "troubleshooting.md":  # who searches an error's text wants its entry
+        page.meta["search"] = {"boost": 10}
     return relink(markdown, back.get(here, f"docs/{here}"), here, known)
 
 

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -30,6 +32,18 @@ def padding(layer, policy, world_size):
     ]
     layout = plan(specs, world_size)
     return layout.padding / sum(p.numel() for p in layer.parameters()), layout
+
+
+@pytest.mark.parametrize("units", [None, ["layer"]])
+def test_a_policy_does_not_keep_the_unsharded_parameters(units):
+    layer: Any = Layer()
+    policy = block_policy_for(layer, units=units and [layer], world_size=units and 2)
+    assert policy("wq.weight", layer.wq.weight) == Whole()
+    gone = weakref.ref(layer.wq.weight)
+    del layer
+    gc.collect()
+    assert gone() is None
+    assert policy("other", torch.zeros(64, 64)) is None
 
 
 def test_without_units_every_matrix_is_kept_whole_and_experts_one_by_one():

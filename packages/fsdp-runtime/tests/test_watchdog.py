@@ -1,5 +1,7 @@
 """A collective that is late: which one, and which ranks are missing."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -25,7 +27,7 @@ def wait_for(happened, seconds=60.0):
         time.sleep(0.02)
 
 
-def train(folder, stall, transport, after=AFTER):
+def train(folder, stall, transport, after=AFTER, look=str):
     """Three steps on each rank; before the last one, one rank stalls. Returns what this rank reported."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reports: list[str] = []
@@ -33,11 +35,13 @@ def train(folder, stall, transport, after=AFTER):
     def report(line):
         reports.append(line)
         if "missing: rank" in line:
-            (folder / "reported").touch()
+            seen = json.dumps(look(folder))
+            with contextlib.suppress(FileExistsError), (folder / "reported").open("x") as file:
+                file.write(seen)
 
     model: Any = fully_shard(torch.nn.Sequential(torch.nn.Linear(64, 64)), transport=transport)
     store = dist.PrefixStore("watchdog", dist.FileStore(f"{folder}/store", size))
-    with Watchdog(store, rank, size, after=after, every=0.1, report=report):
+    with Watchdog(store, rank, size, after=after, every=0.1, report=report, folder=folder):
         for step in range(3):
             if step == 2 and rank == size - 1:
                 stall(folder)
@@ -71,6 +75,37 @@ def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, tra
     assert "ranks 0, 1 wait in it" in line
     assert f"and has started {int(number[1]) - 1}" in line
     assert "in sleep" in line
+
+
+def last_collectives(folder):
+    """Name and number of the last collective in each rank's flight recorder."""
+    traces = [json.loads((folder / f"flight-recorder-rank-{rank}.json").read_text()) for rank in range(3)]
+    last = [trace["others"]["entries"][-1] for trace in traces]
+    return [(entry["profiling_name"], entry["collective_seq_id"]) for entry in last]
+
+
+def test_a_report_names_flight_recorders_that_end_with_the_late_collective_and_the_one_before(tmp_path):
+    reports = run_ranks(3, train, tmp_path, sleep, "collectives", AFTER, last_collectives)
+    named = [f"; flight recorder: {tmp_path}/flight-recorder-rank-{rank}.json" for rank in range(3)]
+    assert all(named[rank] in line for rank in range(3) for line in reports[rank])
+    waiting, also_waiting, missing = json.loads((tmp_path / "reported").read_text())
+    assert waiting == also_waiting == ["gloo:all_gather", missing[1] + 1]
+
+
+@pytest.mark.parametrize(
+    ("traces", "folder", "text"),
+    [
+        ({}, "", "; torch's flight recorder is empty: it is switched off, or has seen no collective"),
+        (
+            {"NCCL": {"entries": [1]}},
+            "gone",
+            "; the flight recorder cannot be written: [Errno 2] No such file",
+        ),
+    ],
+)
+def test_a_report_says_why_there_is_no_flight_recorder(monkeypatch, tmp_path, traces, folder, text):
+    monkeypatch.setattr("fsdp_runtime.watchdog.flight_recorders", lambda: traces)
+    assert text in first_report(Store(), folder=tmp_path / folder)
 
 
 @pytest.mark.long
@@ -110,11 +145,11 @@ class Store:
         return self.values.setdefault(key, value).encode()
 
 
-def first_report(store, every=0.05):
+def first_report(store, every=0.05, **options):
     """The first report of a rank that makes no progress in step 7."""
     reports: list[str] = []
     fake: Any = store
-    watchdog = Watchdog(fake, 0, 2, after=0.2, every=every, report=reports.append)
+    watchdog = Watchdog(fake, 0, 2, after=0.2, every=every, report=reports.append, **options)
     watchdog.beat("step 7")
     with watchdog:
         wait_for(lambda: reports)

@@ -6,10 +6,11 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, and what DCP's default
-planner writes of a value.
+torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, what DCP's default
+planner writes of a value, the history and snapshot of an accelerator's memory, and what torch's flight recorders have.
 """
 
+import json
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -129,6 +130,36 @@ def fake_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def has_memory_snapshots(device: torch.device) -> bool:
+    """Whether torch writes snapshots of this kind of device's memory: of CUDA and XPU devices."""
+    return hasattr(getattr(torch.get_device_module(device), "memory", None), "_dump_snapshot")
+
+
+def record_memory(device: torch.device, entries: int) -> None:
+    """Record the last `entries` events of the allocator, with Python stacks; 0 stops and forgets them."""
+    record = torch.get_device_module(device).memory._record_memory_history
+    record(max_entries=entries, stacks="python") if entries else record(None)
+
+
+def dump_memory(device: torch.device, path: str) -> None:
+    """Write a snapshot of the allocator, and what `record_memory` has recorded, to a file."""
+    torch.get_device_module(device).memory._dump_snapshot(path)
+
+
+def flight_recorders() -> dict[str, Any]:
+    """The last collectives of this process as torch's flight recorders have them: of NCCL, and of the other backends.
+
+    Empty if they are switched off (`TORCH_FR_BUFFER_SIZE=0`) or no collective was started.
+    """
+    names = {
+        "NCCL": "_dump_nccl_trace_json",
+        "others": "_dump_fr_trace_json",
+    }  # builds without NCCL lack the first
+    dumps = {key: getattr(torch._C._distributed_c10d, name, None) for key, name in names.items()}
+    traces = {key: json.loads(dump()) for key, dump in dumps.items() if dump is not None}
+    return {key: trace for key, trace in traces.items() if trace.get("entries")}
 
 
 def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

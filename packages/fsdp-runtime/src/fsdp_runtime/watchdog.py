@@ -14,12 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from dbuffer import PatientStore, times_started, waiting
 from ragged_shard import list_ranks
+
+from ._torch_compat import flight_recorders
 
 
 class Watchdog:
@@ -29,8 +32,11 @@ class Watchdog:
     since the last `beat`. It asks the other ranks through the store, and reports their answers; again every `after`
     seconds while nothing moves. Nothing is ended: the process group's timeout does that. Use it as a context manager.
 
-    On accelerators the host does not wait for collectives: only `beat` is watched, and torch's flight recorder
-    (`TORCH_NCCL_TRACE_BUFFER_SIZE`) has the collectives. Issues none; requests of the store have 20 to 300 bytes.
+    On accelerators the host does not wait for collectives: only `beat` is watched, and torch's flight recorder has the
+    collectives. With a `folder` each rank that reports or answers writes its own, as JSON. It has the last 2000
+    (`TORCH_FR_BUFFER_SIZE`) collectives of torch's backends, not those of peer memory.
+
+    Issues no collective; requests of the store have 20 to 300 bytes.
 
     Args:
         store: shared by all ranks, with a separate prefix (`torch.distributed.PrefixStore`). Used by the
@@ -38,6 +44,7 @@ class Watchdog:
         after: seconds without progress that count as late.
         every: seconds between two looks. Defaults to a tenth of `after`, at most 5.
         report: gets the text, one line, in a thread. Defaults to a warning of the logger `fsdp_runtime.watchdog`.
+        folder: gets ``flight-recorder-rank-N.json``, replaced by each later report. Defaults to none.
 
     Raises:
         ValueError: `after` or `every` is not positive.
@@ -45,7 +52,7 @@ class Watchdog:
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, after: float, every: float | None = None,
-        report: Callable[[str], object] | None = None,
+        report: Callable[[str], object] | None = None, folder: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         if after <= 0 or (every is not None and every <= 0):
             raise ValueError(f"after is {after} and every {every} seconds; expected more than 0")
@@ -54,6 +61,7 @@ class Watchdog:
         self._patience = 2 * self.every + 1  # seconds: two looks and one more
         self._store = PatientStore(store, self._patience)
         self._report = report or logging.getLogger("fsdp_runtime.watchdog").warning
+        self._trace = Path(folder).absolute() / f"flight-recorder-rank-{rank}.json" if folder else None
         self._beat, self._asked_at, self._round = ("", float("inf")), 0.0, -1
         self._watched, self._ending = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp-watchdog", daemon=True)
@@ -79,7 +87,9 @@ class Watchdog:
             except Exception as error:  # the store's, of any kind: its process may be gone
                 if (question := question or self._late()) and not self._ending.is_set():
                     why = str(error).partition("\n")[0] or type(error).__name__
-                    self._report(f"{question['text']}; the other ranks cannot be asked: {why}")
+                    self._report(
+                        f"{question['text']}; the other ranks cannot be asked: {why}{self._write_trace()}"
+                    )
             self._ending.wait(self.every)
 
     def _late(self) -> dict[str, Any] | None:
@@ -107,9 +117,24 @@ class Watchdog:
         known = self._store.compare_set(key, "", json.dumps(question)) if question else self._store.get(key)
         asked = json.loads(known)
         self._round += 1
+        written = self._write_trace()  # first: the report names the files of all ranks that have answered
         self._store.set(f"{prefix}{self._rank}", json.dumps(self._place(*asked["call"])))
         if asked["rank"] == self._rank:
-            self._report(self._answers(asked, prefix))
+            self._report(self._answers(asked, prefix) + written)
+
+    def _write_trace(self) -> str:
+        """Write this rank's flight recorder; what a report says of it."""
+        if self._trace is None:
+            return ""
+        if not (trace := flight_recorders()):
+            return "; torch's flight recorder is empty: it is switched off, or has seen no collective"
+        try:
+            partial = self._trace.with_suffix(".tmp")
+            partial.write_text(json.dumps(trace))
+            partial.replace(self._trace)
+        except OSError as error:
+            return f"; the flight recorder cannot be written: {error}"
+        return f"; flight recorder: {self._trace}; its folder has those of the ranks that answered"
 
     def _place(self, collective: str, number: int) -> tuple[str, str]:
         """Where this rank is: relative to the collective, and in words."""

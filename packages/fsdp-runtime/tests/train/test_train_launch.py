@@ -155,6 +155,9 @@ def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_
     os.kill(frozen, signal.SIGCONT)
     assert line.startswith("fsdp-train: rank 0 (")
     assert " s from rank 1 (" in line
+    recorder = folder / "frozen" / "flight-recorder-rank-0.json"
+    assert f"; flight recorder: {recorder}; " in line
+    assert json.loads(recorder.read_text())["others"]["entries"]
     steps = len(read_metrics(folder / "frozen" / "metrics.jsonl"))
     wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= steps + 3, running)
     running.send_signal(signal.SIGTERM)

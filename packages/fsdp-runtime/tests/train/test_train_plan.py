@@ -13,8 +13,10 @@ from train_helpers import tiny, train
 from fsdp_runtime.memory import LiveBytes, UnitMemory, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.peaks import Moment, step_peaks
-from fsdp_runtime.train.plan import make_plan, plan_lines
+from fsdp_runtime.train.peaks import record, step_peaks, without_activations
+from fsdp_runtime.train.plan import make_plan
+from fsdp_runtime.train.plan_report import plan_lines
+from ragged_shard import CPU
 from ragged_shard.testing import run_ranks
 
 
@@ -23,6 +25,7 @@ from ragged_shard.testing import run_ranks
     [
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
         (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
+        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "optimizer": "muon"}),
         *(
             pytest.param(2, {"model": PRESETS["small"], "batch": 4, **changes}, marks=pytest.mark.long)
             for changes in (
@@ -62,10 +65,13 @@ def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
         )
 
 
-def test_a_plan_has_a_line_for_every_unit(folder):
+def test_a_plan_has_a_line_for_all_units_of_a_size(folder):
     config = tiny(folder, block="rows:8")
     lines = plan_lines(make_plan(config, 256, 3), 3)
-    assert [line.split("|")[1].strip() for line in lines[4:7]] == ["Transformer", "blocks.0", "blocks.1"]
+    assert [line.split("|")[1].strip() for line in lines[4:6]] == [
+        "Transformer",
+        "blocks.0 to blocks.1 (2, each)",
+    ]
     assert lines[-1].startswith("expected peak")
 
 
@@ -80,20 +86,24 @@ def three_layers(**changes):
     empty = UnitMemory(**{**fields, "decoding": (), "kept_after_forward": False})
     unit = dataclasses.replace(empty, gathered=(100,), reducing=(100,), gradients=50, **changes)
     root = dataclasses.replace(empty, gathered=(10,), reducing=(10,), gradients=5, kept_after_forward=True)
-    names = [
-        "enter 0",
-        *(f"{what} {n}" for n in (1, 2, 3) for what in ("enter", "leave")),
-        "leave 0",
-        "backward 0",
-    ]
-    names += [
-        "gradient 0",
-        *(f"{what} {n}" for n in (3, 2, 1) for what in ("backward", "gradient")),
-        "done 1",
-        "end 0",
-    ]
-    moments = [Moment(name.split()[0], int(name.split()[1]), 0) for name in names]
-    return [root, unit, unit, unit], moments
+    return [root, unit, unit, unit], without_activations(3)
+
+
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: (x, None)])
+def test_units_may_return_a_tensor_or_a_tuple_that_begins_with_one(made):
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return made(super().forward(x[0] if isinstance(x, tuple) else x))
+
+    def run(model, tokens, targets):
+        out = model(torch.ones(2, 4, requires_grad=True))
+        return (out[0] if isinstance(out, tuple) else out).sum()
+
+    def build():
+        return torch.nn.Sequential(Layer(4, 4), Layer(4, 4))
+
+    moments = record(build, lambda model: list(model.children()), run, rows=2, seq_len=4, device=CPU)
+    assert {moment.unit for moment in moments if moment.what == "backward"} == {0, 1, 2}
 
 
 def test_a_step_has_two_units_gathered_and_two_reducing():
@@ -153,7 +163,7 @@ def test_the_plan_command_prints_the_table(folder):
         capture_output=True, text=True, timeout=120, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "| blocks.1 |" in done.stdout
+    assert "| blocks.0 to blocks.1 (2, each) |" in done.stdout
 
 
 def test_fake_tensors_that_are_still_there_have_no_bytes():

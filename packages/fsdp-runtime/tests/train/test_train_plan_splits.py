@@ -8,9 +8,10 @@ import pytest
 from train_helpers import tiny, train
 
 from fsdp_runtime.train import PRESETS, Trainer, TrainError
-from fsdp_runtime.train.plan import candidates, make_plan, print_plan
+from fsdp_runtime.train.plan import make_plan
+from fsdp_runtime.train.plan_report import candidates, print_plan
 from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
-from fsdp_runtime.train.traffic import traffic_of
+from fsdp_runtime.train.traffic import traffic_of, traffic_of_units
 from ragged_shard.testing import record_collectives, run_ranks
 
 pytestmark = pytest.mark.long
@@ -49,6 +50,14 @@ def count(configs, out):
             kinds[event.kind] += event.bytes_sent
         found.append(kinds)
     return found
+
+
+def test_a_step_sends_the_bytes_of_its_units(folder, tmp_path):
+    config = tiny(folder, batch=8, hsdp=2, accumulate=2, precision="bf16")
+    planned = traffic_of_units(config, make_plan(config, 256, 4).units, config.splits(4))
+    found = run_ranks(4, count, [config], str(tmp_path), timeout=120)[0][0]
+    assert found["all_gather"] + found["reduce_scatter"] == pytest.approx(planned.fsdp, rel=0.001)
+    assert found["all_reduce"] == pytest.approx(planned.hsdp, rel=0.001, abs=1000)  # and the step's figures
 
 
 def test_what_two_more_layers_send_is_what_was_predicted(folder, tmp_path):

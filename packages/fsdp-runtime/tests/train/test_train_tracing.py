@@ -1,11 +1,18 @@
-"""Traces of steps."""
+"""Traces and memory snapshots of steps."""
 
 import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from train_helpers import tiny, train
 
+from fsdp_runtime.memory import memory_history, save_memory_snapshot
 from fsdp_runtime.train import Trainer, TrainError
+from fsdp_runtime.train.tracing import Recorder
+from ragged_shard import CPU
 from ragged_shard.testing import run_ranks
 
 
@@ -47,3 +54,80 @@ def test_a_profile_beyond_the_last_step_is_refused(folder):
     tiny(folder, steps=8, profile="7:8").check(1)
     with pytest.raises(TrainError, match="--profile 7:9: the last step of --steps 8 is 7"):
         tiny(folder, steps=8, profile="7:9").check(1)
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """An allocator in place of CUDA's; returns the list of what it was asked for."""
+    calls: list = []
+
+    class Memory:
+        _record_memory_history = staticmethod(lambda *args, **options: calls.append((*args, options)))
+
+        @staticmethod
+        def _dump_snapshot(path):
+            calls.append(Path(path).name)
+            Path(path).write_bytes(b"snapshot")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory=Memory))
+    return calls
+
+
+GPU = torch.device("cuda", 0)
+STARTS = ({"max_entries": 100_000, "stacks": "python"},)
+ENDS: tuple = (None, {})
+
+
+def test_a_memory_snapshot_is_written_after_its_step_with_the_history_since_the_first(allocator, tmp_path):
+    with Recorder(None, 1, tmp_path, 3, GPU) as recorder:
+        for step in range(3):
+            with recorder.step(step):
+                allocator.append(step)
+    assert allocator == [STARTS, 0, 1, "memory-rank-3.pickle", 2, ENDS]
+
+
+@pytest.mark.parametrize("asked", [None, 7])
+def test_an_out_of_memory_error_writes_a_snapshot_before_the_history_ends(allocator, tmp_path, asked):
+    recorder = Recorder(None, asked, tmp_path, 0, GPU)
+    with pytest.raises(torch.OutOfMemoryError) as error, recorder, recorder.step(0):
+        raise torch.OutOfMemoryError("20 GiB")
+    written = ["out-of-memory-rank-0.pickle"]
+    assert allocator == (written if asked is None else [STARTS, *written, ENDS])
+    assert error.value.__notes__ == [f"Memory snapshot: {tmp_path / written[0]}"]
+
+
+def test_other_errors_write_no_snapshot(allocator, tmp_path):
+    with pytest.raises(RuntimeError), Recorder(None, None, tmp_path, 0, GPU):
+        raise RuntimeError("NCCL")
+    assert not allocator
+
+
+def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(allocator, tmp_path):
+    with pytest.raises(torch.OutOfMemoryError) as error, Recorder(None, None, tmp_path / "gone", 0, GPU):
+        raise torch.OutOfMemoryError("20 GiB")
+    assert error.value.__notes__[0].startswith("No memory snapshot: FileNotFoundError: ")
+
+
+def test_a_memory_snapshot_of_the_cpu_is_refused(folder, tmp_path):
+    with pytest.raises(TrainError, match="--memory-snapshot 2: torch records no allocations of cpu devices"):
+        tiny(folder, memory_snapshot=2).check(1)
+    with pytest.raises(ValueError, match="torch has no memory snapshots of cpu"):
+        save_memory_snapshot(tmp_path / "x", CPU)
+
+
+def test_a_memory_snapshot_beyond_the_last_step_is_refused(folder, allocator):
+    tiny(folder, steps=8, memory_snapshot=7).check(1)
+    with pytest.raises(TrainError, match="--memory-snapshot 8: the last step of --steps 8 is 7"):
+        tiny(folder, steps=8, memory_snapshot=8).check(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_snapshot_of_a_gpu_has_who_allocated(tmp_path):
+    with memory_history(GPU):
+        kept = torch.zeros(1 << 20, device=GPU)
+        save_memory_snapshot(tmp_path / "memory.pickle", GPU)
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    frames = [frame["name"] for event in snapshot["device_traces"][0] for frame in event["frames"]]
+    assert "test_a_snapshot_of_a_gpu_has_who_allocated" in frames
+    assert kept.is_cuda

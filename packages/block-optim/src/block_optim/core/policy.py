@@ -8,8 +8,10 @@ every rank pay for it. The planner knows how much.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, plan
 
@@ -56,12 +58,15 @@ def make_policy(
         raise ValueError(
             f"a block policy for units needs world_size, a positive number of ranks; got {world_size!r}"
         )
-    blocks: dict[int, tuple[torch.Tensor, Block | None]] = {}  # keeps the tensors, whose ids are the keys
+    blocks: Any = (
+        WeakTensorKeyDictionary()
+    )  # units keep the policy, which must not keep the unsharded parameters
     for unit in units:
-        own = [(p, request(name, p)) for name, p in unit.named_parameters() if id(p) not in blocks]
+        own = [(p, request(name, p)) for name, p in unit.named_parameters() if p not in blocks]
         granted = fit_requests([w for _, w in own], world_size, max_padding)
-        blocks.update({id(p): (p, granted[w.name]) for p, w in own})
-    return lambda name, param: blocks[id(param)][1] if id(param) in blocks else None
+        for param, wanted in own:
+            blocks[param] = granted[wanted.name]
+    return lambda name, param: blocks.get(param)
 
 
 def fit_requests(

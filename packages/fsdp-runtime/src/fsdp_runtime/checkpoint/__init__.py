@@ -17,7 +17,7 @@ offloaded_optimizer     updates on the device, states in CPU memory             
 from .changes import ChangedBlocks, ExportedParams
 from .convert import convert_checkpoint
 from .export import iter_full_params
-from .fp8_files import read_safetensors
+from .fp8_files import read_safetensors, safetensors_shapes
 from .full_params import full_params
 from .full_state import (
     get_full_optimizer_state_dict,
@@ -55,6 +55,7 @@ __all__ = [
     "offload",
     "read_safetensors",
     "reload",
+    "safetensors_shapes",
     "save_safetensors",
     "set_full_optimizer_state_dict",
     "set_full_state_dict",

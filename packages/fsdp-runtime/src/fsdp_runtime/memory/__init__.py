@@ -1,7 +1,8 @@
 """Memory of units: predicted, measured, and kept within a budget."""
 
-from .._torch_compat import fake_tensors
+from .._torch_compat import fake_tensors, has_memory_snapshots
 from .meter import LiveBytes, StepMeter
+from .snapshots import memory_history, save_memory_snapshot
 from .tune import BudgetError, Tuning, tune
 from .units import UnitMemory, gathered_memory, unit_memory
 
@@ -13,6 +14,9 @@ __all__ = [
     "UnitMemory",
     "fake_tensors",
     "gathered_memory",
+    "has_memory_snapshots",
+    "memory_history",
+    "save_memory_snapshot",
     "tune",
     "unit_memory",
 ]

@@ -156,7 +156,8 @@ def _for_comparison(options: argparse.Namespace) -> RunConfig:
 
 
 def _plan(argv: list[str]) -> int:
-    from .plan import print_plan
+    from .plan_report import print_plan
+    from .planned_models import find_model
 
     parser = _parser(
         "plan",
@@ -164,8 +165,15 @@ def _plan(argv: list[str]) -> int:
         "memory, fewest bytes sent first. With --measure, beside a run of a few steps.",
     )
     parser.add_argument("--memory", type=float, metavar="GiB", help="of a rank (default: the GPU's, else 80)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="plan this model: a config.json of transformers, safetensors (no activations), or a folder with either",
+    )
     add_run_options(parser)
     options = parser.parse_args(argv)
+    if options.model is not None:
+        options.hf_config = find_model(options.model)
     if options.memory is not None and not options.memory > 0:
         raise TrainError(f"--memory {options.memory}: expected a positive number of GiB")
     return print_plan(run_config(options), options.ranks, options.memory)

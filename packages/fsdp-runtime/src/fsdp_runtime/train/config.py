@@ -17,7 +17,7 @@ from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
 from .sinks import TRACKERS
 from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
-from .tracing import step_range
+from .tracing import check_snapshot, step_range
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
@@ -122,6 +122,11 @@ class RunConfig:
     profile: str | None = _option(
         None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
     )
+    memory_snapshot: int | None = _option(
+        None,
+        "write torch's snapshot of GPU memory after this step; an out-of-memory error always writes one",
+        least=0,
+    )
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(
@@ -144,7 +149,7 @@ class RunConfig:
         """Raises `TrainError` for any mistake that shows without data and without other ranks."""
         for option in _OPTIONS:
             value, least = getattr(self, option.name), option.metadata["least"]
-            if least is not None and not least <= value < math.inf:
+            if None not in (least, value) and not least <= value < math.inf:
                 expected = "at least 1" if least else "0 or more"
                 raise TrainError(f"{_flag(option.name)} {value}: expected {expected}")
             choices = get_args(option.type) if get_origin(option.type) is Literal else (value,)
@@ -165,6 +170,8 @@ class RunConfig:
             raise TrainError(
                 f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
             )
+        if self.memory_snapshot is not None:
+            check_snapshot(self.memory_snapshot, self.steps, pick_device(self.device))
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
         if self.documents and self.system not in ("fsdp_runtime", "one"):
@@ -418,7 +425,14 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
         if value != before:
             flags = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
             raise TrainError(f"{flags}: {field_.name} is {value}, the run in {run} has {before}")
-    changes = {"measure": False, "profile": None, **values, "out": str(run), "resume": True}
+    changes = {
+        "measure": False,
+        "profile": None,
+        "memory_snapshot": None,
+        **values,
+        "out": str(run),
+        "resume": True,
+    }
     return dataclasses.replace(saved, **changes)
 
 

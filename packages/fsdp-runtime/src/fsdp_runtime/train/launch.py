@@ -264,7 +264,7 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
                 config = dataclasses.replace(config, resume=folder.resume)
                 if control and rank == 0:
                     (control / "out").write_text(str(out))
-                with _watching(config, rank, world_size, reports) as beat:
+                with _watching(config, rank, world_size, reports, out) as beat:
                     summary = Trainer(config, out, quiet=quiet, stop=stop, beat=beat).run()
         if control and rank == 0:
             (control / "summary.json").write_text(json.dumps(summary))
@@ -358,11 +358,11 @@ def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
 
 @contextlib.contextmanager
 def _watching(
-    config: RunConfig, rank: int, world_size: int, reports: list[str]
+    config: RunConfig, rank: int, world_size: int, reports: list[str], out: Path
 ) -> Iterator[Callable[[str], None]]:
     """Run a watchdog that prints late collectives to stderr; yields its `beat`.
 
-    `reports` holds its last report.
+    `reports` holds its last report; flight recorders are written into `out`.
 
     Collective: one gather of small objects.
     """
@@ -377,7 +377,7 @@ def _watching(
         reports[:] = [text]
         say(f"fsdp-train: {text}")
 
-    with Watchdog(prefixed, rank, world_size, after=config.late, report=report) as watchdog:
+    with Watchdog(prefixed, rank, world_size, after=config.late, report=report, folder=out) as watchdog:
         yield watchdog.beat
 
 

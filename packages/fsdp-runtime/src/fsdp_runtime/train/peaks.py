@@ -93,7 +93,7 @@ class _Recorder:
                 return
             self.mark("enter", unit)
             if unit == 1:
-                args[0].register_hook(lambda grad: self.mark("done", unit))
+                args[0].register_hook(lambda grad: self.mark("done", unit))  # the layers' input
 
         return hook
 
@@ -101,7 +101,8 @@ class _Recorder:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             if not self.in_backward:
                 self.mark("leave", unit)
-                out[0].register_hook(lambda grad: self.mark("backward", unit))
+                tensor = out if isinstance(out, torch.Tensor) else out[0]
+                tensor.register_hook(lambda grad: self.mark("backward", unit))
 
         return hook
 
@@ -112,6 +113,15 @@ class _Recorder:
             parameter.grad = None
 
         return hook
+
+
+def without_activations(layers: int) -> list[Moment]:
+    """The moments of a model of so many layers whose activations are not known."""
+    numbers = range(1, layers + 1)
+    forward = [("enter", 0), *((what, n) for n in numbers for what in ("enter", "leave")), ("leave", 0)]
+    backward = [(what, n) for n in reversed(numbers) for what in ("backward", "gradient")]
+    marks = [*forward, ("backward", 0), ("gradient", 0), *backward, ("done", 1), ("end", 0)]
+    return [Moment(what, unit, 0) for what, unit in marks]
 
 
 def step_peaks(units: Sequence[UnitMemory], moments: list[Moment], ends: Reductions) -> tuple[int, int]:

@@ -1,20 +1,17 @@
-"""``fsdp-train plan``: what each rank of a run will hold and send, before anything is allocated, and which splits fit.
+"""Memory of each rank of a run, before anything is allocated.
 
 The units are sharded for real, on the meta device, in one process that stands for one rank of many. Activations are
 recorded on fake tensors; `step_peaks` adds the buffers in use at each moment. The peak is
 
-    parameter shards + optimizer state                    for good
+    parameter shards + optimizer state and scratch        for good
     + the larger of: gathered buffers, gradients and activations, at the worst moment of forward and backward
                      gradient shards and temporaries of the optimizer's step
 """
 
-import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,23 +20,21 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_runtime.memory import LiveBytes, UnitMemory, unit_memory
+from ragged_shard import DeviceLayer, use_device_layer
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
-from .data import read_data
-from .errors import TrainError
-from .hardware import device_memory, pick_device
-from .launch import pick_ranks, start_ranks
-from .model import ModelConfig, Transformer, losses_from
+from .errors import TrainError, one_line
+from .hardware import pick_device
+from .model import Transformer, losses_from
 from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
 from .parallel.tensor_parallel import parallelize
-from .peaks import ENDS, Moment, record, step_peaks
-from .splits import AXES, Splits
+from .peaks import ENDS, Moment, record, step_peaks, without_activations
+from .planned_models import build_planned, has_forward
 from .systems import wrap_order
-from .traffic import traffic_lines, traffic_of
-from .trainer import MEASURED_STEP, model_config
+from .trainer import model_config
 
 
 @dataclass(frozen=True)
@@ -62,11 +57,22 @@ class MemoryPlan:
     activations: int  # the most bytes of activations and temporaries
     pass_peaks: tuple[int, int, int]  # of both with gradients: reductions end at once, soon or late
     optimizer_step: int | None  # temporaries; None: not known
+    scratch: int  # buffers that the optimizer keeps
+
+    @property
+    def weights(self) -> int:
+        """Bytes of parameter shards, and of codes that are kept in addition."""
+        return sum(unit.weights + unit.codes for unit in self.units)
+
+    @property
+    def state(self) -> int:
+        """Bytes of the optimizer's state."""
+        return sum(unit.state for unit in self.units)
 
     @property
     def at_rest(self) -> int:
         """Bytes between steps, when gradients are cleared."""
-        return sum(unit.weights + unit.state + unit.codes for unit in self.units)
+        return self.weights + self.state + self.scratch
 
     @property
     def gradients(self) -> int:
@@ -103,13 +109,11 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0
     """Plan a run of fsdp_runtime. Allocates nothing but what planning needs; takes torch.distributed for itself.
 
     Raises:
-        TrainError: another system, a transformers model, or an optimizer that is not there or needs values.
+        TrainError: another system, or an optimizer that is not there or needs values.
     """
     if dist.is_initialized():
         raise TrainError("a plan takes torch.distributed for itself, which is in use in this process")
-    splits = config.splits(world_size)
-    exchanges = splits.slices > 1 or splits.ep > 1  # inside forward and backward; their values are not used
-    with simulated_ranks(world_size, rank=rank, collectives="skip" if exchanges else "refuse"):
+    with simulated_ranks(world_size, rank=rank, collectives="skip"):
         return plan_here(config, vocab_size)
 
 
@@ -123,14 +127,12 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
         raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
     if config.offload:
         raise TrainError(f"--offload {','.join(config.offload)}: plan counts all memory as the device's")
-    if config.hf_config:
-        raise TrainError("plan works out activations for the built-in model, not for --hf-config")
-    sizes, device = model_config(config, vocab_size), pick_device(config.device)
+    device = pick_device(config.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     splits = config.splits(world_size)
     meshes = make_meshes(splits, device.type)
-    stages, step = _sharded(config, sizes, meshes, device)
-    passes = stage_passes(config, sizes, meshes, device)
+    stages, step, scratch = _sharded(config, vocab_size, meshes, device)
+    passes = stage_passes(config, vocab_size, meshes, device)
     passes_held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
     waiting = (passes_held - 1) * sum(stage.kept for stage in passes) // len(passes)
     # A forward follows the first backward.
@@ -153,6 +155,7 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
         activations=max(moment.live for stage in passes for moment in stage.moments) + waiting,
         pass_peaks=(at_once, soon, late),
         optimizer_step=step,
+        scratch=scratch,
     )
 
 
@@ -161,9 +164,9 @@ def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int
 
     Where reductions take as long as they can. Called inside `simulated_ranks`; no pipeline.
     """
-    sizes, device = model_config(config, vocab_size), pick_device(config.device)
+    device = pick_device(config.device)
     meshes = make_meshes(config.splits(dist.get_world_size()), device.type)
-    moments = stage_passes(config, sizes, meshes, device)[0].moments
+    moments = stage_passes(config, vocab_size, meshes, device)[0].moments
     update = plan.gradients + (plan.optimizer_step or 0)
     root, *layers = plan.units
     peaks = []
@@ -182,21 +185,23 @@ def _shards(units: list[UnitPlan]) -> int:
 
 
 def _sharded(
-    config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: torch.device
-) -> tuple[list[list[UnitPlan]], int | None]:
-    """The units of each of this rank's stages, the stage itself first, and what the optimizer's step takes."""
+    config: RunConfig, vocab_size: int, meshes: Meshes, device: torch.device
+) -> tuple[list[list[UnitPlan]], int | None, int]:
+    """The units of each of this rank's stages, the stage itself first; bytes of the optimizer's step and scratch."""
     system = SplitRuntime(config, device, meshes)
     with torch.device("meta"):
-        whole = Transformer(sizes)
+        whole = build_planned(config, vocab_size)
     model = system.divide(whole)
     layers = [wrap_order(stage) for stage in system.stages]
     for stage in system.stages:
         system.shard(stage)
-    try:
-        optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
-    except NotImplementedError as error:  # it wants to compare ranks, or values
-        raise TrainError(f"plan cannot build {config.optimizer} on the meta device: use another") from error
-    step = _optimizer_step_bytes(model, optimizer, optimizer_spec(config.optimizer).takes_norm)
+    spec, live = optimizer_spec(config.optimizer), LiveBytes()
+    with use_device_layer(DeviceLayer(torch.device("meta"))):  # nothing moves there, and nothing waits
+        with live:
+            optimizer = make_optimizer(
+                config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay
+            )
+        kept, step = _optimizer_step_bytes(model, optimizer, spec.takes_norm)
     stages = []
     for stage, inside in zip(system.stages, layers, strict=True):
         of_layers = [list(layer.parameters()) for layer in inside]
@@ -204,7 +209,9 @@ def _sharded(
         of_stage = [param for param in stage.parameters() if id(param) not in inner]
         pairs = zip([stage, *inside], [of_stage, *of_layers], strict=True)
         stages.append([_unit_plan(module, params, optimizer) for module, params in pairs])
-    return stages, step
+    state = sum(unit.state for units in stages for unit in units)
+    # Muon's exchange between ranks is the same everywhere; scratch of elementwise kernels is small on real devices.
+    return stages, step, live.now + kept - state if spec.routed else 0
 
 
 @dataclass(frozen=True)
@@ -215,20 +222,18 @@ class Pass:
     kept: int
 
 
-def stage_passes(config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: torch.device) -> list[Pass]:
+def stage_passes(config: RunConfig, vocab_size: int, meshes: Meshes, device: torch.device) -> list[Pass]:
     """Live bytes of each of this rank's stages, besides parameters and kept gradients."""
     splits = meshes.splits
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    length, rows = config.seq_len // splits.cp, config.batch // (splits.readers * config.accumulate)
+    rows = config.batch // (splits.readers * config.accumulate)
+    if config.hf_config:
+        return [_undivided_pass(replace(config, hsdp=1), rows, device)]
+    sizes, dtype = model_config(config, vocab_size), _compute_dtype(config)
+    length = config.seq_len // splits.cp
     numbers = splits.stages_of(meshes.rank_of("pp")) if splits.pp > 1 else [0]
 
     def build(number: int) -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            model = Transformer(sizes, checkpointing=config.checkpointing)
-        finally:
-            torch.set_default_dtype(before)
+        model = Transformer(sizes, checkpointing=config.checkpointing)
         if not splits.plain:
             parallelize(model, meshes, config.seq_len)
         return model if splits.pp == 1 else model.stage(splits.layers_of(number, sizes.num_layers))
@@ -243,13 +248,53 @@ def stage_passes(config: RunConfig, sizes: ModelConfig, meshes: Meshes, device: 
         cross_entropy, aux = losses_from(out, targets)
         return cross_entropy + config.model.aux_weight * aux
 
-    passes = []
     with loss_parallel() if splits.tp > 1 else nullcontext():
-        for number in numbers:
-            moments = record(partial(build, number), wrap_order, run, rows, length, device)
-            kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
-            passes.append(Pass(moments, kept[0]))
-    return passes
+        return [_pass(partial(build, number), run, dtype, rows, length, device) for number in numbers]
+
+
+@lru_cache(maxsize=1)  # other splits, the same pass
+def _undivided_pass(config: RunConfig, rows: int, device: torch.device) -> Pass:
+    """The pass of a model of ``--hf-config``; of one without forward all live bytes are 0."""
+    build = partial(build_planned, config, 1)
+    if not has_forward(config):
+        with torch.device("meta"):
+            return Pass(without_activations(len(wrap_order(build()))), 0)
+
+    def run(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return losses_from(model(tokens), targets)[0]
+
+    try:
+        return _pass(build, run, _compute_dtype(config), rows, config.seq_len, device)
+    except Exception as error:  # whatever a forward does without values
+        raise TrainError(
+            f"{config.hf_config}: forward and backward fail on tensors without values in {config.precision} (plan the "
+            f"checkpoint's safetensors for all but activations): {one_line(error)}"
+        ) from error
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def _pass(
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    length: int,
+    device: torch.device,
+) -> Pass:
+    def in_dtype() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return build()
+        finally:
+            torch.set_default_dtype(before)
+
+    moments = record(in_dtype, wrap_order, run, rows, length, device)
+    kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
+    return Pass(moments, kept[0])
 
 
 def _unit_plan(
@@ -261,222 +306,24 @@ def _unit_plan(
     return UnitPlan(**vars(unit_memory(module)), state=state)
 
 
-def _optimizer_step_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, takes_norm: bool) -> int | None:
-    """Peak bytes that a step makes in addition to its state, or None where a step cannot be made without values.
+def _optimizer_step_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, takes_norm: bool
+) -> tuple[int, int | None]:
+    """Bytes that the first step makes and keeps, and the peak of what a later one makes; None if it needs values.
 
     Makes the state of optimizers that do so in their first step.
     """
     step: Callable[..., Any] = optimizer.step
-    live = LiveBytes()
-    for _ in range(2):  # states come with the first step
+    live, kept = LiveBytes(), 0
+    for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        live = LiveBytes()
+        kept, live = live.now, LiveBytes()
         try:
             with live:
                 step(grad_norm=1.0) if takes_norm else step()
         except (RuntimeError, NotImplementedError):  # a matrix's root, or an exchange between ranks
-            return None
+            return kept, None
         finally:
             optimizer.zero_grad(set_to_none=True)
-    return live.peak
-
-
-def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> list[str]:
-    """The plan as a markdown table and sums; what is sent only where all parameters are sharded over the same ranks."""
-    lines = [
-        f"rank 0 of {ranks}; MB are 10^6 bytes",
-        "",
-        "| unit | parameters | shard (elements) | padding | weights MB | gradients MB | optimizer MB | gathered MB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for unit in plan.units:
-        shard = " + ".join(f"{size:,}" for size in unit.shards)
-        padding = unit.padding / (unit.padding + unit.parameters)
-        lines.append(
-            f"| {unit.name} | {unit.parameters:,} | {shard} | {100 * padding:.2f} % | {megabytes(unit.weights)} "
-            f"| {megabytes(unit.gradients)} | {megabytes(unit.state)} "
-            f"| {megabytes(sum(unit.gathered))} |"
-        )
-    over = splits.shards if splits else ranks
-    sent = [
-        ("sent by one gather of every unit", (over - 1) * sum(unit.given for unit in plan.units)),
-        ("sent by one reduction of every unit", (over - 1) * sum(unit.reduced for unit in plan.units)),
-    ]
-    rows = [
-        ("weights, their codes, optimizer state, for good", plan.at_rest),
-        ("gradients, when all are there", plan.gradients),
-        ("gathered buffers, at most", plan.buffers),
-        ("activations and temporaries, at most", plan.activations),
-        ("the last three together, at most", plan.pass_peaks[-1]),
-        ("temporaries of the optimizer's step", plan.optimizer_step),
-        *(sent if splits is None or splits.one_mesh else ()),
-        ("peak if reductions are over at once", plan.bounds[0]),
-        ("peak if they take the next unit's backward", plan.bounds[1]),
-        ("expected peak, half-way", plan.peak),
-    ]
-    return [*lines, "", *(f"{text + ':':<48}{megabytes(nbytes):>12} MB" for text, nbytes in rows)]
-
-
-def megabytes(nbytes: int | None) -> str:
-    """Format bytes as MB (10^6)."""
-    return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
-
-
-def split_config(config: RunConfig, asked: Mapping[str, int]) -> RunConfig:
-    """The run with other splits: a number for each of `AXES`."""
-    changes: dict[str, Any] = {axis: asked[axis] for axis in AXES}
-    return dataclasses.replace(config, **changes)
-
-
-def candidates(config: RunConfig, world_size: int) -> list[Splits]:
-    """Every split of the ranks that the run allows, in no order."""
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    experts = divisors if config.model.num_experts else [1]
-    allowed = []
-    for sizes in product(divisors, divisors, divisors, divisors, experts):
-        chosen = split_config(config, dict(zip(AXES, sizes, strict=True)))
-        with suppress(TrainError):
-            chosen.check(world_size)
-            allowed.append(chosen.splits(world_size))
-    return allowed
-
-
-_GIB = 1 << 30
-_ASSUMED_GIB = 80.0  # where this machine has no GPU
-_SHOWN, _PLANNED = 12, 40  # splits that are printed, and planned at most
-_SENT = ("fsdp", "hsdp", "tp", "cp", "ep", "pp")
-
-
-def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = None) -> int:
-    """Print a run's plan, and the splits of its ranks where it asks for none.
-
-    With ``measure`` also run a few steps and print how far the measured peak was from it. `gib` is what a rank may
-    hold. Returns 0.
-
-    Raises:
-        TrainError: what was asked for does not fit together, under any splits where it asks for none.
-    """
-    ranks = asked_ranks if asked_ranks and not config.measure else pick_ranks(config, asked_ranks)
-    data = read_data(
-        config.data,
-        dtype=config.dtype,
-        vocab_size=config.vocab_size,
-        held_out=config.held_out,
-        seq_len=config.seq_len,
-    )
-    sizes = model_config(config, data.vocab_size)
-    chosen = any(getattr(config, axis) > 1 for axis in AXES)
-    list_splits = not (chosen or config.measure or config.hf_config or config.system != "fsdp_runtime")
-    try:
-        config.check(ranks)
-    except TrainError as error:
-        if not list_splits or not candidates(config, ranks):
-            raise
-        print(f"without splits: {error}\n")
-    else:
-        splits, plan = config.splits(ranks), make_plan(config, data.vocab_size, ranks)
-        print(*plan_lines(plan, ranks, splits), "", *traffic_lines(config, sizes, splits), "", sep="\n")
-        if config.system == "fsdp_runtime" and config.pp == 1 and config.reshard:
-            with simulated_ranks(ranks, collectives="skip"):
-                peaks = kept_peaks(config, data.vocab_size, plan)
-            print(*curve_lines(config, sizes, ranks, peaks), "", sep="\n")
-        if config.measure:
-            _measure(config, ranks, plan)
-    if list_splits:
-        with simulated_ranks(ranks, collectives="skip"):
-            print(*splits_lines(config, sizes, ranks, gib), sep="\n")
-    return 0
-
-
-def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[int]) -> list[str]:
-    """A Markdown table of peak memory and bytes sent, by the number of layers that stay gathered.
-
-    Raises:
-        TrainError: not even freeing all of them fits ``config.memory_budget``.
-    """
-    budget = config.memory_budget
-    if budget is not None and min(peaks) > budget:
-        raise TrainError(
-            f"--memory-budget {budget:,}: a rank is planned to hold {min(peaks):,} bytes at least, with every layer "
-            "freed after forward"
-        )
-    fits = [kept for kept, peak in enumerate(peaks) if budget is None or peak <= budget]
-    rows = []
-    shown = {round(i * (len(peaks) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)} | {fits[-1]}
-    for kept in sorted(shown):
-        sent = traffic_of(config, sizes, config.splits(ranks), kept=kept).fsdp
-        chosen = ", as many as fit" if budget is not None and kept == fits[-1] else ""
-        rows.append(f"| {kept}{chosen} | {megabytes(peaks[kept])} | {sent / 1e6:,.2f} |")
-    return [
-        "memory against bytes sent (--memory-budget): the last layers that stay gathered after forward",
-        "",
-        "| layers | peak MB | MB sent: fsdp |",
-        "| --- " * 3 + "|",
-        *rows,
-    ]
-
-
-def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
-    sys.stdout.flush()
-    short = dataclasses.replace(
-        config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
-    )
-    summary = start_ranks(short, ranks, quiet=True).summary
-    for text, planned, measured in (
-        ("live bytes before it", plan.at_rest, summary["measured_rest"]),
-        ("peak", plan.peak, summary["measured_peak"]),
-    ):
-        off = 100 * (measured / planned - 1)
-        print(
-            f"step {MEASURED_STEP}, measured {text}: {megabytes(measured)} MB, {off:+.1f} % from "
-            f"{megabytes(planned)} MB planned"
-        )
-
-
-def splits_lines(config: RunConfig, sizes: ModelConfig, ranks: int, gib: float | None) -> list[str]:
-    """A Markdown table of the splits that fit in memory, those that send the fewest bytes first.
-
-    Called inside `simulated_ranks`.
-
-    Args:
-        config, sizes: the run, and its model with the data's vocabulary.
-        ranks: number of ranks to split.
-        gib: GiB that a rank may hold; None takes this machine's GPU.
-    """
-    traffics = [(splits, traffic_of(config, sizes, splits)) for splits in candidates(config, ranks)]
-    limit, whose = _ASSUMED_GIB * _GIB, "assumed; no GPU here"
-    if gib is not None:
-        limit, whose = gib * _GIB, "--memory"
-    elif (memory := device_memory(pick_device(config.device))) is not None:
-        limit, whose = memory, "this GPU's"
-    rows: list[str] = []
-    planned = 0
-    for splits, traffic in sorted(traffics, key=lambda pair: pair[1].total):
-        if len(rows) == _SHOWN or planned == _PLANNED:
-            break
-        planned += 1
-        chosen = split_config(config, {axis: getattr(splits, axis) for axis in AXES})
-        peak = plan_here(chosen, sizes.vocab_size).peak
-        if peak <= limit:
-            cells = " | ".join(f"{getattr(traffic, axis) / 1e6:,.1f}" for axis in _SENT)
-            bubble = splits.bubble(config.accumulate)
-            rows.append(
-                f"| {splits} | {peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
-            )
-    lines = [
-        f"{len(traffics)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "
-        f"{planned} that send least:",
-        "",
-        f"| split | GiB a rank | bubble | MB sent | {' | '.join(_SENT)} |",
-        "| --- " * (4 + len(_SENT)) + "|",
-        *rows,
-        "",
-    ]
-    if not rows:
-        lines.append(
-            "nothing fits: use more ranks, --checkpointing, or a smaller --batch with more --accumulate"
-        )
-    if config.accumulate == 1:
-        lines.append("pipelines take microbatches: with --accumulate 2 or more there are splits with pp")
-    return lines
+    return kept, live.peak

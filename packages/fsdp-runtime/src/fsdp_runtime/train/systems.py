@@ -474,7 +474,9 @@ def describe_kept(tuning: Tuning, model: nn.Module, budget: int) -> str:
     )
 
 
-def build_hf_model(path: str, seed: int, vocab_size: int, checkpointing: bool) -> nn.Module:
+def build_hf_model(
+    path: str, seed: int, vocab_size: int, checkpointing: bool, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The causal language model that a ``config.json`` describes, the same on every rank.
 
     Raises:
@@ -489,7 +491,7 @@ def build_hf_model(path: str, seed: int, vocab_size: int, checkpointing: bool) -
         kind = settings.pop("model_type")
         config = transformers.AutoConfig.for_model(kind, **settings)
         torch.manual_seed(seed)
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except KeyError as error:
         raise TrainError(f"--hf-config {path}: no {error} in it") from error
     except Exception as error:  # transformers checks little: whatever a wrong value leads to
@@ -500,5 +502,7 @@ def build_hf_model(path: str, seed: int, vocab_size: int, checkpointing: bool) -
         )
     model.config.use_cache = False  # type: ignore[union-attr, unused-ignore]
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator, unused-ignore]
+        old = getattr(model, "gradient_checkpointing_enable", None)  # deprecated in 5.24
+        enable: Any = getattr(model, "activation_checkpointing_enable", old)
+        enable({"use_reentrant": False})
     return model

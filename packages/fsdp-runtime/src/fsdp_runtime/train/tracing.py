@@ -1,4 +1,4 @@
-"""The torch profile that ``--profile`` writes. Steps are counted as in metrics.jsonl, from 0."""
+"""Traces and memory snapshots of steps. Steps are counted as in metrics.jsonl, from 0."""
 
 import contextlib
 import re
@@ -8,9 +8,10 @@ from types import TracebackType
 
 import torch
 
+from fsdp_runtime.memory import has_memory_snapshots, memory_history, save_memory_snapshot
 from ragged_shard import is_cpu
 
-from .errors import TrainError, agreed
+from .errors import TrainError, agreed, one_line
 
 
 def step_range(text: str) -> range:
@@ -26,32 +27,55 @@ def step_range(text: str) -> range:
     return steps
 
 
-class Recorder:
-    """Writes the trace of the steps `profile` on this rank: ``trace-rank-N.json`` of `folder`.
+def check_snapshot(step: int, steps: int, device: torch.device) -> None:
+    """Raises `TrainError` if a run of `steps` steps on a device can write no memory snapshot of `step`."""
+    if not has_memory_snapshots(device):
+        raise TrainError(
+            f"--memory-snapshot {step}: torch records no allocations of {device.type} devices; --measure counts live "
+            "bytes"
+        )
+    if step >= steps:
+        raise TrainError(f"--memory-snapshot {step}: the last step of --steps {steps} is {steps - 1}")
 
-    The trace is in Chrome's format. Ranges ``FSDP::... (unit)`` are what units do, ``ProfilerStep#N`` are steps. The
-    profiler warms up in the step before. A trace that the end of the run cuts off is also written. Use it as a
-    context manager around all steps.
+
+class Recorder:
+    """Records steps of this rank into files of `folder`. Use it as a context manager around all steps.
+
+    ``trace-rank-N.json``: the steps `profile`, in Chrome's format. Ranges ``FSDP::... (unit)`` are what units do,
+    ``ProfilerStep#N`` are steps. The profiler warms up in the step before. A trace that the end of the run cuts off
+    is also written.
+
+    ``memory-rank-N.pickle``: torch's snapshot of an accelerator's memory when the step `snapshot` ends; allocations
+    are recorded from the first step on. ``out-of-memory-rank-N.pickle``: one more where an out-of-memory error ends
+    the steps; without `snapshot` it has no stacks.
     """
 
-    def __init__(self, profile: str | None, folder: Path, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, profile: str | None, snapshot: int | None, folder: Path, rank: int, device: torch.device
+    ) -> None:
         self._profiled = step_range(profile) if profile else range(0)
-        self._folder, self._rank, self._device = folder, rank, device
+        self._snapshot, self._folder, self._rank, self._device = snapshot, folder, rank, device
         self._profiler: torch.profiler.profile | None = None  # once it has warmed up
         self._tracing = False
+        self._history = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around each step. Collective at the last one of a profile: one gather of small objects.
+        """Around each step. Collective where a file is written: one gather of small objects.
 
         Raises:
             TrainError: on every rank, if one cannot write.
         """
         if number + 1 == self._profiled.start:
             self._warm_up()
-        if number not in self._profiled:
+        with self._profile(number) if number in self._profiled else contextlib.nullcontext():
             yield
-            return
+        if number == self._snapshot:
+            with agreed("writing the memory snapshot"):
+                save_memory_snapshot(self._path("memory", "pickle"), self._device)
+
+    @contextlib.contextmanager
+    def _profile(self, number: int) -> Iterator[None]:
         if not self._tracing:
             (self._profiler or self._warm_up()).start_trace()
             self._tracing = True
@@ -72,13 +96,29 @@ class Recorder:
             torch.accelerator.synchronize(self._device)  # or kernels under way are missing
         self._profiler.stop_trace()
         self._tracing = False
-        self._profiler.export_chrome_trace(str(self._folder / f"trace-rank-{self._rank}.json"))
+        self._profiler.export_chrome_trace(str(self._path("trace", "json")))
+
+    def _path(self, kind: str, extension: str) -> Path:
+        return self._folder / f"{kind}-rank-{self._rank}.{extension}"
 
     def __enter__(self) -> "Recorder":
+        if self._snapshot is not None:
+            self._history.enter_context(memory_history(self._device))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with self._history:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._save_after(error)
         if self._tracing:
             self._write_trace()
+
+    def _save_after(self, error: torch.OutOfMemoryError) -> None:
+        path = self._path("out-of-memory", "pickle")
+        try:
+            save_memory_snapshot(path, self._device)
+            error.add_note(f"Memory snapshot: {path}")
+        except (OSError, ValueError) as problem:  # the run ends with the first error
+            error.add_note(f"No memory snapshot: {one_line(problem)}")

@@ -1,6 +1,9 @@
 """Bytes that a rank sends in a step, counted on paper: which splits send least."""
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
+
+from fsdp_runtime.memory import UnitMemory
 
 from .config import RunConfig
 from .model import ModelConfig
@@ -68,6 +71,17 @@ def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: i
         pp=(2 * positions / splits.tp * sizes.dim * item * splits.stages / splits.pp)
         if splits.pp > 1
         else 0.0,
+    )
+
+
+def traffic_of_units(config: RunConfig, units: Sequence[UnitMemory], splits: Splits) -> Traffic:
+    """Bytes that one rank sends in a step of a model that only `hsdp` and `fsdp` split, all units counted."""
+    gathers = sum(unit.given * (1 if unit.kept_after_forward else 2) for unit in units)
+    reductions = sum(unit.reduced for unit in units)
+    shards = sum(unit.gradients for unit in units)
+    return Traffic(
+        fsdp=config.accumulate * (splits.shards - 1) * (gathers + reductions),
+        hsdp=config.accumulate * 2 * shards * (splits.hsdp - 1) / splits.hsdp,
     )
 
 

@@ -279,12 +279,14 @@ class Trainer:
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        recorder = Recorder(config.profile, self.out, self.rank, self.device)
+        recorder = Recorder(config.profile, config.memory_snapshot, self.out, self.rank, self.device)
         with report or contextlib.nullcontext(), recorder:
             if report:
                 report.say(self._headline())
                 if config.profile and step_range(config.profile).start < first:
                     report.say(f"--profile {config.profile}: steps before {first} are done and not traced")
+                if config.memory_snapshot is not None and config.memory_snapshot < first:
+                    report.say(f"--memory-snapshot {config.memory_snapshot}: steps before {first} are done")
             if first == 0 and config.eval_every and config.steps:
                 self._held_out(report)
             clock.lap(synchronize=True)
