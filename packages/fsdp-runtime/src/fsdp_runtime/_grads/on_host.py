@@ -27,7 +27,12 @@ def grad_on_host(param: Any, gradient: torch.Tensor) -> RaggedDTensor:
     return shown
 
 
+def any_on_host() -> bool:
+    """Whether any gradient of this process is there."""
+    return len(_gradients) > 0
+
+
 def host_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's slice in CPU memory, if a `.grad` stands for it."""
-    found: torch.Tensor | None = _gradients.get(grad) if _gradients and grad is not None else None
-    return found
+    gradient: torch.Tensor | None = None if grad is None else _gradients.get(grad)
+    return gradient

@@ -20,7 +20,7 @@ import ragged_shard
 from ragged_shard import CPU, RaggedDTensor, is_cpu
 
 from .. import _torch_compat as compat
-from .._grads.on_host import host_gradient
+from .._grads.on_host import any_on_host, host_gradient
 from .in_backward import updated_in_backward
 
 _ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
@@ -131,6 +131,7 @@ class _Gradients:
         self.scaled: list[torch.Tensor] = []
         self._device = params[0].device if params else CPU
         by_axes: dict[Any, _Cut] = {}
+        on_host = any_on_host()
         for param in params:
             grad: Any = param.grad
             if not isinstance(param, DTensor | RaggedDTensor):
@@ -150,8 +151,8 @@ class _Gradients:
             cut = by_axes[axes]
             if grad is None:
                 continue
-            if (on_host := host_gradient(grad)) is not None:
-                cut.slices.append(on_host)
+            if on_host and (slice_ := host_gradient(grad)) is not None:
+                cut.slices.append(slice_)
             elif type(grad) is RaggedDTensor and (
                 grad.placements is placements or grad.placements == placements
             ):

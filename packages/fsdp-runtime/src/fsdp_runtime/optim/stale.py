@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._grads.on_host import host_gradient
+from .._grads.on_host import any_on_host, host_gradient
 from .._params.kinds.at_rest import refuse_coded
 from .._plan.param import managed_of
 
@@ -28,7 +28,7 @@ def watch() -> None:
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not getattr(optimizer, "takes_host_gradients", False):
+    if any_on_host() and not getattr(optimizer, "takes_host_gradients", False):
         offloaded = [param for param in params if host_gradient(param.grad) is not None]
         if offloaded:
             names = [of.name for param in offloaded if (of := managed_of(param)) is not None]
