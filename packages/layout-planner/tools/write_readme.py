@@ -36,7 +36,7 @@ def padding() -> str:
     models.insert(_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
     for model in models:
-        for block in blocks("rows:1,rows:16,rows:128"):
+        for block in blocks("rows:16,rows:128"):
             measures = {size: measure(model, size, block, Options()) for size in _WORLD_SIZES}
             other = measures[1024]
             rules = (percent(other.padding(each)) for each in (other.even_rows, other.lcm))
@@ -56,7 +56,7 @@ def layer() -> str:
     rows = []
     for model in models:
         group = max(model.groups, key=lambda group: group.count)
-        for block in blocks("rows:1,rows:16,rows:128"):
+        for block in blocks("rows:16,rows:128"):
             cells = []
             for world_size in (512, 1024, 4096):
                 layout = plan_group(group, world_size, block, Options())
