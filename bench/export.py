@@ -108,8 +108,9 @@ def _trainer(workload: Any, kinds: str) -> Any:
     """A function that runs a step and calls back between forward and backward."""
     import torch
 
-    from fsdp_runtime import SelectiveOffloadPolicy, fully_shard
+    from fsdp_runtime import fully_shard
     from fsdp_runtime.checkpoint import OffloadedOptimizer
+    from fsdp_runtime.memory import SelectiveOffloadPolicy
     from fsdp_runtime.train.model import losses_of
 
     from .models import batch_of, build

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import OffloadPolicy, SelectiveOffloadPolicy, fully_shard
+from fsdp_runtime import OffloadPolicy, fully_shard
 from fsdp_runtime._schedule import activations
 from fsdp_runtime._schedule.model import member_of
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 from ragged_shard.testing import RaceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")

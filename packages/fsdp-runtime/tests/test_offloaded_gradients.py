@@ -10,11 +10,11 @@ import block_optim
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     OffloadPolicy,
-    SelectiveOffloadPolicy,
     clip_grad_norm_,
     fully_shard,
 )
 from fsdp_runtime.checkpoint import OffloadedOptimizer
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 POLICY, NONE = SelectiveOffloadPolicy(gradients=True), OffloadPolicy()

@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import block_optim
 from fsdp_runtime import (
     QuantizationPolicy,
-    SelectiveOffloadPolicy,
     fully_shard,
     iter_full_params,
     load_safetensors,
     offload,
     reload,
 )
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, run_ranks
 

@@ -20,11 +20,10 @@ import block_optim
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
-    SelectiveOffloadPolicy,
     clip_grad_norm_,
     fully_shard,
 )
-from fsdp_runtime.memory import gathered_memory
+from fsdp_runtime.memory import SelectiveOffloadPolicy, gathered_memory
 from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import on_ranks, simulated_ranks
 

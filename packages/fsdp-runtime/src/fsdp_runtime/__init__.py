@@ -34,7 +34,6 @@ from .checkpoint import (
     save_safetensors,
     set_full_state_dict,
 )
-from .offload_policy import SelectiveOffloadPolicy
 from .optim.clip import clip_grad_norm_
 from .optim.in_backward import optimizer_in_backward, step_rest
 from .quantization import QuantizationPolicy
@@ -48,7 +47,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "QuantizationPolicy",
-    "SelectiveOffloadPolicy",
     "UnshardHandle",
     "Watchdog",
     "block_policies",

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPModule, SelectiveOffloadPolicy, clip_grad_norm_
+from fsdp_runtime import FSDPModule, clip_grad_norm_
 from fsdp_runtime.checkpoint import OffloadedOptimizer
-from fsdp_runtime.memory import BudgetError, StepMeter, Tuning, tune
+from fsdp_runtime.memory import BudgetError, SelectiveOffloadPolicy, StepMeter, Tuning, tune
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
