@@ -1,4 +1,4 @@
-"""What leaves a device: weights for an engine, and activations, gradients and states that are offloaded.
+"""Bytes and memory of exporting weights to an engine, and of offloading activations, gradients and states.
 
 python -m bench export [--ranks 2 4] [--width 512] [--layers 8] [--lr 1e-6]
 python -m bench offload [--workload dense] [--ranks 8] [--rounds 5]     writes results/offload.json

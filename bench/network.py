@@ -1,4 +1,4 @@
-"""What quantized wires buy where the network is slow: two hosts on one machine, joined by a link of a known rate.
+"""Quantized gathers and reductions over a slow network: two hosts on one machine, and a link of a known rate.
 
 python -m bench network [--rates 100,1000,10000]      writes results/network.json; needs root and `ip`, `tc`
 

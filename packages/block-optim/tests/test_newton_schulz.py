@@ -39,7 +39,7 @@ def power_law(short, long, seed=0):
 
 
 def torchs(matrix, **options):
-    """What torch.optim.Muon makes of a matrix, times the factor for its shape, which is returned too."""
+    """The update that torch.optim.Muon computes from a matrix, scaled by the factor for its shape; and that factor."""
     param = torch.nn.Parameter(torch.zeros_like(matrix))
     param.grad = matrix
     torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, **options).step()
@@ -52,8 +52,8 @@ def test_a_matrix_gets_the_bits_of_torch_muon(shape, dtype):
     matrix = gaussian(*shape, dtype=dtype)
     for steps in (1, 2, 5):
         expected, scale = torchs(matrix.float(), ns_steps=steps)
-        found = torch.zeros(shape).add_(orthogonalize(matrix, KELLER, steps), alpha=scale)
-        assert torch.equal(found, expected)
+        update = torch.zeros(shape).add_(orthogonalize(matrix, KELLER, steps), alpha=scale)
+        assert torch.equal(update, expected)
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -21,23 +21,23 @@ def collectives_of(kind, layout, options, step_options):
 
 @pytest.mark.parametrize("kind", ["Shampoo", "SOAP"])
 def test_blocks_that_are_not_local_cost_what_the_optimizer_says_and_it_says_how_to_avoid_it(kind):
-    found = run_ranks(3, collectives_of, kind, "shard", {}, {"grad_norm": 1.0})
-    promised = found[0][2]
+    ranks = run_ranks(3, collectives_of, kind, "shard", {}, {"grad_norm": 1.0})
+    promised = ranks[0][2]
     assert promised > 0
-    for kinds, _, says, _ in found:
+    for kinds, _, says, _ in ranks:
         assert kinds == ["all_reduce", "all_to_all", "all_to_all"]
         assert says == promised
-    (message,), *others = (messages for *_, messages in found)
+    (message,), *others = (messages for *_, messages in ranks)
     assert f"{promised / 1e6:.3g} MB" in message
     assert f"block_policy={kind}.block_policy(max_preconditioner_dim=4)" in message
     assert others == [[], []]  # the first rank speaks for all
-    assert sum(sent for _, sent, _, _ in found) == promised
+    assert sum(sent for _, sent, _, _ in ranks) == promised
 
 
 def test_bytes_are_twice_what_owners_do_not_hold():
     """(8, 8) on 3 ranks: rows 0-3, 3-6, 6-8; strips 0-4, 4-8. One row each way for the first, two for the second."""
-    found = run_ranks(3, collectives_of, "Shampoo", "shard", {"shapes": ((8, 8),)}, {"grad_norm": 1.0})
-    assert found[0][2] == 2 * (8 + 2 * 8) * 4
+    ranks = run_ranks(3, collectives_of, "Shampoo", "shard", {"shapes": ((8, 8),)}, {"grad_norm": 1.0})
+    assert ranks[0][2] == 2 * (8 + 2 * 8) * 4
 
 
 ABSENT = {"shapes": ((9, 4), (6, 5))}

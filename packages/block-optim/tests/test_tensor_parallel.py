@@ -99,8 +99,8 @@ def sent_by_muon(shape, placements, options):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
-    found = run_ranks(4, sent_by_muon, (24, 12), cut(2, (0,), [3, 1], dim), {})
-    for kinds, _, assignment in found:
+    ranks = run_ranks(4, sent_by_muon, (24, 12), cut(2, (0,), [3, 1], dim), {})
+    for kinds, _, assignment in ranks:
         assert kinds == [
             "all_reduce",
             "all_to_all",
@@ -110,7 +110,7 @@ def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
         (matrix,) = assignment.matrices
         assert dict(matrix.held) == ({0: 108, 1: 108, 2: 36, 3: 36})
         assert matrix.moved == 24 * 12 - 108
-    assert sum(sent for _, sent, _ in found) == 2 * SENT * (24 * 12 - 108) == found[0][2].bytes_moved
+    assert sum(sent for _, sent, _ in ranks) == 2 * SENT * (24 * 12 - 108) == ranks[0][2].bytes_moved
 
 
 def test_heads_that_tensor_parallelism_leaves_whole_are_exchanged_along_the_data_axis_only():

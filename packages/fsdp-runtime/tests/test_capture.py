@@ -6,7 +6,9 @@ import pytest
 import torch
 from runtime_helpers import BF16, Net, device, loss_of, mesh_of, seeded, shard
 
+from dbuffer import Gather
 from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 BATCH = torch.arange(10).view(2, 5)  # does not move: a graph reads its inputs where they were
@@ -60,15 +62,60 @@ def test_steps_outside_follow_a_captured_one_with_the_same_losses():
     assert losses({1, 2}) == losses(set())
 
 
+def gathers_of(model, act):
+    """How many units an action gathers."""
+    count = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = Gather.start
+        patch.setattr(Gather, "start", lambda *args, **options: count.append(None) or start(*args, **options))
+        act()
+    return len(count)
+
+
 def test_two_microbatches_of_one_capture_share_what_the_first_has_gathered():
     with device() as found:
         model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)
-        loss_of(model, BATCH).backward()
+
+        def step():
+            loss_of(model, BATCH).backward()
+
+        alone = gathers_of(model, step)
         with found.capture():
             model.set_reshard_after_backward(False)
-            loss_of(model, BATCH).backward()
+            assert gathers_of(model, step) == alone
             model.set_reshard_after_backward(True)
+            assert gathers_of(model, step) == 0
+
+
+def test_what_a_graph_has_gathered_is_gathered_again_outside_of_it():
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)
+
+        def step():
             loss_of(model, BATCH).backward()
+
+        alone = gathers_of(model, step)
+        model.set_reshard_after_backward(False)
+        with found.capture():
+            step()
+        assert gathers_of(model, step) == alone  # a capture runs nothing: no value is there yet
+        assert gathers_of(model, step) == 0
+
+
+def test_kept_storage_has_one_address_in_and_outside_of_graphs():
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+        model.set_keep_unsharded_storage(True)
+        model.set_reduce_scatter_unused_params(True)
+        seen: list[int] = []
+        model.blocks[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
+        for captured in (False, True, False, True, True, False):
+            with found.capture() if captured else nullcontext():
+                loss_of(
+                    model, BATCH, order=[0, 1, 0, 2, 1]
+                ).backward()  # memory is written again within a pass
+        assert len(seen) == 12
+        assert len(set(seen)) == 1
 
 
 def test_parameters_that_were_gathered_before_cannot_be_captured():
@@ -84,9 +131,12 @@ def test_parameters_that_were_gathered_before_cannot_be_captured():
             model.blocks[1].reshard()
 
 
-def test_offload_cannot_be_captured():
-    with device(device="cpu:0") as found:
-        model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=CPUOffloadPolicy())
+@pytest.mark.parametrize(
+    ("where", "policy"), [("cpu:0", CPUOffloadPolicy()), ("cpu", SelectiveOffloadPolicy(gradients=True))]
+)
+def test_offload_cannot_be_captured(where, policy):
+    with device(device=where) as found:
+        model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=policy)
         with (
             pytest.raises(RuntimeError, match=r"(Net|blocks.0) is offloaded: .* a graph cannot capture"),
             found.capture(),

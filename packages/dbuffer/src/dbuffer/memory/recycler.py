@@ -137,12 +137,21 @@ class Recycler:
         # Asked of the storages themselves, so that those which died while lent do not count.
         return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
-    def record(self) -> Any:
-        """An event at the end of what the current stream holds; None on CPU."""
-        return self._layer.record()
+    def note_use(self) -> tuple[Any, bool]:
+        """The end of what the current stream holds, for `wait_for_use`."""
+        return self._layer.record(), self._layer.capturing
 
-    def wait(self, event: Any) -> None:
-        """Let later work of the current stream start after `event`."""
+    def wait_for_use(self, use: tuple[Any, bool]) -> None:
+        """Let later work of the current stream start after a use that `note_use` has noted.
+
+        An event of a graph means nothing outside, and one from outside nothing in a graph: there it is all that the
+        home stream holds by now.
+        """
+        event, captured = use
+        capturing = self._layer.capturing
+        home = self.home_in_capture if capturing else self.home
+        if (captured or capturing) and home is not None:
+            event = self._layer.record(home)
         self._layer.wait(event)
 
     def lends(self, storage: torch.UntypedStorage) -> bool:
@@ -292,14 +301,14 @@ class Recycled:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self.present = False
         self._keeps = self._kept = False  # whether `release` keeps the memory, and has
-        self._last_use: Any = None  # event of what was kept
+        self._last_use: Any = None  # of what was kept
 
     def materialize(self) -> None:
         """Allocate uninitialised memory, for use on the current stream. No effect if there is memory."""
         if self.present:
             return
         if self._kept:
-            self._recycler.wait(self._last_use)
+            self._recycler.wait_for_use(self._last_use)
         else:
             for storage, nbytes in self._storages:
                 self._recycler.allocate(storage, nbytes)
@@ -311,7 +320,7 @@ class Recycled:
             self.present = False  # first: after an interrupt nothing reads what is half freed
             self._kept = self._keeps
             if self._keeps:
-                self._last_use = self._recycler.record()
+                self._last_use = self._recycler.note_use()
                 return
             for storage, _ in self._storages:
                 self._recycler.recycle(storage)

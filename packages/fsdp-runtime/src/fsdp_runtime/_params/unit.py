@@ -317,6 +317,8 @@ class Unit:
         Args:
             after: events that must have completed first. Defaults to all work of the current stream.
         """
+        if self.captured:
+            self._leave_capture()
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
         if self.closed:
@@ -350,6 +352,12 @@ class Unit:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING
 
+    def _leave_capture(self) -> None:
+        """After a capture, free what a graph alone gathers: outside of its replays the values are not there."""
+        if not self._streams.layer.capturing:
+            self.captured = False
+            self.reshard()
+
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
         by_mesh: dict[DataMesh, list[dbuffer.DBuffer]] = {}
@@ -361,6 +369,8 @@ class Unit:
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
+        if self.captured:
+            self._leave_capture()
         if self.state is UnitState.UNSHARDED:
             return
         if self.state is not UnitState.GATHERING:

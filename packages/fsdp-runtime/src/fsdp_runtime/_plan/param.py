@@ -124,7 +124,7 @@ class ManagedParam(Generic[G]):
         if (
             getattr(original, "grad_dtype", original.dtype) is not original.dtype
         ):  # torch 2.11 may not have it
-            self.grad_dtype = given_grad_dtype(name, original)
+            self.grad_dtype = checked_grad_dtype(name, original)
         self.other = other
         self.wrapper = wrapper
         self.requires_grad = original.requires_grad
@@ -236,7 +236,7 @@ class ManagedParam(Generic[G]):
         return slots.get(attribute)
 
 
-def given_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype:
+def checked_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype:
     """The `grad_dtype` that was set on a parameter.
 
     Raises:

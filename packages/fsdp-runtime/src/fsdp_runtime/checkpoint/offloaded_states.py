@@ -373,15 +373,12 @@ def _updates_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _wrapped(like: Any, local: torch.Tensor) -> torch.Tensor:
-    """A tensor like another one, with other memory in which its local part is."""
-    found: Any = local
+    """A tensor like another one, on other local memory."""
+    wrapped: Any = local
     if isinstance(like, RaggedDTensor):
-        found = like.detach().with_local(local)
-    elif isinstance(like, DTensor):
-        with (
-            torch.no_grad()
-        ):  # to_local is then the tensor itself; from_local would move it to the mesh's device
-            found = torch.empty_like(like, device=local.device)
-            found.to_local().set_(local)
-    wrapped: torch.Tensor = found
-    return wrapped
+        wrapped = like.detach().with_local(local)
+    elif isinstance(like, DTensor):  # from_local would move it to the mesh's device
+        with torch.no_grad():  # so that to_local is the tensor itself
+            wrapped = torch.empty_like(like, device=local.device)
+            wrapped.to_local().set_(local)
+    return cast(torch.Tensor, wrapped)

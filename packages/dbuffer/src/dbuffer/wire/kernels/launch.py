@@ -254,12 +254,12 @@ def _flat_tables(
     kept = runs.tables if isinstance(runs, RunList) else {}
     key = (device, unit)
     if key not in kept:
-        alike: dict[tuple[bool, int], list[RowRun]] = {}
+        by_access: dict[tuple[bool, int], list[RowRun]] = {}
         for run in runs:
             vector = run.grid.columns % unit == run.values % 16 == 0
-            alike.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
+            by_access.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
         tables = []
-        for (vector, code_unit), same in alike.items():
+        for (vector, code_unit), same in by_access.items():
             counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
             fixed = {**constants, "VECTOR": vector, "UNIT": code_unit}
             tables += _flat_table(same, counts, each, fixed, device)
