@@ -62,14 +62,19 @@ def test_steps_outside_follow_a_captured_one_with_the_same_losses():
     assert losses({1, 2}) == losses(set())
 
 
-def gathers_of(model, act):
+def gathers_of(act):
     """How many units an action gathers."""
-    count = []
+    count, start = 0, Gather.start
+
+    def counted(*args, **options):
+        nonlocal count
+        count += 1
+        return start(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        start = Gather.start
-        patch.setattr(Gather, "start", lambda *args, **options: count.append(None) or start(*args, **options))
+        patch.setattr(Gather, "start", counted)
         act()
-    return len(count)
+    return count
 
 
 def test_two_microbatches_of_one_capture_share_what_the_first_has_gathered():
@@ -79,12 +84,12 @@ def test_two_microbatches_of_one_capture_share_what_the_first_has_gathered():
         def step():
             loss_of(model, BATCH).backward()
 
-        alone = gathers_of(model, step)
+        alone = gathers_of(step)
         with found.capture():
             model.set_reshard_after_backward(False)
-            assert gathers_of(model, step) == alone
+            assert gathers_of(step) == alone
             model.set_reshard_after_backward(True)
-            assert gathers_of(model, step) == 0
+            assert gathers_of(step) == 0
 
 
 def test_what_a_graph_has_gathered_is_gathered_again_outside_of_it():
@@ -94,12 +99,12 @@ def test_what_a_graph_has_gathered_is_gathered_again_outside_of_it():
         def step():
             loss_of(model, BATCH).backward()
 
-        alone = gathers_of(model, step)
+        alone = gathers_of(step)
         model.set_reshard_after_backward(False)
         with found.capture():
             step()
-        assert gathers_of(model, step) == alone  # a capture runs nothing: no value is there yet
-        assert gathers_of(model, step) == 0
+        assert gathers_of(step) == alone  # a capture runs nothing: no value is there yet
+        assert gathers_of(step) == 0
 
 
 def test_kept_storage_has_one_address_in_and_outside_of_graphs():
