@@ -151,13 +151,13 @@ def live_bytes(collect=True):
     return sum(storages.values())
 
 
-def settled_bytes(limit):
+def settled_bytes(limit, collect=True):
     """`live_bytes`, read for 30 s at most until they are within `limit`.
 
     gloo's own threads let go of a collective's tensors a moment after it is done.
     """
     deadline = time.monotonic() + 30
-    while (nbytes := live_bytes()) > limit and time.monotonic() < deadline:
+    while (nbytes := live_bytes(collect)) > limit and time.monotonic() < deadline:
         time.sleep(0.05)
     return nbytes
 
@@ -220,11 +220,11 @@ def at_rest(fsdp):
 
 @case(MEMORY, "a forward that reshards holds no more than two units at once", ranks=4)
 def in_forward(fsdp):
-    held = []
+    limit, seen = 0, []
 
     class Spy(MLP):
         def forward(self, x):
-            held.append(live_bytes(collect=False))
+            seen.append(settled_bytes(limit, collect=False))
             return super().forward(x)
 
     with only_new_objects():
@@ -234,8 +234,9 @@ def in_forward(fsdp):
         unit = sum(p.numel() * 4 for p in model.blocks[0].parameters())
         shard_stack(fsdp, model, mesh=mesh(), reshard_after_forward=True)
         for _ in range(3):
-            held.clear()
+            seen.clear()
             start = live_bytes()
+            limit = start + 2.5 * unit
             with torch.no_grad():
                 model(torch.randn(2, 64))
-        assert max(held) - start <= 2.5 * unit, (max(held) - start) / unit
+        assert max(seen) <= limit, (max(seen) - start) / unit
