@@ -4,6 +4,7 @@
 Prints, for each: registers a thread, bytes of local memory (spilled registers), and whether memory moves in vectors.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -49,7 +50,8 @@ def compile_(kernel, signature, constants):
 def check(name, fmt, signature, loads, stores, **constants):
     """Raise unless a kernel compiles without local memory and moves memory in vectors."""
     fixed = launch.constants_of(fmt.tile) | {"VECTOR": True} | constants
-    registers, local, ptx = compile_(getattr(kernels_triton, name), {**TABLE, **BUFFERS, **signature}, fixed)
+    buffers = BUFFERS | ({"scales": "*u8"} if fmt.scale_dtype.itemsize == 1 else {})
+    registers, local, ptx = compile_(getattr(kernels_triton, name), {**TABLE, **buffers, **signature}, fixed)
     assert local == 0, f"{name} {fmt} {constants}: {local} bytes of local memory"
     for text in (loads, stores):
         assert re.search(text, ptx), f"{name} {fmt} {constants}: no {text}"
@@ -60,10 +62,14 @@ def check(name, fmt, signature, loads, stores, **constants):
 CODES = {1: r"\.global\S*\.b8", 4: r"\.global\S*\.b32", 8: r"\.global\S*\.(v2\.b32|b64)"}
 
 
-def check_pairs(kind, vector, unit, stores):
+NF4 = {"FORM": 0, "SIZE": 64, "GROUP": 256}
+NVFP4 = {"FORM": 1, "SIZE": 16, "GROUP": 0}
+
+
+def check_pairs(form, kind, vector, unit, stores):
     """The same for four-bit codes."""
     signature = {**TABLE, **BUFFERS, "levels": "*fp32", "out": TYPES[kind]}
-    fixed = {"SIZE": 64, "GROUP": 256, "PAIRS": launch.PAIRS, "VECTOR": vector, "UNIT": unit}
+    fixed = {**form, "PAIRS": launch.PAIRS, "VECTOR": vector, "UNIT": unit}
     registers, local, ptx = compile_(
         kernels_triton.read_pairs, signature, {**fixed, "TYPE": kind, "num_warps": 4}
     )
@@ -73,10 +79,11 @@ def check_pairs(kind, vector, unit, stores):
     print(f"compiled: read_pairs {kind} {vector} {unit}: {registers} registers")
 
 
-def check_written_pairs(kind, vector, unit, loads):
+def check_written_pairs(form, kind, vector, unit, loads):
     """And for writing them."""
     signature = {**TABLE, **BUFFERS, "middles": "*fp32", "values": TYPES[kind]}
-    fixed = launch.pair_constants(64) | {"GROUP": 256, "VECTOR": vector, "UNIT": unit, "TYPE": kind}
+    fixed = launch.pair_constants(form["SIZE"]) | form | {"VECTOR": vector, "UNIT": unit, "TYPE": kind}
+    fixed |= {"MIDDLES": 15, "ZERO": 7} if form is NF4 else {"MIDDLES": 7, "ZERO": 0}
     registers, local, ptx = compile_(kernels_triton.write_pairs, signature, fixed)
     assert local == 0, f"write_pairs {kind} {vector}: {local} bytes of local memory"
     for text in (loads, f"st{CODES[unit]}"):
@@ -85,17 +92,23 @@ def check_written_pairs(kind, vector, unit, loads):
 
 
 if __name__ == "__main__":
-    for unit in (1, 4, 8):
-        check_written_pairs(0, True, unit, r"ld\.global\S*\.v4\.b32")
-        check_pairs(1, True, unit, {1: r"st\.global\S*\.b32", 4: r"st\.global\S*\.v4\.b32"}[min(unit, 4)])
-    check_written_pairs(1, True, 8, r"ld\.global\S*\.v[24]\.b32")
-    check_written_pairs(2, False, 1, r"ld\.global")
-    check_pairs(0, False, 1, r"st\.global")
+    for form, unit in itertools.product((NF4, NVFP4), (1, 4, 8)):
+        check_written_pairs(form, 0, True, unit, r"ld\.global\S*\.v4\.b32")
+        check_pairs(
+            form, 1, True, unit, {1: r"st\.global\S*\.b32", 4: r"st\.global\S*\.v4\.b32"}[min(unit, 4)]
+        )
+    check_written_pairs(NF4, 1, True, 8, r"ld\.global\S*\.v[24]\.b32")
+    check_written_pairs(NF4, 2, False, 1, r"ld\.global")
+    check_pairs(NF4, 0, False, 1, r"st\.global")
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"
     fp8 = {"CODE": 0, "TOP": 448.0, "POW2": True}
     integers = {"CODE": 1, "TOP": 127.0, "POW2": False}
     strides = {"code_stride": "i32", "scale_stride": "i32"}
-    for fmt, code in ((BlockFP8(), fp8), (BlockInt8(256, "stochastic"), integers)):
+    formats = (
+        (BlockFP8(), fp8), (BlockFP8((1, 32), "e8m0"), fp8), (BlockFP8((32, 1), "e8m0"), fp8),
+        (BlockInt8(256, "stochastic"), integers),
+    )  # fmt: skip
+    for fmt, code in formats:
         keys = {"first": "i32", "second": "i32"}
         for kind, given in ((0, False), (1, False), (1, True)):
             check(

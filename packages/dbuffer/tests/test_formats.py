@@ -9,7 +9,7 @@ import pytest
 import reference_formats as reference
 import torch
 
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, Noise, RowRun
 from dbuffer.wire.kernels import launch
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
@@ -19,11 +19,13 @@ FORMATS: list[Any] = [
     BlockFP8((32, 32)),
     BlockFP8((32, 32), "fp32"),
     BlockFP8((1, 128)),
+    BlockFP8((1, 32), "e8m0"),
+    BlockFP8((32, 1), "e8m0"),
     BlockInt8(),
     BlockInt8(64),
 ]
-ALL = [*FORMATS, BlockNF4(), BlockNF4(16)]
-TALL = [fmt for fmt in FORMATS if fmt.shares_amax]
+ALL = [*FORMATS, BlockNF4(), BlockNF4(16), BlockNVFP4("tensor"), BlockNVFP4("row")]
+TALL = [fmt for fmt in ALL if fmt.shares_amax]
 
 
 def values_of(shape, dtype=torch.float32, seed=0):
@@ -39,7 +41,7 @@ def whole(fmt, shape):
 def quantize(fmt, values, **more):
     run = whole(fmt, values.shape)
     codes = torch.full((run.grid.rows * fmt.code_bytes(run.grid.columns),), 0xA5, dtype=torch.uint8)
-    scales = torch.full((run.num_scales,), -1.0)
+    scales = torch.full((run.num_scales,), 9, dtype=fmt.scale_dtype)
     fmt.quantize([run], values.reshape(-1), codes, scales, **more)
     return codes, scales
 
@@ -53,8 +55,8 @@ def dequantize(fmt, shape, codes, scales, dtype=torch.float32):
 def expected(fmt, values):
     number = values.float().numpy()
     if isinstance(fmt, BlockFP8):
-        return reference.quantize(number, fmt.tile, 448, fmt.scale == "pow2", reference.e4m3_codes)
-    return reference.quantize(number, fmt.tile, 127, False, reference.int8_codes)
+        return reference.quantize(number, fmt.tile, 448, fmt.scale, reference.e4m3_codes)
+    return reference.quantize(number, fmt.tile, 127, "fp32", reference.int8_codes)
 
 
 def bits(values):
@@ -125,6 +127,24 @@ def test_codes_are_those_of_torchaos_weight_quantizer():
     assert scales.equal((1.0 / scale).view(-1))
 
 
+def test_e8m0_scales_are_the_smallest_powers_of_two_that_reach_the_largest_value():
+    edges = torch.tensor([448 * 2.0**power for power in range(-134, 120, 2)])
+    amax = torch.cat([edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2)])
+    codes, scales = quantize(BlockFP8((1, 1), "e8m0"), amax)
+    want = [max(-127, int(np.ceil(np.log2(np.float64(value) / 448)))) for value in amax.tolist()]
+    assert (scales.int() - 127).tolist() == want
+    values = dequantize(BlockFP8((1, 1), "e8m0"), amax.shape, codes, scales)
+    assert ((values - amax).abs() <= torch.maximum(amax / 16, torch.tensor(2.0**-137))).all()
+
+
+def test_all_256_e8m0_scales_are_read_back():
+    exponents = torch.arange(256, dtype=torch.uint8)
+    ones = torch.full((256,), 0x38, dtype=torch.uint8)
+    found = dequantize(BlockFP8((1, 1), "e8m0"), (256,), ones, exponents)
+    assert found[:255].double().equal(2.0 ** (torch.arange(255).double() - 127))
+    assert found[255].isnan()
+
+
 @pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_codes_do_not_depend_on_the_division_into_whole_bands(fmt):
     for shape in SHAPES:
@@ -163,17 +183,18 @@ def test_cut_tiles_with_a_shared_amax_have_the_codes_of_whole_ones(fmt):
         grid = fmt.grid(shape)
         cuts = sorted({0, grid.rows, grid.rows // 3, grid.rows // 2, max(grid.rows - 1, 0)})
         codes, read = torch.zeros_like(want_codes), torch.zeros(values.numel())
-        shared = torch.zeros(grid.num_scales, dtype=torch.int32)
+        shared, more = torch.zeros(grid.num_scales, dtype=torch.int32), {"dtype": fmt.scale_dtype}
         runs = scattered(fmt, grid, cuts)
         for run in runs:  # each as on a rank of its own
             local = torch.zeros(grid.num_scales)
             fmt.amax([run], values.reshape(-1), local)
             shared = torch.maximum(shared, local.view(torch.int32))
         for run in runs:
-            scales = shared.view(torch.float32).clone()
+            amax = shared.view(torch.float32).clone()
+            scales = amax if fmt.scale_dtype == amax.dtype else torch.zeros(grid.num_scales, **more)
             with nullcontext() if whole_run(run) else pytest.raises(ValueError, match="cut tiles"):
                 fmt.quantize([run], values.reshape(-1), codes, scales.clone())
-            fmt.quantize([run], values.reshape(-1), codes, scales, amax=scales)
+            fmt.quantize([run], values.reshape(-1), codes, scales, amax=amax)
             first, last = grid.scales_of(run.start, run.stop)
             assert scales[first:last].equal(want_scales[first:last])
             fmt.dequantize([run], codes, scales, read)
@@ -210,15 +231,15 @@ def test_a_tile_with_a_bad_number_is_read_back_as_nan_and_no_other(fmt, pattern)
     codes, scales = quantize(fmt, values, **more)
     found = dequantize(fmt, values.shape, codes, scales)
     tile = torch.zeros(140, 300, dtype=torch.bool)
-    tile[: fmt.tile[0] if fmt.tile[0] > 1 else 0, 290 // fmt.tile[1] * fmt.tile[1] :] = True
-    if fmt.tile[0] == 1:
-        tile[3, 290 // fmt.tile[1] * fmt.tile[1] :] = True
+    columns = slice(290 // fmt.tile[1] * fmt.tile[1], (290 // fmt.tile[1] + 1) * fmt.tile[1])
+    tile[slice(fmt.tile[0]) if fmt.tile[0] > 1 else 3, columns] = True
     assert found.isnan().equal(tile)
     assert found[~tile].equal(dequantize(fmt, values.shape, *quantize(fmt, good, **more))[~tile])
-    assert bits(scales[scales.isnan()]).eq(0x7FC00000).all()
-    if not isinstance(fmt, BlockNF4):
+    if fmt.scale_dtype == torch.float32:
+        assert bits(scales[scales.isnan()]).eq(0x7FC00000).all()
+    if not isinstance(fmt, BlockNF4 | BlockNVFP4):
         assert (codes.view(140, 300)[tile] == 0).all()
-    amax = torch.empty_like(scales)
+    amax = torch.empty(scales.shape)
     fmt.amax([whole(fmt, values.shape)], values.view(-1), amax)
     assert (bits(amax) >= 0x7F800000).sum() == 1  # so that a MAX over the bits keeps it
 
@@ -226,7 +247,8 @@ def test_a_tile_with_a_bad_number_is_read_back_as_nan_and_no_other(fmt, pattern)
 def test_zeros_denormals_and_huge_numbers():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     values = torch.tensor([0.0, -0.0, tiny, -tiny, 2.0**-130, -(2.0**-127), huge, -huge, 1.0, -1.0])
-    for fmt in (BlockFP8((1, 2)), BlockFP8((1, 2), "fp32"), BlockInt8(2), BlockFP8((1, 10)), BlockInt8(10)):
+    tall = [BlockFP8((1, 2), scale) for scale in ("pow2", "fp32", "e8m0")]
+    for fmt in (*tall, BlockInt8(2), BlockFP8((1, 10)), BlockInt8(10)):
         codes, scales = quantize(fmt, values)
         want_codes, want_scales = expected(fmt, values)
         assert codes.equal(torch.from_numpy(want_codes).view(-1))
@@ -276,6 +298,54 @@ def test_nf4_takes_at_most_0_56_bytes_an_element():
     assert (fmt.code_bytes(4096) + 4) / 4096 < 0.518
 
 
+@pytest.mark.parametrize("outer", ["tensor", "row"])
+def test_nvfp4_codes_and_block_scales_are_those_of_the_reference(outer):
+    values = values_of((8, 150))
+    values[2, :32], values[3, 5] = 0.0, -0.0
+    values[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(
+        2
+    )  # ties, of any scale of 6
+    codes, amax = quantize(BlockNVFP4(outer), values)
+    rows = codes.view(8, -1)
+    for piece in [slice(None)] if outer == "tensor" else [slice(row, row + 1) for row in range(8)]:
+        want, blocks, scale = reference.nvfp4(values[piece].numpy())
+        pairs = want[:, ::2] | want[:, 1::2] << 4
+        assert np.array_equal(rows[piece, :75].numpy(), pairs)
+        assert np.array_equal(rows[piece, 75:].numpy().reshape(-1), blocks)
+        assert amax[piece][0] / 2688 == scale
+
+
+def test_each_matrix_of_a_stack_has_an_nvfp4_scale():
+    values = torch.randn(3, 8, 32) * torch.tensor([1.0, 1e4, 1e-4]).view(3, 1, 1)
+    codes, amax = quantize(BlockNVFP4(), values)
+    assert amax.equal(values.abs().amax((1, 2)))
+    for matrix, own in zip(values, codes.chunk(3), strict=True):
+        assert quantize(BlockNVFP4(), matrix)[0].equal(own)
+
+
+def test_all_16_e2m1_codes_are_read_back_and_written_again():
+    fmt, levels = BlockNVFP4("row"), torch.from_numpy(reference.E2M1)
+    pairs = torch.arange(16, dtype=torch.uint8).view(8, 2)
+    codes = torch.cat([pairs[:, 0] | pairs[:, 1] << 4, torch.tensor([0x7E], dtype=torch.uint8)])  # 448
+    amax = torch.tensor([2688.0])  # an outer scale of 1
+    found = dequantize(fmt, (1, 16), codes, amax)
+    assert (found / 448).view(-1).equal(torch.cat([levels, -levels]))
+    assert found[0, 8].signbit()
+    again, scales = quantize(fmt, found)
+    assert again.equal(codes)
+    assert scales.equal(amax)
+
+
+def test_nvfp4_takes_0_5625_bytes_an_element_and_its_error_is_at_most_a_block_scale():
+    fmt, values = BlockNVFP4(), torch.randn(64, 4096)
+    codes, amax = quantize(fmt, values)
+    assert codes.numel() == 0.5625 * values.numel()
+    assert amax.numel() == 1
+    scales = codes.view(64, -1)[:, 2048:].contiguous().view(torch.float8_e4m3fn).double() * (amax / 2688)
+    error = (dequantize(fmt, values.shape, codes, amax) - values).abs()
+    assert (error <= scales.repeat_interleave(16, 1)).all()
+
+
 def test_stochastic_rounding_is_unbiased_and_keeps_integers():
     fmt, draws = BlockInt8(256, "stochastic"), 4096
     row = torch.linspace(-127, 127, 256)
@@ -323,7 +393,9 @@ def test_random_bits_go_on_where_the_index_passes_32_bits():
     assert not both[64:].equal(one)
 
 
-@pytest.mark.parametrize("fmt", [BlockFP8(), BlockFP8((32, 32), "fp32"), BlockInt8()], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [BlockFP8(), BlockFP8((32, 32), "fp32"), BlockFP8((1, 32), "e8m0"), BlockInt8()], ids=str
+)
 def test_sums_are_those_of_fp32_additions_in_the_order_of_ranks(fmt):
     shape = (150, 200)
     contributions = [values_of(shape, seed=rank) for rank in range(3)]
@@ -356,11 +428,12 @@ def test_what_no_run_covers_is_left_alone():
         (BlockFP8, {"tile": (128,)}, "BlockFP8: tile"),
         (BlockFP8, {"tile": 128}, "BlockFP8: tile"),
         (BlockFP8, {"tile": (128, 128.0)}, "BlockFP8: tile"),
-        (BlockFP8, {"scale": "e8m0"}, "BlockFP8: scale"),
+        (BlockFP8, {"scale": "e5m2"}, "BlockFP8: scale"),
         (BlockInt8, {"size": 0}, "BlockInt8: size"),
         (BlockInt8, {"size": True}, "BlockInt8: size"),
         (BlockInt8, {"rounding": "up"}, "BlockInt8: rounding"),
         (BlockNF4, {"size": 63}, "BlockNF4: size"),
+        (BlockNVFP4, {"outer": "block"}, "BlockNVFP4: outer"),
     ],
 )
 def test_a_bad_option_is_named(fmt, options, named):

@@ -92,7 +92,12 @@ def empty_codes(
         (run.stop - start) * format.code_bytes(grid.columns), dtype=torch.uint8, device=device
     )
     return BlockQuantizedTensor(
-        codes, torch.empty(run.num_scales, device=device), format, run, local.local_shape, dtype
+        codes,
+        torch.empty(run.num_scales, dtype=format.scale_dtype, device=device),
+        format,
+        run,
+        local.local_shape,
+        dtype,
     )
 
 
@@ -113,14 +118,14 @@ class CodedShard(ShardMemory):
     def allocate(self, *, zeroed: bool = False) -> None:
         """Allocate codes and scales."""
         planes = self._planes
-        sizes = (*planes.code_bytes, 4 * planes.num_scales)
+        sizes = (*planes.code_bytes, planes.scale_bytes)
         flats = tuple([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])
         for flat in flats:
             if flat.nbytes >= SMALLEST:
                 prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
-        scales = flats[-1].view(torch.float32)
+        scales = flats[-1].view(planes.format.scale_dtype)
         views: dict[str, torch.Tensor] = {}
         runs = [iter(by_segment) for by_segment in planes.runs(self._geometry.rank)]
         for index, segment in enumerate(planes.layout.segments):

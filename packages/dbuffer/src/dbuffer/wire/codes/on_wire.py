@@ -109,10 +109,10 @@ class BlockDecoder(Encoder):
         self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
         ranks = planes.layout.world_size
         received = [Scratch(recycler, ranks * size) for size in planes.code_bytes]
-        scales = Scratch(recycler, 4 * ranks * planes.num_scales)
+        scales = Scratch(recycler, ranks * planes.scale_bytes)
         self.scratch: Sequence[Scratch] = (*received, scales)
         self._received = [scratch.flat for scratch in received]
-        self._received_scales = scales.flat.view(torch.float32)
+        self._received_scales = scales.flat.view(planes.format.scale_dtype)
         self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
         self._kept: Flats | None = None
         self._codes: GatheredCodes | None = None  # if compute uses codes
@@ -178,7 +178,7 @@ class BlockEncoder(BlockDecoder):
 
     Attributes:
         codes: this rank's codes, uint8, one tensor a segment; empty before the first gather.
-        scales: this rank's scales, fp32.
+        scales: this rank's scales.
         num_shared: number of tiles that a cut between ranks goes through.
     """
 
@@ -191,7 +191,10 @@ class BlockEncoder(BlockDecoder):
         self.num_shared = planes.num_shared
         self._shared = planes.shared(rank)
         self.codes: Flats = ()
-        self.scales = torch.empty(0, device=recycler.device)
+        self.scales = torch.empty(0, dtype=planes.format.scale_dtype, device=recycler.device)
+        self._amax = torch.empty(
+            0, device=recycler.device
+        )  # of tiles that are cut; the scales if these are fp32
         self._pairs: Pairs = []
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
@@ -226,7 +229,7 @@ class BlockEncoder(BlockDecoder):
                     "the shard was written to since the amax of its cut tiles was shared; call dbuffer.share_amax on "
                     "every rank before the gather"
                 )
-            amax, self._amax_versions = self.scales, []
+            amax, self._amax_versions = self._amax, []
         self._allocate()
         self._shards = ()  # until all codes are written
         for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
@@ -237,7 +240,10 @@ class BlockEncoder(BlockDecoder):
         if self.codes:
             return
         device, planes = self._received_scales.device, self._planes
-        self.scales = torch.zeros(planes.num_scales, device=device)
+        self.scales = torch.zeros(planes.num_scales, dtype=self.scales.dtype, device=device)
+        if self.num_shared:
+            fp32 = self.scales.dtype == torch.float32
+            self._amax = self.scales if fp32 else torch.zeros_like(self.scales, dtype=torch.float32)
         codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
         pairs = list(zip(self._received, codes, strict=True))
         self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
@@ -261,13 +267,13 @@ class BlockEncoder(BlockDecoder):
         self._allocate()
         self._shards, self._amax_versions = (), []
         for runs, shard in zip(self._own_runs, shards, strict=True):
-            self._format.amax(runs, shard, self.scales)
+            self._format.amax(runs, shard, self._amax)
         for scale, first, count in self._shared:
             # A rank holds a tile in one band, so in one place. NaN has one bit pattern, and is the maximum.
-            out[first : first + count].copy_(self.scales[scale : scale + count])
+            out[first : first + count].copy_(self._amax[scale : scale + count])
 
     def read_amax(self, shards: Flats, amax: torch.Tensor) -> None:
         """Store the amax of whole shared tiles."""
         for scale, first, count in self._shared:
-            self.scales[scale : scale + count].copy_(amax[first : first + count])
+            self._amax[scale : scale + count].copy_(amax[first : first + count])
         self._amax_versions = compat.versions(shards)

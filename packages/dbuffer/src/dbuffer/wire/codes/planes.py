@@ -38,13 +38,18 @@ class CodePlanes:
 
     @cached_property
     def num_scales(self) -> int:
-        """Number of one rank's scales, a multiple of 4."""
+        """Number of one rank's scales; their bytes are a multiple of 16."""
         return self._sizes[1]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one rank's scales."""
+        return self.num_scales * self.format.scale_dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
         """Bytes that a rank sends to each other rank: codes and scales."""
-        return sum(self.code_bytes) + 4 * self.num_scales
+        return sum(self.code_bytes) + self.scale_bytes
 
     def runs(self, rank: int) -> tuple[RunList, ...]:
         """A rank's runs by segment, counted from the start of its shard, its codes and its scales."""
@@ -114,7 +119,8 @@ class CodePlanes:
                     scales = max(scales, run.scales + run.num_scales)
         if self.like_values:
             codes = [segment.shard_size for segment in self.layout.segments]
-        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
+        each = 16 // self.format.scale_dtype.itemsize
+        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // each) * each
 
     def _runs_of(self, rank: int) -> tuple[RunList, ...]:
         by_segment, scales = [], 0

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..noise import Noise
-from ..tiles import Bands, RowRun, Runs, chunks_of
+from ..tiles import Bands, RowRun, Runs, bands_of, chunks_of
 from . import launch
 
 CHUNK = 1 << 17  # elements
@@ -79,6 +79,12 @@ def tiles_of(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
     return flat.narrow(0, run.scales, run.num_scales).view(-1, max(1, run.grid.across))
 
 
+def _factors_of(scales: torch.Tensor, run: RowRun) -> torch.Tensor:
+    """What codes are multiplied by: the run's scales in fp32, as (bands, tiles)."""
+    factors = tiles_of(scales, run)
+    return factors.view(torch.float8_e8m0fnu).float() if factors.dtype == torch.uint8 else factors
+
+
 def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     """`BlockFormat.amax`."""
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
@@ -87,7 +93,13 @@ def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     scratch = Scratch(values.device)
     for run in runs:
         largest = tiles_of(out, run).zero_()
-        for chunk in chunks(run):
+        whole = (
+            run.grid.tile[0] > 1 and run.grid.across == run.grid.bands_per_period == 1
+        )  # a matrix is a tile
+        for piece in bands_of(run.grid, run.start, run.stop) if whole else ():
+            x = rows_of(values, run.values, run, piece)
+            largest[piece.band] = torch.linalg.vector_norm(x, torch.inf)
+        for chunk in chunks(run) if not whole else ():
             x = rows_of(values, run.values, run, chunk)
             x = torch.abs(x, out=scratch.take(x.numel(), x.dtype)).view(chunk.bands, chunk.height, -1)
             rows = x.amax(dim=1) if chunk.height > 1 else x[:, 0]
@@ -121,10 +133,12 @@ def _scale(x: torch.Tensor, chunk: Bands, factors: torch.Tensor, width: int) -> 
         x[:, 0, full * width :].mul_(factors[:, full:])
 
 
-def reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def reciprocal(
+    amax: torch.Tensor, top: float, pow2: bool, of_zero: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(what values are multiplied by, NaN where the amax is not finite; what codes are multiplied by)."""
     up = torch.full_like(amax, top).div_(amax)  # `top / amax` would round twice
-    up.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
+    up.masked_fill_(amax == 0, of_zero).clamp_(max=torch.finfo(torch.float32).max)
     if pow2:
         up.view(torch.int32).bitwise_and_(-0x800000)
     up.masked_fill_(~amax.isfinite(), torch.nan)
@@ -145,13 +159,17 @@ def quantize(
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
         launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, amax, noise)
         return
+    exponents = scales.dtype == torch.uint8
     if amax is None:
-        write_amax(runs, values, scales)
-        amax = scales
+        amax = torch.empty_like(scales, dtype=torch.float32) if exponents else scales
+        write_amax(runs, values, amax)
     scratch = Scratch(values.device)
     for run in runs:
-        up, down = reciprocal(tiles_of(amax, run), coder.top, coder.pow2)
-        tiles_of(scales, run).copy_(down)
+        up, down = reciprocal(
+            tiles_of(amax, run), coder.top, coder.pow2, of_zero=2.0**127 if exponents else 1.0
+        )
+        # A power of two is exact in e8m0; NaN is 255 there.
+        tiles_of(scales, run).copy_(down.to(torch.float8_e8m0fnu).view(torch.uint8) if exponents else down)
         bad = bool(up.isnan().any())
         for chunk in chunks(run):
             source = rows_of(values, run.values, run, chunk)
@@ -172,7 +190,7 @@ def dequantize(
         return
     scratch = Scratch(out.device)
     for run in runs:
-        factors = tiles_of(scales, run)
+        factors = _factors_of(scales, run)
         for chunk in chunks(run):
             target = rows_of(out, run.values, run, chunk)
             x = target if out.dtype == torch.float32 else scratch.take(target.numel())
@@ -194,6 +212,6 @@ def sum_ranks(coder: Coder, runs: Runs, codes: torch.Tensor, scales: torch.Tenso
             for rank, (code, scale) in enumerate(zip(codes, scales, strict=True)):
                 x = scratch.take(total.numel()) if rank else total
                 coder.load(rows_of(code, run.codes, run, chunk), x, scratch)
-                _scale(x, chunk, tiles_of(scale, run), run.grid.tile[1])
+                _scale(x, chunk, _factors_of(scale, run), run.grid.tile[1])
                 if rank:
                     total.add_(x)

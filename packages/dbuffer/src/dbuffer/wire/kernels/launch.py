@@ -1,5 +1,7 @@
 """Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,10 +57,10 @@ def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[T
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
         constants = constants_of(tile)
-        pieces = [row for run in runs for row in _pieces(run)]
+        pieces = [row for run in runs for row in _pieces(run, _width(constants))]
         tables = []
         for vector in (True, False):
-            same = [row for row in pieces if vector == (_on_16(row) and tile[1] % 16 == 0)]
+            same = [row for row in pieces if vector == (_on_16(row) and _width(constants) % 16 == 0)]
             if same:
                 tables.append(_table(same, {**constants, "VECTOR": vector}, device))
         kept[device] = tables
@@ -70,6 +72,8 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
     rows, columns = _span(tile[0]), _span(tile[1])
     if tile[0] == 1:
         rows = max(1, _GROUP // columns)
+    elif tile[1] == 1:
+        columns = max(1, _GROUP // rows)
     warps = min(8, max(1, rows * columns // 1024))
     return {
         "TILE_COLUMNS": tile[1],
@@ -80,20 +84,26 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _pieces(run: RowRun) -> list[list[int]]:
-    """Rows of the table, without that of the first program: 6 columns."""
-    columns, across = run.grid.columns, run.grid.across
+def _width(constants: dict[str, Any]) -> int:
+    """Columns of a row that a program does."""
+    one_column = constants["TILE_COLUMNS"] == 1
+    return int(constants["SPAN_COLUMNS"] if one_column else constants["TILE_COLUMNS"])
+
+
+def _pieces(run: RowRun, width: int) -> list[list[int]]:
+    """Rows of the table, without that of the first program, but with the programs of a band."""
+    columns = run.grid.columns
     if not columns:
         return []
     return [
         [
             run.values + piece.row * columns,
             run.codes + piece.row * columns,
-            run.scales + piece.band * across,
+            run.scales + piece.band * run.grid.across,
             columns,
             piece.bands,
             piece.height,
-            across,
+            -(-columns // width),
             run.element + piece.row * columns,
         ]
         for piece in bands_of(run.grid, run.start, run.stop)
@@ -183,7 +193,7 @@ def sum_ranks(
 
 
 def write_pairs(
-    size: int,
+    fmt: Any,  # a `PairFormat`
     group: int,
     middles: torch.Tensor,
     runs: Runs,
@@ -192,21 +202,21 @@ def write_pairs(
     scales: torch.Tensor,
     amax: torch.Tensor,
 ) -> None:
-    """`BlockNF4.quantize`: blocks of `size`, of which `group` share an fp32 scale, whose amax is known."""
-    constants = pair_constants(size)
+    """`BlockFormat.quantize` of four bits: `group` blocks of a row share an amax, which is known; 0: all of a band."""
+    constants = pair_constants(fmt.size)
     each = constants["BLOCKS"]
     for table in _flat_tables(
-        runs, values.device, size=size, item=size, unit=16, each=each, constants=constants
+        fmt, runs, values.device, item=fmt.size, unit=16, each=each, constants=constants
     ):
         _launch(
             "write_pairs", table,
             _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
-            GROUP=group, TYPE=_TYPES[values.dtype],
+            FORM=fmt.form, MIDDLES=len(fmt.middles), ZERO=fmt.zero, GROUP=group, TYPE=_TYPES[values.dtype],
         )  # fmt: skip
 
 
 def read_pairs(
-    size: int,
+    fmt: Any,  # a `PairFormat`
     group: int,
     levels: torch.Tensor,
     runs: Runs,
@@ -214,27 +224,28 @@ def read_pairs(
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`BlockNF4.dequantize`: blocks of `size`, of which `group` share an fp32 scale."""
+    """`BlockFormat.dequantize` of four bits; `group` as in `write_pairs`."""
     constants = {"PAIRS": PAIRS, "num_warps": 4}
-    for table in _flat_tables(runs, out.device, size=size, item=2, unit=2, each=PAIRS, constants=constants):
+    for table in _flat_tables(fmt, runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
         _launch(
             "read_pairs", table,
             codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
-            SIZE=size, GROUP=group, TYPE=_TYPES[out.dtype],
+            FORM=fmt.form, SIZE=fmt.size, GROUP=group, TYPE=_TYPES[out.dtype],
         )  # fmt: skip
 
 
 def pair_constants(size: int) -> dict[str, Any]:
     """Compile-time constants of `write_pairs`, and warps a program."""
     span = _span(size)
-    return {"SIZE": size, "SPAN": span, "BLOCKS": _WRITTEN // span, "num_warps": 4}
+    blocks = min(_WRITTEN // span, 128)  # a thread has one block, or a part of one
+    return {"SIZE": size, "SPAN": span, "BLOCKS": blocks, "num_warps": 4}
 
 
 def _flat_tables(
+    fmt: Any,
     runs: Runs,
     device: torch.device,
     *,
-    size: int,
     item: int,
     unit: int,
     each: int,
@@ -245,7 +256,7 @@ def _flat_tables(
     Kept by a `RunList`.
 
     Args:
-        size: elements of a block.
+        fmt: a `PairFormat`.
         item: elements of an item.
         unit: columns must be multiples of it to lie on 16 elements.
         each: items that a program does.
@@ -255,9 +266,9 @@ def _flat_tables(
     key = (device, unit)
     if key not in kept:
         by_access: dict[tuple[bool, int], list[RowRun]] = {}
-        for run in runs:
+        for run in itertools.chain.from_iterable(_in_one_band(fmt, run) for run in runs):
             vector = run.grid.columns % unit == run.values % 16 == 0
-            by_access.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
+            by_access.setdefault((vector, _code_unit(run, fmt.size) if vector else 1), []).append(run)
         tables = []
         for (vector, code_unit), same in by_access.items():
             counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
@@ -265,6 +276,25 @@ def _flat_tables(
             tables += _flat_table(same, counts, each, fixed, device)
         kept[key] = tables
     return list(kept[key])
+
+
+def _in_one_band(fmt: Any, run: RowRun) -> Iterator[RowRun]:
+    """A run, or if bands are taller than a row one for each band, or piece of one."""
+    columns = run.grid.columns
+    if run.grid.tile[0] == 1:
+        yield run
+        return
+    for piece in bands_of(run.grid, run.start, run.stop):
+        for band in range(piece.bands):
+            row = piece.row + band * piece.height
+            yield replace(
+                run,
+                start=run.start + row,
+                stop=run.start + row + piece.height,
+                values=run.values + row * columns,
+                codes=run.codes + row * fmt.code_bytes(columns),
+                scales=run.scales + (piece.band + band) * run.grid.across,
+            )
 
 
 def _code_unit(run: RowRun, size: int) -> int:

@@ -9,7 +9,8 @@
     write_pairs        values, and the amax of groups of blocks --> four-bit codes, and the blocks' 8-bit scales
     read_pairs         four-bit codes --> values
 
-Of the first three, one program does one tile, or GROUP tiles of one row below each other; one launch does all runs.
+Of the first three, one program does one tile, or several: tiles of one row below each other, tiles of one column side
+by side; one launch does all runs. Scales are fp32, or the bytes of e8m0, as the type of their buffer says.
 Every product is rounded separately (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
 and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
 thread touches begins on 16 elements.
@@ -32,10 +33,13 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     columns = tl.load(piece + 3)
     if VECTOR:
         columns = tl.multiple_of(columns, 16)
-    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    width: tl.constexpr = SPAN_COLUMNS if TILE_COLUMNS == 1 else TILE_COLUMNS
+    across = (columns + width - 1) // width
     local = program - tl.load(piece + 6)
     band, tile = local // across, local % across
     down, right = tl.arange(0, SPAN_ROWS), tl.arange(0, SPAN_COLUMNS)
+    start = tile * width
+    present = (start + right < columns) & (right < width)
     if ONE_ROW:
         first = band * SPAN_ROWS
         rows = tl.load(piece + 4) - first
@@ -44,11 +48,14 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     else:
         rows = tl.load(piece + 5)
         first = band * rows
-        scale = band * across + tile
-        scale_mask = rows > 0
-    start = tile * TILE_COLUMNS
+        if TILE_COLUMNS == 1:
+            scale = band * columns + start + right
+            scale_mask = present
+        else:
+            scale = band * across + tile
+            scale_mask = rows > 0
     offset = ((first + down) * columns)[:, None] + (start + right)[None, :]
-    mask = (down < rows)[:, None] & ((start + right < columns) & (right < TILE_COLUMNS))[None, :]
+    mask = (down < rows)[:, None] & present[None, :]
     return piece, offset, mask, scale, scale_mask
 
 
@@ -71,12 +78,39 @@ def _read(values, offset, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _amax(x, ONE_ROW: tl.constexpr):
-    """Bits of the largest magnitude of a tile, or of each row; any NaN is 0x7FC00000."""
-    found = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    if not ONE_ROW:
-        found = tl.max(found, 0)
-    return tl.where(found > 0x7F800000, 0x7FC00000, found)
+def _amax(x, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
+    """Bits of the largest magnitude of a tile, or of each row or column; any NaN is 0x7FC00000."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if ONE_ROW:
+        largest = tl.max(magnitude, 1)
+    elif TILE_COLUMNS == 1:
+        largest = tl.max(magnitude, 0)
+    else:
+        largest = tl.max(tl.max(magnitude, 1), 0)
+    return tl.where(largest > 0x7F800000, 0x7FC00000, largest)
+
+
+@triton.jit
+def _beside(factor, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
+    """Numbers of tiles in the shape that their elements take."""
+    if ONE_ROW:
+        return factor[:, None]
+    elif TILE_COLUMNS == 1:
+        return factor[None, :]
+    else:
+        return factor
+
+
+@triton.jit
+def _scale(where, mask):
+    """Scales, fp32 or e8m0, as fp32."""
+    scale = tl.load(where, mask=mask, other=0)
+    if where.dtype.element_ty == tl.uint8:
+        exponent = scale.to(tl.int32)
+        bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scale
 
 
 @triton.jit
@@ -90,7 +124,7 @@ def amax_tiles(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
     x = _read(values + _begin(piece, 0, VECTOR), offset, mask, TYPE)
-    bits = _amax(x, ONE_ROW)
+    bits = _amax(x, TILE_COLUMNS, ONE_ROW)
     tl.store(out + tl.load(piece + 2) + scale, bits.to(tl.float32, bitcast=True), mask=scale_mask)
 
 
@@ -140,18 +174,21 @@ def quantize_tiles(
     if GIVEN:
         largest = tl.load(amax + scale, mask=scale_mask, other=0.0)
     else:
-        largest = _amax(x, ONE_ROW).to(tl.float32, bitcast=True)
+        largest = _amax(x, TILE_COLUMNS, ONE_ROW).to(tl.float32, bitcast=True)
     bad = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     up = tl.div_rn(TOP, tl.where(bad | (largest == 0.0), TOP, largest))
     up = tl.minimum(up, 3.4028234663852886e38)
+    if scales.dtype.element_ty == tl.uint8:
+        up = tl.where(largest == 0.0, 1.7014118346046923e38, up)
     if POW2:
         up = (up.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     down = tl.div_rn(1.0, up)
     down_bits = tl.where(bad, 0x7FC00000, down.to(tl.int32, bitcast=True))
-    tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
-    if ONE_ROW:
-        up, bad = up[:, None], bad[:, None]
-    y = tl.where(bad, 0.0, x * up)
+    if scales.dtype.element_ty == tl.uint8:
+        tl.store(scales + scale, (down_bits >> 23).to(tl.uint8), mask=scale_mask)
+    else:
+        tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
+    y = tl.where(_beside(bad, TILE_COLUMNS, ONE_ROW), 0.0, x * _beside(up, TILE_COLUMNS, ONE_ROW))
     if CODE == 0:
         code = _e4m3(tl.minimum(tl.maximum(y, -TOP), TOP))
     else:
@@ -187,18 +224,15 @@ def sum_tiles(
     )
     codes += _begin(piece, 1, VECTOR)
     scales += tl.load(piece + 2)
-    factor = tl.load(scales + scale, mask=scale_mask, other=0.0)
-    if ONE_ROW:
-        factor = factor[:, None]
+    factor = _beside(_scale(scales + scale, scale_mask), TILE_COLUMNS, ONE_ROW)
     total = _decode(tl.load(codes + offset, mask=mask, other=0), CODE) * factor
     if RANKS > 1:
         far = tl.full((), 1, tl.int64)
         for rank in range(
             1, RANKS
         ):  # known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor
-            factor = tl.load(scales + far * scale_stride * rank + scale, mask=scale_mask, other=0.0)
-            if ONE_ROW:
-                factor = factor[:, None]
+            factor = _scale(scales + far * scale_stride * rank + scale, scale_mask)
+            factor = _beside(factor, TILE_COLUMNS, ONE_ROW)
             code = tl.load(codes + far * code_stride * rank + offset, mask=mask, other=0)
             total += _decode(code, CODE) * factor
     _write(out + _begin(piece, 0, VECTOR) + offset, total, mask, TYPE)
@@ -226,13 +260,31 @@ def _code_row(columns, across, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _group(row, block, columns, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Place of blocks' fp32 scale in a piece."""
+    if GROUP == 0:
+        return row * 0 + block * 0
+    else:
+        return row * ((columns + GROUP * SIZE - 1) // (GROUP * SIZE)) + block // GROUP
+
+
+@triton.jit
+def _outer(amax):
+    """Outer scales of NVFP4."""
+    scale = tl.div_rn(amax, 2688.0)
+    return tl.where(scale < 1.504632769052528e-36, 1.504632769052528e-36, scale)  # NaN stays
+
+
+@triton.jit
 def write_pairs(
     values, codes, scales, amax, middles, table, piece_of,
-    SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
-    UNIT: tl.constexpr, TYPE: tl.constexpr,
+    FORM: tl.constexpr, MIDDLES: tl.constexpr, ZERO: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write codes, 8-bit scales and fp32 scales of BLOCKS blocks of SIZE, over the ends of rows.
+    """Write codes, 8-bit scales and amax of BLOCKS blocks of SIZE, over the ends of rows.
 
+    FORM: 0 NF4, 1 NVFP4. GROUP blocks of a row share an amax, all blocks of a piece if it is 0. MIDDLES numbers decide
+    between codes; ZERO is the code of 0.
     SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements. The
     bytes of a row's codes, those of its scales and what they begin on are multiples of UNIT.
     Columns of the table: where values, codes and scales begin; columns, blocks, the first program.
@@ -246,32 +298,38 @@ def write_pairs(
     index = (program - tl.load(piece + 5).to(tl.int32)) * BLOCKS + tl.arange(0, BLOCKS)
     present = index < tl.load(piece + 4).to(tl.int32)
     row, block = (index // across).to(tl.int64), index % across
-    # The group's amax.
-    groups = (columns + GROUP * SIZE - 1) // (GROUP * SIZE)
-    group_at = tl.load(piece + 2) + row * groups + block // GROUP
+    group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
     group = tl.load(amax + group_at, mask=present, other=0.0)
     bad = (group.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     group_bits = tl.where(bad, 0x7FC00000, group.to(tl.int32, bitcast=True))
-    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=present & (block % GROUP == 0))
-    # The block's scale, in 255ths of the group's amax, squared.
+    first = index == 0 if GROUP == 0 else present & (block % GROUP == 0)
+    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=first)
     inside = tl.arange(0, SPAN)
     column = (block * SIZE)[:, None] + inside[None, :]
     mask = present[:, None] & (column < columns) & (inside < SIZE)[None, :]
     x = _read(values + _begin(piece, 0, VECTOR), (row * columns)[:, None] + column, mask, TYPE)
-    largest = tl.max(tl.abs(x), 1)
-    empty = bad | (group == 0.0)
-    step = tl.ceil(tl.sqrt_rn(tl.div_rn(tl.where(empty, 0.0, largest), tl.where(empty, 1.0, group))) * 255.0)
-    step = tl.minimum(step, 255.0)
-    factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
-    up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
-    up = tl.minimum(up, 3.4028234663852886e38)
-    y = x * up[:, None]
-    code = tl.zeros([BLOCKS, SPAN], tl.int32)
-    for middle in tl.static_range(15):
+    largest = tl.where(bad, 0.0, tl.max(tl.abs(x), 1))
+    if FORM == 0:  # in 255ths of the group's amax, squared
+        root = tl.sqrt_rn(tl.div_rn(largest, tl.where(bad | (group == 0.0), 1.0, group)))
+        step = tl.minimum(tl.ceil(root * 255.0), 255.0)
+        factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
+        up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
+        up = tl.minimum(up, 3.4028234663852886e38)
+        y = x * up[:, None]
+        code = tl.zeros([BLOCKS, SPAN], tl.int32)
+    else:  # e4m3, in outer scales
+        outer = _outer(tl.where(bad, 0.0, group))
+        scaled = tl.div_rn(tl.div_rn(largest, 6.0), outer)
+        step = tl.where(bad, 0, _e4m3(tl.minimum(tl.maximum(scaled, 0.015625), 448.0)))
+        up = tl.div_rn(tl.div_rn(1.0, outer), _decode(tl.where(bad, 56, step), 0))
+        y = x * up[:, None]
+        code = ((y.to(tl.int32, bitcast=True) >> 31) & 1) * 8
+        y = tl.abs(y)
+    for middle in tl.static_range(MIDDLES):
         code += (y > tl.load(middles + middle)).to(tl.int32)
     # Past the end of a row is the code of zero.
     code = tl.where(bad[:, None], 0, code)
-    code = tl.where(column < columns, code, 7)
+    code = tl.where(column < columns, code, ZERO)
     low, high = tl.split(tl.reshape(code, [BLOCKS, SPAN // 2, 2]))
     half, stride = _code_row(columns, across, UNIT)
     codes += tl.multiple_of(tl.load(piece + 1), UNIT)
@@ -286,8 +344,8 @@ def write_pairs(
 @triton.jit
 def read_pairs(
     codes, scales, out, levels, table, piece_of,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
-    TYPE: tl.constexpr,
+    FORM: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr,
+    UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write the values of PAIRS bytes of codes, over the ends of rows. With VECTOR rows have an even number of columns.
 
@@ -310,10 +368,14 @@ def read_pairs(
         block, present = 2 * inside // SIZE, mask
     codes += tl.multiple_of(tl.load(piece + 1), UNIT)
     byte = tl.load(codes + (row * stride + inside), mask=mask, other=0).to(tl.int32)
-    step = tl.load(codes + (row * stride + half + block), mask=present, other=0).to(tl.float32)
-    groups = (columns + GROUP * SIZE - 1) // (GROUP * SIZE)
-    group = tl.load(scales + tl.load(piece + 2) + row * groups + block // GROUP, mask=present, other=0.0)
-    factor = step * step * 1.5378700499807768e-05 * group
+    step = tl.load(codes + (row * stride + half + block), mask=present, other=0)
+    group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
+    group = tl.load(scales + group_at, mask=present, other=0.0)
+    if FORM == 0:
+        step = step.to(tl.float32)
+        factor = step * step * 1.5378700499807768e-05 * group
+    else:
+        factor = _decode(step, 0) * _outer(group)
     low = tl.load(levels + (byte & 15)) * factor
     high = tl.load(levels + (byte >> 4)) * factor
     out += _begin(piece, 0, VECTOR)

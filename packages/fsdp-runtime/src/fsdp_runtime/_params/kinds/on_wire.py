@@ -140,5 +140,5 @@ class OnWireGroup(Group):
         values, planes, ranks = super().memory(), self.planes, self.plan.data.shard_size
         values.gather = values.codes = planes.row_bytes
         values.gathered = [ranks * size * self.plan.dtypes.compute.itemsize for size in self.segment_sizes()]
-        values.decoding = [*(ranks * nbytes for nbytes in planes.code_bytes), 4 * ranks * planes.num_scales]
+        values.decoding = [*(ranks * nbytes for nbytes in planes.code_bytes), ranks * planes.scale_bytes]
         return values
