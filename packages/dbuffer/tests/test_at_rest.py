@@ -15,6 +15,7 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
+    BlockNVFP4,
     BlockQuantizedTensor,
     BlocksAtRest,
     DBuffer,
@@ -25,7 +26,9 @@ from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 130), "wide": (16, 300), "stack": (3, 20, 128), "bias": (37,), "one": ()}
-FORMATS = (BlockNF4(64), BlockInt8(128), BlockFP8((16, 16)))
+FORMATS = (
+    BlockNF4(64), BlockInt8(128), BlockFP8((16, 16)), BlockFP8((1, 32), "e8m0"), BlockNVFP4("row")
+)  # fmt: skip
 
 
 @functools.cache
@@ -47,7 +50,7 @@ def whole(fmt, tensor):
     grid = fmt.grid(tuple(tensor.shape))
     run = dbuffer.RowRun(grid, 0, grid.rows)
     codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, values = torch.zeros(grid.num_scales), torch.zeros(tensor.numel())
+    scales, values = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype), torch.zeros(tensor.numel())
     fmt.quantize([run], tensor.reshape(-1), codes, scales)
     fmt.dequantize([run], codes, scales, values)
     return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
@@ -85,7 +88,14 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "most"), [(BlockNF4(64), 0.56), (BlockInt8(256), 1.016), (BlockFP8((128, 128)), 1.0003)]
+    ("fmt", "most"),
+    [
+        (BlockNF4(64), 0.56),
+        (BlockInt8(256), 1.016),
+        (BlockFP8((128, 128)), 1.0003),
+        (BlockFP8((1, 32), "e8m0"), 1.0325),
+        (BlockNVFP4("row"), 0.57),
+    ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bytes_at_rest_are_those_of_the_formula(fmt, most, ranks):
@@ -95,7 +105,7 @@ def test_bytes_at_rest_are_those_of_the_formula(fmt, most, ranks):
     exact = 0.0
     for rows, columns in shapes.values():
         tiles = -(-rows // fmt.tile[0]) * -(-columns // fmt.tile[1])
-        exact += rows * fmt.code_bytes(columns) + 4 * tiles
+        exact += rows * fmt.code_bytes(columns) + fmt.scale_dtype.itemsize * tiles
     at_rest = ranks * BlocksAtRest(fmt).row_bytes(geometry)
     most_held = 1.005 * (exact + layout.padding)  # each rank keeps as much as the one that has most
     assert exact <= at_rest <= most_held

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of
 
 import dbuffer
-from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
+from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
 FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
+MICROSCALED = (BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0"), BlockNVFP4("row"), BlockNVFP4("tensor"))
 
 
 @functools.cache
@@ -38,11 +39,12 @@ def quantized_whole(fmt, tensor):
     """Codes, scales and values of a whole tensor."""
     grid = fmt.grid(tuple(tensor.shape))
     run = dbuffer.RowRun(grid, 0, grid.rows)
-    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
+    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
+    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
     fmt.quantize([run], tensor.reshape(-1), codes, scales)
     values = torch.zeros(tensor.numel())
     fmt.dequantize([run], codes, scales, values)
-    return codes.view(grid.rows, grid.columns), scales, values.view(tensor.shape)
+    return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
 
 
 def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
@@ -59,15 +61,16 @@ def assert_codes_are_those_of_whole_tensors(buffer, fmt, full):
         }
         for run in runs:
             codes, scales, _ = quantized_whole(fmt, full[names[run.values]])
-            mine = encoder.codes[segment][run.codes : run.codes + run.numel].view(-1, run.grid.columns)
-            assert mine.equal(codes[run.start : run.stop])
+            mine = encoder.codes[segment].narrow(0, run.codes, (run.stop - run.start) * codes.shape[1])
+            assert mine.equal(codes[run.start : run.stop].view(-1))
             first, last = run.grid.scales_of(run.start, run.stop)
             assert encoder.scales[run.scales : run.scales + last - first].equal(scales[first:last])
 
 
 def gather(cut):
     size = dist.get_world_size()
-    for fmt in FORMATS if cut == "whole" else FORMATS[:2]:
+    tall = [fmt for fmt in (*FORMATS, *MICROSCALED) if fmt.shares_amax]
+    for fmt in tall if cut == "shared" else (*FORMATS, *MICROSCALED[:3]):
         for dtype in (torch.bfloat16, torch.float32):
             buffer, full = make(fmt, cut, dtype), tensors()
             load(buffer, full)
@@ -82,7 +85,8 @@ def gather(cut):
                 sum(run.num_scales for runs in planes for run in runs)
                 for planes in map(buffer.encoder._planes.runs, range(size))
             )
-            row = sum(map(len, buffer.shard)) + 4 * (-(-most // 4) * 4)
+            each = fmt.scale_dtype.itemsize
+            row = sum(buffer.encoder._planes.code_bytes) + -(-most * each // 16) * 16
             assert buffer.wire.row_bytes(buffer.geometry) == row
             assert record.kinds == ["all_gather"] * (size > 1)
             assert record.bytes_sent == (size - 1) * row

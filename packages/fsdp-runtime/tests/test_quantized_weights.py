@@ -10,11 +10,11 @@ import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
-from fsdp_runtime.quantization import BlockFP8, BlockInt8, matrices_only, meet_tiles
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4, matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
-FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
+FP8, INT8, MXFP8 = BlockFP8((4, 4)), BlockInt8(4), BlockFP8((1, 32), "e8m0")
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
 WIDTH = 24
 
@@ -26,7 +26,8 @@ def body():
 def read_back(fmt, tensor):
     """A matrix quantized whole, and dequantized."""
     grid = fmt.grid(tuple(tensor.shape))
-    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
+    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
+    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
     runs = [dbuffer.RowRun(grid, 0, grid.rows)]
     fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
     out = torch.zeros(tensor.numel())
@@ -100,6 +101,8 @@ def train_all():
     train(FP8, "whole")
     train(CUT, "shared")
     train(INT8, "auto", microbatches=2)
+    train(MXFP8, "whole")
+    train(BlockNVFP4(), "shared")
 
 
 def alone():
@@ -269,7 +272,7 @@ def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_cha
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "fp8"}, "expected BlockFP8, BlockInt8 or None"),
+        ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
         ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
         ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
         ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),

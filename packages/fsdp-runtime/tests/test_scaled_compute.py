@@ -133,11 +133,11 @@ def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_p
         weight = coded(torch.randn(shape), dtype=dtype)
         for transposed, width in ((False, shape[1]), (True, shape[0])):
             rows = torch.randn(5, width, dtype=dtype)
-            here = scaled.multiply(rows, weight, transposed)
+            here = weight.multiply(rows, transposed)
             with monkeypatch.context() as patch:
                 patch.setattr(scaled, "multiplies_blocks", lambda device: True)
                 patch.setattr(F, "scaled_mm", multiplied)
-                there = scaled.multiply(rows, weight, transposed)
+                there = weight.multiply(rows, transposed)
             assert there.dtype == dtype
             assert torch.allclose(here, there, rtol=EPS[dtype], atol=1e-4)
 
@@ -156,8 +156,8 @@ def test_scaled_mm_gives_the_cpus_product_on_a_gpu(shape, dtype):
     for rows in (1, 30, 256):
         for transposed in (False, True):
             x = torch.randn(rows, shape[0 if transposed else 1], dtype=dtype)
-            expected = scaled.multiply(x, here, transposed)
-            found = scaled.multiply(x.cuda(), there, transposed).cpu()
+            expected = here.multiply(x, transposed)
+            found = there.multiply(x.cuda(), transposed).cpu()
             assert torch.allclose(found, expected, rtol=2 * EPS[torch.bfloat16], atol=1e-2)
 
 
@@ -320,7 +320,7 @@ def test_a_compiled_block_computes_the_same():
 
 def refused():
     with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU \(sm_90\).*found meta"):
-        check_products("w", (16, 16), [], torch.device("meta"))
+        check_products("w", (16, 16), [], torch.device("meta"), FP8)
     everything = QuantizationPolicy(
         weights=FP8, compute="scaled", select=lambda name, param, module: param.ndim > 1
     )

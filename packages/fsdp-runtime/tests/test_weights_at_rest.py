@@ -15,12 +15,12 @@ from dbuffer import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
-from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4
 from ragged_shard.testing import record_collectives, run_ranks
 
 WIDTH = 64
 NF4, INT8, FP8 = BlockNF4(64), BlockInt8(64), BlockFP8((16, 16))
-FORMATS = (NF4, INT8, FP8)
+FORMATS = (NF4, INT8, FP8, BlockFP8((1, 32), "e8m0"), BlockNVFP4("row"))
 
 
 class Lora(nn.Module):
@@ -60,7 +60,7 @@ def whole(fmt, tensor):
     """A matrix as codes: rows of bytes, rows of scales, and the values that they say."""
     grid = fmt.grid(tuple(tensor.shape))
     codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, out = torch.zeros(grid.num_scales), torch.zeros(tensor.numel())
+    scales, out = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype), torch.zeros(tensor.numel())
     runs = [dbuffer.RowRun(grid, 0, grid.rows)]
     fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
     fmt.dequantize(runs, codes, scales, out)
@@ -138,7 +138,7 @@ def count():
         row = coded.planes.row_bytes
         assert [flat.nbytes for flat in coded.buffer.shard] == [
             *coded.planes.code_bytes,
-            4 * coded.planes.num_scales,
+            coded.planes.scale_bytes,
         ]
         views: list = list(coded.buffer.local_views.values())
         held: list = [None] * ranks
@@ -327,12 +327,13 @@ def test_codes_are_not_trained_and_not_written_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"at_rest": "nf4"}, "expected BlockNF4, BlockInt8, BlockFP8 or None"),
+        ({"at_rest": "nf4"}, "expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"),
         ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
+        ({"at_rest": BlockNVFP4()}, r"use BlockNVFP4\(\"row\"\)"),
         ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
         ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
         ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
-        ({"weights": NF4}, "expected BlockFP8, BlockInt8 or None"),
+        ({"weights": NF4}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
     ],
 )
 def test_options_that_do_not_apply_to_codes_at_rest_are_refused(options, message):

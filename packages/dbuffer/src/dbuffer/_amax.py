@@ -7,12 +7,18 @@ import torch
 from ._buffer import DBuffer
 from .transport import Collectives
 from .wire.codes.on_wire import BlockEncoder
+from .wire.codes.phases import PhasedEncoder
 
 
 def needs_amax(buffer: DBuffer) -> bool:
     """Whether `share_amax` must be called before the buffer's next gather. The same on all ranks."""
-    encoder = buffer.encoder
-    return isinstance(encoder, BlockEncoder) and encoder.needs_amax(buffer.shard)
+    return any(encoder.needs_amax(buffer.shard) for encoder in _encoders_of(buffer))
+
+
+def _encoders_of(buffer: DBuffer) -> list[BlockEncoder]:
+    if isinstance(buffer.encoder, PhasedEncoder):
+        return [buffer.encoder.rows, buffer.encoder.columns]
+    return [buffer.encoder] if isinstance(buffer.encoder, BlockEncoder) else []
 
 
 def share_amax(buffers: Sequence[DBuffer]) -> None:
@@ -35,17 +41,20 @@ def share_amax(buffers: Sequence[DBuffer]) -> None:
         raise ValueError(
             f"share_amax: {[buffer.name for buffer in stale]} are on several meshes; call it once for each"
         )
-    encoders = [buffer.encoder for buffer in stale]
-    sizes = [encoder.num_shared for encoder in encoders if isinstance(encoder, BlockEncoder)]
+    encoders = [
+        (encoder, buffer.shard)
+        for buffer in stale
+        for encoder in _encoders_of(buffer)
+        if encoder.needs_amax(buffer.shard)
+    ]
+    sizes = [encoder.num_shared for encoder, _ in encoders]
     flat = torch.zeros(sum(sizes), device=stale[0].device)
     pieces = flat.split(sizes)
-    for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
-        assert isinstance(encoder, BlockEncoder)
-        encoder.write_amax(buffer.shard, piece)
+    for (encoder, shards), piece in zip(encoders, pieces, strict=True):
+        encoder.write_amax(shards, piece)
     # Of bits that are not negative numbers' the order is that of the numbers, with infinity and NaN on top.
     work = Collectives(view.group).all_reduce([flat.view(torch.int32)], "max", "amax of cut tiles")
     if work is not None:
         work.wait()
-    for buffer, encoder, piece in zip(stale, encoders, pieces, strict=True):
-        assert isinstance(encoder, BlockEncoder)
-        encoder.read_amax(buffer.shard, piece)
+    for (encoder, shards), piece in zip(encoders, pieces, strict=True):
+        encoder.read_amax(shards, piece)

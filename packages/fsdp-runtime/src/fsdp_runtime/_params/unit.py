@@ -90,6 +90,7 @@ class Unit:
         followers: units whose host this is. It gathers and reduces them, on every rank.
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
+        by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
         captured: whether its last gather was recorded into a graph.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
@@ -115,6 +116,8 @@ class Unit:
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
         self.uneven = False
+        self.by_phase = False
+        self._for_backward = False  # what the next gather moves, where by_phase
         self.captured = False
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
@@ -226,6 +229,7 @@ class Unit:
                 group.keep_storage(True)
             group.commit()
         self.preparations = tuple(preparations)
+        self.by_phase, self._for_backward = any(group.by_phase for group in groups), False
         self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
@@ -310,6 +314,19 @@ class Unit:
         return any(
             type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
         )
+
+    def gather_for(self, *, backward: bool) -> None:
+        """Let the next gathers move what forward, or backward, computes with, and free what the other did.
+
+        Only where `by_phase`; a unit that is gathered for the same stays as it is.
+        """
+        if self._for_backward is backward:
+            return
+        self.reshard()
+        self._for_backward = backward
+        for group in self.groups:
+            if group.by_phase:
+                group.gather_for(backward=backward)
 
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.

@@ -216,14 +216,16 @@ class Pass:
             return self._recomputes(unit)
         unit.enter_module(module)
         self._ahead.discard(unit)
+        if unit.by_phase and not self._recomputes(unit):
+            unit.gather_for(backward=False)
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
             if unit.followers:
-                _gather_followers(unit)
+                _gather_followers(unit, backward=self._recomputes(unit))
         else:
             unit.unshard(_AT_ONCE)
             if unit.followers:
-                _gather_followers(unit)
+                _gather_followers(unit, backward=False)
             self._order.enter(unit)
             explicit = unit.options.forward_prefetch
             expected = self._order.upcoming() if explicit is None else explicit
@@ -245,6 +247,8 @@ class Pass:
             if other is unit or other.state in _PRESENT or skipped:
                 continue
             ahead += 1
+            if other.by_phase:
+                other.gather_for(backward=what == "backward")
             if other.state is not UnitState.GATHERING:
                 with compat.label(f"{what}_prefetch for {other.name}"):
                     other.gather(_AT_ONCE)
@@ -344,10 +348,12 @@ class Pass:
             return
         with compat.label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
+                if unit.by_phase:
+                    unit.gather_for(backward=True)
                 unit.unshard(_AT_ONCE)
                 self._ahead.discard(unit)
                 if unit.followers:
-                    _gather_followers(unit)
+                    _gather_followers(unit, backward=True)
             explicit = unit.options.backward_prefetch
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
@@ -462,6 +468,8 @@ class Pass:
             return
         for unit in units:
             if unit in self._left and unit.options.unshard_in_backward:
+                if unit.by_phase:
+                    unit.gather_for(backward=True)
                 unit.unshard()
 
     def _has_work_left(self, unit: Unit) -> bool:
@@ -497,6 +505,8 @@ class Pass:
                 order.discard()
 
 
-def _gather_followers(unit: Unit) -> None:
+def _gather_followers(unit: Unit, *, backward: bool) -> None:
     for follower in unit.followers:
+        if follower.by_phase:
+            follower.gather_for(backward=backward)
         follower.gather(_AT_ONCE)

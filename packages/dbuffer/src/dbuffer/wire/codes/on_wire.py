@@ -84,11 +84,16 @@ class BlocksOnWire(InBlocks):
         Raises:
             ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
         """
-        planes = CodePlanes(geometry.layout, self.format)
+        return self._encoder_of(self.format, geometry, gathered, recycler)
+
+    def _encoder_of(
+        self, format: BlockFormat, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler
+    ) -> "BlockEncoder":
+        planes = CodePlanes(geometry.layout, format)
         if self.cut == "whole" and planes.num_shared:
             raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles, or "
-                "use BlocksOnWire(cut='shared')"
+                f"the layout cuts {planes.num_shared} tiles of {format.tile}; plan with blocks of whole tiles, or use "
+                f"cut='shared'"
             )
         return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
 

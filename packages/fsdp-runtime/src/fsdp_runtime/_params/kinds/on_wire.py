@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import dbuffer
-from dbuffer import BlockFormat, BlockFP8, BlockInt8, BlocksOnWire, CodePlanes, WireForm
+from dbuffer import BlockFormat, BlocksOnWire, CodePlanes, WireForm
 from layout_planner import Layout
 
 from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
@@ -92,7 +92,7 @@ class OnWireGroup(Group):
         return layout, BlocksOnWire(weights, "shared" if shared else "whole", read_back=cls.read_back)
 
     @classmethod
-    def _cut(cls, params: Params, request: Request, weights: BlockFP8 | BlockInt8) -> tuple[Layout, bool]:
+    def _cut(cls, params: Params, request: Request, weights: BlockFormat) -> tuple[Layout, bool]:
         """The layout, and whether it may cut tiles."""
         cut = policy_of(request).cut
         if not weights.shares_amax:

@@ -11,7 +11,7 @@ A product ends a graph of torch.compile.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,19 @@ from ..._plan.group import GroupMemory, Request
 from ..._plan.param import ManagedParam
 from ...quantization import TILE, QuantizationPolicy, check_products
 from .at_rest import AtRestGroup
-from .on_wire import OnWireGroup
+from .on_wire import OnWireGroup, policy_of
 
 _ROWS = 16  # scaled_mm gets multiples of this many rows
 
 
 class ScaledWeight(BlockQuantizedTensor):
     """A matrix of e4m3 codes in tiles of 128x128. `F.linear` multiplies with the codes; other ops read values back."""
+
+    def multiply(self, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """rows (m, k) times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows."""
+        assert isinstance(self.format, BlockFP8)
+        native = _scaled_product if multiplies_blocks(rows.device) else None
+        return multiply(rows, self, BlockFP8((1, TILE), self.format.scale), transposed, native)
 
     @classmethod
     def __torch_function__(
@@ -65,7 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
-        y = multiply(rows, weight, transposed=False)
+        y = weight.multiply(rows, transposed=False)
         if bias is not None:
             y += bias
         return y.view(*x.shape[:-1], y.shape[1])
@@ -77,7 +83,7 @@ class _Linear(torch.autograd.Function):
         dy = grad.reshape(-1, grad.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = multiply(dy, weight, transposed=True).view(*grad.shape[:-1], weight.shape[1])
+            dx = weight.multiply(dy, transposed=True).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             dw = (dy.t() @ rows).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -90,16 +96,24 @@ def _linear() -> Any:
     return torch.compiler.disable(_Linear.apply)
 
 
-def multiply(rows: torch.Tensor, weight: ScaledWeight, transposed: bool) -> torch.Tensor:
-    """rows (m, k) times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows."""
-    assert isinstance(weight.format, BlockFP8)
+def multiply(
+    rows: torch.Tensor,
+    weight: BlockQuantizedTensor,
+    fmt: BlockFP8,
+    transposed: bool,
+    native: Callable[..., torch.Tensor] | None,
+) -> torch.Tensor:
+    """rows (m, k), quantized in a format, times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows.
+
+    Args:
+        native: `(codes, scales, weight, transposed, dtype) -> product`, by torch; None: the values are multiplied.
+    """
     count, columns = rows.shape
     if count == 0:
         return rows.new_zeros(0, weight.shape[1 if transposed else 0])
-    fmt = BlockFP8((1, TILE), weight.format.scale)
-    if multiplies_blocks(rows.device):
+    if native is not None:
         codes, scales = _quantize(rows, fmt, -count % _ROWS)
-        return _scaled_product(codes, scales, weight, transposed, rows.dtype)[:count].to(rows.dtype)
+        return native(codes, scales, weight, transposed, rows.dtype)[:count].to(rows.dtype)
     codes, scales = _quantize(rows, fmt, 0)
     values = torch.empty(rows.shape, device=rows.device)
     fmt.dequantize(_runs(fmt, count, columns), codes.view(-1), scales.view(-1), values.view(-1))
@@ -115,16 +129,22 @@ def _quantize(rows: torch.Tensor, fmt: BlockFP8, padding: int) -> tuple[torch.Te
     """Codes (m + padding, k), of zeros in the padding, and scales (m + padding, tiles)."""
     count, columns = rows.shape
     codes = torch.empty((count + padding, columns), dtype=torch.uint8, device=rows.device)
-    scales = torch.empty((count + padding, -(-columns // TILE)), device=rows.device)
+    scales = torch.empty(
+        (count + padding, -(-columns // fmt.tile[1])), dtype=fmt.scale_dtype, device=rows.device
+    )
     if padding:
         codes[count:] = 0
-        scales[count:] = 1.0
+        scales[count:] = 1
     fmt.quantize(_runs(fmt, count, columns), rows.contiguous().view(-1), codes.view(-1), scales.view(-1))
     return codes, scales
 
 
 def _scaled_product(
-    codes: torch.Tensor, scales: torch.Tensor, weight: ScaledWeight, transposed: bool, dtype: torch.dtype
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: BlockQuantizedTensor,
+    transposed: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The product by one call of torch's, in bf16 where that is the dtype, else in fp32."""
     other = weight.codes.view(weight.shape)
@@ -144,15 +164,15 @@ def _scaled_product(
     )
 
 
-def _product_of_values(rows: torch.Tensor, weight: ScaledWeight, transposed: bool) -> torch.Tensor:
+def _product_of_values(rows: torch.Tensor, weight: BlockQuantizedTensor, transposed: bool) -> torch.Tensor:
     """The product in fp32, with the values of one band of the weight's tiles at a time."""
     count, columns = weight.shape
-    grid, across = weight.run.grid, weight.run.grid.across
+    grid = weight.run.grid
     product = torch.zeros(rows.shape[0], columns if transposed else count, device=rows.device)
     band = torch.empty(TILE * columns, device=rows.device)
     for start in range(0, count, TILE):
         stop = min(start + TILE, count)
-        run = RowRun(grid, start, stop, codes=start * columns, scales=start // TILE * across)
+        run = RowRun(grid, start, stop, codes=start * columns, scales=grid.scales_of(start, stop)[0])
         weight.format.dequantize([run], weight.codes, weight.scales, band)
         values = band[: run.numel].view(-1, columns)
         if transposed:
@@ -177,7 +197,7 @@ class _Scaled(OnWireGroup):
         """Raise, naming the parameter, if products cannot be taken with its codes. See `check_products`."""
         super().check(param, request)
         uses = [(place.module, place.attribute) for place in param.places]
-        check_products(param.name, param.shape, uses, request.data.device)
+        check_products(param.name, param.shape, uses, request.data.device, policy_of(request).blocks)
         if param.other is not None:
             raise ValueError(
                 f"quantization_policy: parameter {param.name} was selected for compute='scaled', and another "
