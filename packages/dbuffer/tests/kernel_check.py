@@ -132,14 +132,14 @@ if __name__ == "__main__":
     four_bits_written(BlockNF4(8), tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
     four_bits(BlockNF4(64), (40, 320), (0, 40), torch.bfloat16)
     for outer in ("tensor", "row"):
-        fmt = BlockNVFP4(outer)
-        four_bits_written(fmt, (6, 320), (0, 6), torch.bfloat16)
-        four_bits_written(fmt, (7, 130), (0, 7), torch.float32, shift=3)
-        four_bits_written(fmt, (10, 256), (3, 10), torch.float16, shift=16, given=True)
-        four_bits_written(fmt, (2, 4, 37), (0, 8), torch.float32, shift=1)
-        four_bits_written(fmt, tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
-        four_bits(fmt, (40, 320), (0, 40), torch.bfloat16)
-        four_bits(fmt, (5, 8, 130), (8, 31), torch.float32, shift=3)
+        four = BlockNVFP4(outer)
+        four_bits_written(four, (6, 320), (0, 6), torch.bfloat16)
+        four_bits_written(four, (7, 130), (0, 7), torch.float32, shift=3)
+        four_bits_written(four, (10, 256), (3, 10), torch.float16, shift=16, given=True)
+        four_bits_written(four, (2, 4, 37), (0, 8), torch.float32, shift=1)
+        four_bits_written(four, tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
+        four_bits(four, (40, 320), (0, 40), torch.bfloat16)
+        four_bits(four, (5, 8, 130), (8, 31), torch.float32, shift=3)
     four_bits(BlockNF4(64), (40, 130), (3, 31), torch.float32, shift=3)
     four_bits(BlockNF4(32), (7, 129), (0, 7), torch.float16, shift=1)
     four_bits(BlockNF4(2), (3, 1100), (1, 3), torch.bfloat16, shift=5)
@@ -157,8 +157,8 @@ if __name__ == "__main__":
         same(BlockFP8(tile, "e8m0"), values_of((2, 40, 50), torch.float32), (40, 80), shift=3)
     extremes = extreme_values()[:, None].repeat(1, 16) * torch.ones(16)
     rows = [BlockFP8((1, 16), scale) for scale in ("pow2", "fp32", "e8m0")]
-    for fmt in (*rows, BlockFP8((1, 1), "e8m0"), BlockInt8(16), BlockInt8(16, "stochastic")):
-        same(fmt, extremes, (0, len(extremes)), torch.bfloat16)
+    for each in (*rows, BlockFP8((1, 1), "e8m0"), BlockInt8(16), BlockInt8(16, "stochastic")):
+        same(each, extremes, (0, len(extremes)), torch.bfloat16)
     mixed = torch.randn(32, 22 * 16)
     mixed[3, ::16] = extreme_values()
     same(BlockFP8((8, 16)), mixed, (0, 32))

@@ -133,11 +133,11 @@ def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_p
         weight = weight_of(torch.randn(shape))
         for transposed, width in ((False, shape[1]), (True, shape[0])):
             rows = torch.randn(5, width, dtype=dtype)
-            here = weight.multiply(rows, transposed)
+            here = weight.product_with(rows, transposed)
             with monkeypatch.context() as patch:
                 patch.setattr(microscaled, "multiplies_microscaled", lambda device: True)
                 patch.setattr(F, "scaled_mm", multiplied)
-                there = weight.multiply(rows, transposed)
+                there = weight.product_with(rows, transposed)
             assert there.dtype == dtype
             torch.testing.assert_close(here, there, rtol=2.0**-8, atol=1e-3)
 
@@ -276,8 +276,9 @@ def test_recomputing_inside_a_unit_reentrantly_is_refused():
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=True)
 
-    model = nn.Sequential(nn.Linear(64, 64), fully_shard(Reentrant(64, 64), quantization_policy=POLICY))
-    fully_shard(model)
+    inner = Reentrant(64, 64)
+    fully_shard(inner, quantization_policy=POLICY)
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), inner))
     loss = model(torch.randn(2, 64)).sum()
     with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
         loss.backward()
@@ -291,6 +292,7 @@ def test_what_cannot_be_multiplied_by_phase_is_refused_by_name():
         fully_shard(nn.Linear(64, 48), quantization_policy=POLICY)
     with pytest.raises(ValueError, match=r"weight was selected for MXFP8.*use reshard_after_forward=True"):
         shard(body(), quantization_policy=POLICY, reshard_after_forward=2)
-    for options in ({"at_rest": MX_ROWS}, {"weights": MX_COLUMNS}, {"weights": BlockFP8(scale="e8m0")}):
+    wrong: list[Any] = [{"at_rest": MX_ROWS}, {"weights": MX_COLUMNS}, {"weights": BlockFP8(scale="e8m0")}]
+    for options in wrong:
         with pytest.raises(ValueError, match="has no such products"):
             QuantizationPolicy(compute="scaled", **options)

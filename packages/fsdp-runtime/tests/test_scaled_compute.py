@@ -133,11 +133,11 @@ def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_p
         weight = coded(torch.randn(shape), dtype=dtype)
         for transposed, width in ((False, shape[1]), (True, shape[0])):
             rows = torch.randn(5, width, dtype=dtype)
-            here = weight.multiply(rows, transposed)
+            here = weight.product_with(rows, transposed)
             with monkeypatch.context() as patch:
                 patch.setattr(scaled, "multiplies_blocks", lambda device: True)
                 patch.setattr(F, "scaled_mm", multiplied)
-                there = weight.multiply(rows, transposed)
+                there = weight.product_with(rows, transposed)
             assert there.dtype == dtype
             assert torch.allclose(here, there, rtol=EPS[dtype], atol=1e-4)
 
@@ -156,8 +156,8 @@ def test_scaled_mm_gives_the_cpus_product_on_a_gpu(shape, dtype):
     for rows in (1, 30, 256):
         for transposed in (False, True):
             x = torch.randn(rows, shape[0 if transposed else 1], dtype=dtype)
-            expected = here.multiply(x, transposed)
-            found = there.multiply(x.cuda(), transposed).cpu()
+            expected = here.product_with(x, transposed)
+            found = there.product_with(x.cuda(), transposed).cpu()
             assert torch.allclose(found, expected, rtol=2 * EPS[torch.bfloat16], atol=1e-2)
 
 

@@ -48,7 +48,6 @@ class BlockNVFP4(PairFormat):
     """
 
     outer: Literal["tensor", "row"] = "tensor"
-    size: ClassVar[int] = SIZE
     form: ClassVar[int] = 1
     levels: ClassVar[tuple[float, ...]] = tuple(
         math.copysign(magnitude, sign) for sign in (1.0, -1.0) for magnitude in _MAGNITUDES
@@ -60,6 +59,11 @@ class BlockNVFP4(PairFormat):
     def __post_init__(self) -> None:
         if self.outer not in ("tensor", "row"):
             raise ValueError(f"BlockNVFP4: outer: expected 'tensor' or 'row', got {self.outer!r}")
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return SIZE
 
     @property
     def tile(self) -> tuple[int, int]:

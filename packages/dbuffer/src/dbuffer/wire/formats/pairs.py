@@ -35,7 +35,11 @@ class PairFormat(BlockFormat):
     middles: ClassVar[tuple[float, ...]]
     signed: ClassVar[bool]
     zero: ClassVar[int]
-    size: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        raise NotImplementedError
 
     def block_bytes(self, largest: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
         """Bytes of blocks, in fp32 or uint8, from their largest magnitudes and the magnitudes above them."""

@@ -71,7 +71,7 @@ class MicroscaledWeight(ScaledWeight):
         self._check_forward("read")
         return super().dequantize()
 
-    def multiply(self, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def product_with(self, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
         """rows (m, k) times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows.
 
         Raises:
@@ -161,7 +161,8 @@ class MicroscaledGroup(ScaledOnWireGroup):
     def _allocate(self) -> None:
         super()._allocate()
         assert self.buffer is not None
-        self.phase, columns = Phase(), self.buffer.backward_views
+        self.phase = Phase()
+        columns: Mapping[str, Any] = self.buffer.backward_views
         views: Mapping[str, Any] = self._views
         self._views = {
             name: MicroscaledWeight.of(view, columns[name], self.phase) for name, view in views.items()

@@ -32,7 +32,7 @@ _ROWS = 16  # scaled_mm gets multiples of this many rows
 class ScaledWeight(BlockQuantizedTensor):
     """A matrix of e4m3 codes in tiles of 128x128. `F.linear` multiplies with the codes; other ops read values back."""
 
-    def multiply(self, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def product_with(self, rows: torch.Tensor, transposed: bool) -> torch.Tensor:
         """rows (m, k) times W^T, or `transposed` rows (m, n) times W, in the dtype of the rows."""
         assert isinstance(self.format, BlockFP8)
         native = _scaled_product if multiplies_blocks(rows.device) else None
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
-        y = weight.multiply(rows, transposed=False)
+        y = weight.product_with(rows, transposed=False)
         if bias is not None:
             y += bias
         return y.view(*x.shape[:-1], y.shape[1])
@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
         dy = grad.reshape(-1, grad.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = weight.multiply(dy, transposed=True).view(*grad.shape[:-1], weight.shape[1])
+            dx = weight.product_with(dy, transposed=True).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
             dw = (dy.t() @ rows).to(weight.dtype)
         if ctx.needs_input_grad[2]:
