@@ -15,7 +15,7 @@ from dbuffer import BlockQuantizedTensor, CodePlanes, RowRun
 from fsdp_runtime import QuantizationPolicy, fully_shard
 from fsdp_runtime._params.kinds import microscaled
 from fsdp_runtime._schedule.model import member_of
-from fsdp_runtime.memory import fake_tensors
+from fsdp_runtime.memory import fake_tensors, unit_memory
 from fsdp_runtime.quantization import MX_COLUMNS, MX_ROWS, BlockFP8, check_products
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -231,12 +231,16 @@ def test_a_units_forward_multiplies_rows_and_its_backward_columns():
     with torch.no_grad():
         values = layer.weight.mul_(torch.exp(6 * torch.randn(96, 64))).clone()
     fully_shard(layer, quantization_policy=POLICY)
-    x, dy = torch.randn(5, 64, requires_grad=True), torch.randn(5, 96)
-    y = layer(x)
-    y.backward(dy)
-    torch.testing.assert_close(y, read_back(x.detach()) @ read_back(values).t(), rtol=1e-5, atol=1e-2)
-    torch.testing.assert_close(x.grad, read_back(dy) @ read_back(values, MX_COLUMNS), rtol=1e-5, atol=1e-2)
-    assert (x.grad - read_back(dy) @ read_back(values)).abs().max() > 1
+    (group,) = member_of(layer).unit.groups
+    planes = [CodePlanes(group.plan.layout, fmt).row_bytes for fmt in (MX_ROWS, MX_COLUMNS)]
+    assert unit_memory(layer).codes == sum(planes)
+    for _ in range(2):
+        x, dy = torch.randn(5, 64, requires_grad=True), torch.randn(5, 96)
+        y = layer(x)
+        y.backward(dy)
+        torch.testing.assert_close(y, read_back(x.detach()) @ read_back(values).t(), rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(x.grad, read_back(dy) @ read_back(values, MX_COLUMNS), rtol=1e-5, atol=1e-2)
+        assert (x.grad - read_back(dy) @ read_back(values)).abs().max() > 1
 
 
 @on_ranks(3)
@@ -278,7 +282,8 @@ def test_recomputing_inside_a_unit_reentrantly_is_refused():
 
     inner = Reentrant(64, 64)
     fully_shard(inner, quantization_policy=POLICY)
-    model = fully_shard(nn.Sequential(nn.Linear(64, 64), inner))
+    model = nn.Sequential(nn.Linear(64, 64), inner)
+    fully_shard(model)
     loss = model(torch.randn(2, 64)).sum()
     with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
         loss.backward()
