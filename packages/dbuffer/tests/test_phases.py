@@ -69,7 +69,22 @@ def test_both_codes_are_kept_until_the_shard_changes():
             buffer.release()
         with torch.no_grad():
             buffer.shard[0].add_(1)
+    buffer.forget_encoding()
+    encoders = (buffer.encoder.rows, buffer.encoder.columns)
+    assert all(encoder.is_stale(buffer.shard) for encoder in encoders)
     assert recycler.stats.lent_bytes == 0
+
+
+@on_ranks(2)
+def test_a_failed_gather_takes_both_codes_out_of_use():
+    buffer = make()
+    load(buffer, tensors())
+    buffer.choose_codes(forward=True, backward=True)
+    Gather([buffer]).start().wait()
+    buffer.retire()
+    for encoder in (buffer.encoder.rows, buffer.encoder.columns):
+        assert not encoder.codes
+        assert encoder.is_stale(buffer.shard)
 
 
 @on_ranks(3)

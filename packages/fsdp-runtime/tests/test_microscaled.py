@@ -239,7 +239,9 @@ def test_a_units_forward_multiplies_rows_and_its_backward_columns():
         y = layer(x)
         y.backward(dy)
         torch.testing.assert_close(y, read_back(x.detach()) @ read_back(values).t(), rtol=1e-5, atol=1e-2)
-        torch.testing.assert_close(x.grad, read_back(dy) @ read_back(values, MX_COLUMNS), rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(
+            x.grad, read_back(dy) @ read_back(values, MX_COLUMNS), rtol=1e-5, atol=1e-2
+        )
         assert (x.grad - read_back(dy) @ read_back(values)).abs().max() > 1
 
 

@@ -220,7 +220,9 @@ class Unit:
         self.groups, self.around_others = groups, around_others
         meshes: set[DataMesh] = set()
         preparations: dict[Any, None] = {}
+        self.by_phase = self._for_backward = False
         for group in groups:
+            self.by_phase = self.by_phase or group.by_phase
             meshes.add(group.plan.data)
             if group.prepare_gathers is not None:
                 preparations[group.prepare_gathers] = None
@@ -229,7 +231,6 @@ class Unit:
                 group.keep_storage(True)
             group.commit()
         self.preparations = tuple(preparations)
-        self.by_phase, self._for_backward = any(group.by_phase for group in groups), False
         self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
