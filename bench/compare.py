@@ -215,7 +215,6 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     and what it has reserved and not allocated in the end; `request["allocator"]`: its settings.
     """
     import torch
-    import torch.distributed as dist
 
     job = Job.of(request)
     if reason := why_not(request["system"], job):
@@ -226,17 +225,25 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
         )  # before anything is allocated; the variable came too early
     trainer = build(request["system"], job)
     loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
-    rss = {
+    return {"loss": loss, **peaks(job.device)}
+
+
+def peaks(device: str) -> dict[str, int]:
+    """Bytes of memory of this process until now, the most of any rank; see `footprint`."""
+    import torch
+    import torch.distributed as dist
+
+    found = {
         "start": measure.memory_field("status", "VmHWM"),
         "pss": measure.memory_field("smaps_rollup", "Pss"),
     }
-    if job.device == "cuda":
-        rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
-        rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
-        rss["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    values = torch.tensor(list(rss.values()), dtype=torch.float64, device=job.device)
+    if device == "cuda":
+        found["cuda_reserved"] = torch.cuda.max_memory_reserved()
+        found["cuda_allocated"] = torch.cuda.max_memory_allocated()
+        found["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    values = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return {"loss": loss, **{name: int(value) for name, value in zip(rss, values, strict=True)}}
+    return {name: int(value) for name, value in zip(found, values, strict=True)}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from .compare import PARTS, Clock, build_all, footprint, rounds, summarise
-from .measure import ROOT, commit, describe, interleave, launch, medians_ms, mib, parser_of, table, table_of
+from .measure import (
+    ROOT,
+    commit,
+    cuda_seconds,
+    describe,
+    interleave,
+    launch,
+    medians_ms,
+    mib,
+    parser_of,
+    table,
+    table_of,
+)
 from .systems import SYSTEMS as KNOWN
 from .systems import Job
 
@@ -168,14 +180,8 @@ def graphed(request: dict[str, Any]) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-
-    def waited(run: Callable[[], None]) -> None:
-        run()
-        torch.cuda.synchronize()
-
-    calls = {"as it is": partial(waited, step), "graph": partial(waited, graph.replay)}
-    times = medians_ms(interleave(calls, 10, clock=time.perf_counter))
-    return {"graph": times, "skipped": skipped}
+    times = interleave({"as it is": step, "graph": graph.replay}, 10, timer=cuda_seconds)
+    return {"graph": medians_ms(times), "skipped": skipped}
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

@@ -110,12 +110,36 @@ def in_turns(names: list[str], rounds: int) -> Iterator[list[str]]:
         yield names[first:] + names[:first]
 
 
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of a call in this thread."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
+def cuda_seconds(call: Callable[[], Any]) -> float:
+    """Seconds between the start and the end of a call on the current CUDA stream, by events."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def timer_of(device: str) -> Callable[[Callable[[], Any]], float]:
+    """The timer for work on a kind of device."""
+    return cuda_seconds if device == "cuda" else cpu_seconds
+
+
 def interleave(
     calls: Mapping[Any, Callable[[], Any]],
     rounds: int,
     *,
     warm_up: int = 3,
-    clock: Callable[[], float] = time.thread_time,
+    timer: Callable[[Callable[[], Any]], float] = cpu_seconds,
     before: Mapping[Any, Callable[[], Any]] | None = None,
     shuffled: bool = False,
 ) -> dict[Any, list[float]]:
@@ -123,6 +147,7 @@ def interleave(
 
     Args:
         warm_up: first rounds that are not kept.
+        timer: returns the seconds of a call; see `timer_of`.
         before: called outside of the time, by the name of the call that follows.
         shuffled: another order in each round, so that a call finds the caches as any of the others left them.
     """
@@ -134,10 +159,9 @@ def interleave(
         for name in order:
             if before and name in before:
                 before[name]()
-            began = clock()
-            calls[name]()
+            seconds = timer(calls[name])
             if turn >= warm_up:
-                times[name].append(clock() - began)
+                times[name].append(seconds)
     return times
 
 
