@@ -50,7 +50,8 @@ COMMANDS = {
     "shampoo": ("optimizers", "main_shampoo", "block-optim: Shampoo's and SOAP's step and memory"),
     "steps": ("steps", "main", "block-optim: steps of each optimizer to one loss, over ten seeds"),
     "kernels": ("kernels", "main", "block-optim: what the Triton kernels compile to, without a GPU"),
-    "muon": ("muon", "main", "block-optim: Muon's step, Newton-Schulz, plans for large models"),
+    "muon": ("muon", "main", "block-optim: Muon's step, plans for large models"),
+    "rates": ("rates", "main", "Newton-Schulz, 8-bit AdamW and decoding: TFLOP/s and GB/s, others' too"),
 }
 
 

@@ -7,6 +7,7 @@
                              what the allocator holds and nobody uses after 100 steps of Qwen3-30B-A3B's layers
     memory-...-R-SYSTEM      peak reserved and allocated memory of one system, as rank 0 of R
     longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see longest.py
+    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see rates.py
     profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
     graph                    a step captured into a CUDA graph, and the same step without
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
@@ -29,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import longest
+from . import longest, rates
 from .compare import PARTS, Clock, build_all, footprint, rounds, summarise
 from .measure import (
     ROOT,
@@ -106,6 +107,7 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
             request["pretended_limit"] = 0 if side == "fsdp2" else 100
         name = f"longest-{request['sizes']['num_layers']}-{side}"
         out.append(Piece(name, longest.trained, max(1, gpus), request, 100))
+    out.append(Piece("rates", rates.measure, 1, {"device": device, "tiny": dry}, 200))
     if not dry:  # a CPU has no graphs
         out.append(Piece("graph", graphed, 1, {**base, "workload": "gpu-small", "systems": ["ours"]}, 90))
     for workload in (dense, stacked):
@@ -341,11 +343,12 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
          "world; system; exposed ms; share of the step", exposed),
         (": not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),
     ]  # fmt: skip
-    return [
+    made = [
         table_of(title + name, about, header, lines)
         for name, about, header, lines in tables
         if lines or not name
     ]
+    return [*made, *(rates.table(piece) for piece in pieces.values() if "rates" in piece)]
 
 
 def summary(content: dict[str, Any]) -> str:

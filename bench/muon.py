@@ -24,8 +24,7 @@ are a rank's bytes on average. "By turns" is the imbalance of owners that take t
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from . import measure
@@ -258,23 +257,6 @@ def plans_table(
 # -- Newton-Schulz -----------------------------------------------------------------------------------------------------
 
 
-def seconds(call: Callable[[], Any], device: Any, rounds: int = 5, most: float = 4.0) -> float:
-    """The least time of a call, warm, of up to `rounds` or `most` seconds; this thread's CPU time on a CPU."""
-    import torch
-
-    times: list[float] = []
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    while len(times) < 2 or (len(times) < rounds + 2 and sum(times) < most):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = clock()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock() - began)
-    return min(times[1:])
-
-
 def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     """FLOPs of one matrix, as Muon plans with them."""
     import torch
@@ -285,39 +267,10 @@ def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     return Muon([matrix], method=method).assignment.domains[0].matrices[0].flops
 
 
-def shares_table() -> dict[str, Any]:
-    """FLOP per second of `orthogonalize`, and as a share of one large product's of the same dtype and device."""
-    import torch
-
-    from block_optim import orthogonalize
-
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    large, scale, half = (8192, 16, torch.float16) if device.type == "cuda" else (512, 1, torch.float32)
-    rows, limits = [], {}
-    dtypes: dict[Any, torch.dtype] = {"standard": torch.bfloat16, "gram": half}
-    for method, dtype in dtypes.items():
-        a = torch.randn(large, large, device=device).to(dtype)
-        out = torch.empty_like(a)
-        limits[method] = 2 * large**3 / seconds(partial(torch.mm, a, a, out=out), device)
-    for m, n, count in ((256, 256, 1), (256, 1024, 1), (64, 64, 16)):
-        flops = {method: flops_of(m * scale, n * scale, device, method) for method in dtypes}
-        for method, dtype in dtypes.items():
-            if method == "gram" and flops["gram"] == flops["standard"]:
-                continue  # it would save nothing, and is not used
-            stack = torch.randn(count, m * scale, n * scale, device=device).bfloat16()
-            rate = flops[method] * count / seconds(partial(orthogonalize, stack, method=method), device)
-            cells = [f"{count} x {m * scale}x{n * scale}", method, str(dtype)[6:], f"{rate / 1e12:.4f}"]
-            rows.append([*cells, f"{rate / limits[method]:.2f}"])
-    text = "FLOP per second, and as a share of one large product's of the same dtype."
-    return table_of(f"Newton-Schulz, {device}", text, "matrices; method; dtype; TFLOP/s; of limit", rows)
-
-
 def all_tables() -> Iterator[dict[str, Any]]:
     """The tables, each when it is measured."""
     yield from steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)})
     yield plans_table()
-    yield shares_table()
 
 
 def main(arguments: list[str]) -> int:

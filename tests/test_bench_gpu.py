@@ -1,4 +1,4 @@
-"""GPU pieces that need more than a system's step: the longest context that fits."""
+"""GPU pieces that need more than a system's step: the longest context that fits, and rates of kernels."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import gpu, longest
+from bench import gpu, longest, measure, rates
+from bench.kernels import CASES
 
+from ragged_shard import CPU
 from ragged_shard.testing import RankError
 
 DRY = {piece.name: piece for piece in gpu.pieces(0, dry=True)}
@@ -16,7 +18,7 @@ DRY = {piece.name: piece for piece in gpu.pieces(0, dry=True)}
 
 def searched(limit, least=16, most=1 << 20):
     """The lengths that a search tries, and its results, where lengths up to a limit fit."""
-    tried = []
+    tried: list[int] = []
 
     def trial(length):
         tried.append(length)
@@ -108,3 +110,83 @@ def test_the_pieces_of_the_longest_context_take_five_minutes_together():
     chosen = [piece for piece in gpu.pieces(1, dry=False, layers=8) if piece.name.startswith("longest-8-")]
     assert [piece.request["side"] for piece in chosen] == list(longest.SIDES)
     assert sum(piece.limit for piece in chosen) <= 300
+
+
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+def answer_of(**more):
+    """An answer of `rates.measure` with one row."""
+    row = {"kernel": "decode", "case": "nf4", "by": "dbuffer", "ms": 1.0, "rate": 2e9, "share": 0.5, **more}
+    return {"rates": [row], "missing": {"torchao": "not installed"}}
+
+
+@pytest.fixture(scope="module")
+def tiny_rates():
+    """All rates in tiny sizes."""
+    return rates.measure({"device": CPU.type, "tiny": True})
+
+
+def test_a_rate_is_the_amount_over_the_time_and_a_share_of_its_limit(monkeypatch):
+    monkeypatch.setattr(rates, "medians_ms", lambda times: {"copy": 2.0, "ours": 8.0})
+    turns = dict.fromkeys(("copy", "ours"), rates.Turn(int, 4e6, "copy"))
+    copy, ours = rates.rated("decode", "nf4", turns, CPU.type)
+    assert (copy["rate"], ours["rate"], ours["share"]) == (2e9, 5e8, 0.25)
+
+
+def test_rates_have_newton_schulz_a_step_for_each_compiled_case_and_each_format(tiny_rates):
+    cases: dict[str, set[str]] = {}
+    for row in tiny_rates["rates"]:
+        cases.setdefault(row["kernel"], set()).add(row["case"])
+    assert len(cases["Newton-Schulz"]) == len(rates.STACKS)
+    assert cases["8-bit AdamW"] == {case.name for case in CASES if case.tile} - {
+        "elements:256 bf16, fp32 gradients",
+        "elements:256 bf16, not aligned",
+    }
+    assert cases["decode"] == {"fp8 128x128", "fp8 32x32", "nf4"}
+
+
+def test_the_line_of_rates_has_each_kind_of_kernel(tiny_rates):
+    parts = tiny_rates["line"].split("; ")
+    assert [part.split(" ")[0] for part in parts] == ["Newton-Schulz", "8-bit", "decode", "decode"]
+
+
+def test_values_that_are_decoded_are_those_that_were_encoded(tiny_rates):
+    errors = {row["case"]: row["error"] for row in tiny_rates["rates"] if row["by"] == "dbuffer"}
+    assert 0.01 < errors["fp8 128x128"] < 0.03 < errors["nf4"] < 0.1
+
+
+def test_a_package_that_is_not_installed_is_recorded_so(monkeypatch):
+    monkeypatch.setattr(rates.importlib.util, "find_spec", lambda name: None)
+    missing: dict[str, str] = {}
+    assert rates.others("nf4", missing) == {}
+    assert missing == {"torchao": "not installed", "bitsandbytes": "not installed"}
+
+
+def test_a_peer_that_fails_is_recorded_with_its_error_and_the_next_one_runs(monkeypatch):
+    def fails():
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(rates.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(rates.PEERS, "nf4", {"torchao": lambda: fails, "bitsandbytes": lambda: int})
+    missing: dict[str, str] = {}
+    assert list(rates.others("nf4", missing)) == ["bitsandbytes"]
+    assert missing == {"torchao, nf4": "ValueError: no such kernel"}
+
+
+def test_the_table_of_rates_names_what_was_not_compared():
+    table = rates.table(answer_of(error=0.05))
+    assert "torchao: not installed." in table["text"]
+    assert table["rows"] == [["decode", "nf4", "dbuffer", "1.000", "2.0 GB/s", "0.50", "0.050"]]
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pieces_line_is_printed_and_its_answer_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "launch", lambda *args, **options: {**answer_of(), "line": "nf4 at 2 GB/s"})
+    found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True, only="rates")
+    assert capsys.readouterr().out.startswith("rates: nf4 at 2 GB/s (")
+    assert (tmp_path / "rates.json").exists()
+    tables = gpu.report_tables({"machine": measure.describe(), "figures": found})
+    assert tables[-1]["title"] == "Rates of kernels"
