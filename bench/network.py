@@ -1,6 +1,7 @@
 """Quantized gathers and reductions over a slow network: two hosts on one machine, and a link of a known rate.
 
 python -m bench network [--rates 100,1000,10000]      writes results/network.json; needs root and `ip`, `tc`
+python -m bench network --plot                        draws results/network.svg from that file; needs matplotlib
 
 Each host is a network namespace with one gloo rank; a veth pair joins them, and the kernel's token bucket limits what
 either end sends. Systems are built in the same two ranks from the same weights and take turns, a step at a time.
@@ -19,7 +20,7 @@ from typing import Any
 
 from . import measure
 from .compare import PARTS, Clock, build_all
-from .measure import ROOT, in_turns, mib, parser_of, print_tables, record, spread, table_of
+from .measure import FOLDER, ROOT, in_turns, mib, parser_of, print_tables, record, spread, table_of
 from .models import WORKLOADS
 from .systems import SYSTEMS, Job
 
@@ -156,6 +157,37 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Draw tokens/s by the link's rate, a line with the range of all rounds for each system, and the bytes sent."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, bytes_sent) = pyplot.subplots(
+        1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 1)
+    )
+    rates, tokens = list(figures["rates"]), 2 * figures["tokens_per_rank"]
+    for name in figures["rates"][rates[0]]["samples"]:
+        runs = [figures["rates"][rate]["samples"][name] for rate in rates]
+        measured = [[tokens / run["wall"] for run in samples] for samples in runs]
+        middle = [statistics.median(values) for values in measured]
+        x = [float(rate) for rate in rates]
+        speed.plot(x, middle, "o-", label=SYSTEMS[name].label)
+        speed.fill_between(
+            x, [min(values) for values in measured], [max(values) for values in measured], alpha=0.2
+        )
+        sent = statistics.median(run["sent"] for samples in runs for run in samples)
+        bytes_sent.bar(SYSTEMS[name].label.replace(", ", "\n"), sent / 2**20)
+    speed.set(xscale="log", yscale="log", xlabel="Mbit/s between two hosts", ylabel="tokens/s")
+    speed.legend(frameon=False, fontsize="small")
+    speed.grid(alpha=0.3, which="both")
+    bytes_sent.set(ylabel="MiB that a rank sends in a step")
+    bytes_sent.tick_params(axis="x", labelsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
     """Bytes of a step over the network, their seconds, and the tokens whose computation takes as long."""
     nbytes = (2 * gathered + reduced) * MODEL * (GPUS - 1) / GPUS
@@ -169,7 +201,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
     parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plot", action="store_true", help="draw the recorded figures, measure nothing")
     options = parser.parse_args(arguments)
+    if options.plot:
+        (recorded,) = measure.load_all("network")
+        plot(recorded["figures"], FOLDER / "network.svg")
+        print(
+            f"drawn in {FOLDER / 'network.svg'}",
+            *(f"busy machine: {why}" for why in recorded["noise"]),
+            sep="\n",
+        )
+        return 0
     before = measure.busy_share()
     request = {"workload": options.workload, "rounds": options.rounds}
     rates = {rate: run(float(rate), request) for rate in options.rates.split(",")}

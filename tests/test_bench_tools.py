@@ -305,3 +305,13 @@ def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_l
 
 def test_the_arithmetic_of_a_wire():
     assert network.arithmetic("bf16", 2, 2) == ["bf16", "47.2", "0.94", "7,875"]
+
+
+def test_the_plot_of_networks_has_every_system_of_the_recorded_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    (recorded,) = measure.load_all("network")
+    network.plot(recorded["figures"], tmp_path / "network.svg")
+    text = (tmp_path / "network.svg").read_text()
+    for name in network.COMPARED:
+        assert f"<!-- {SYSTEMS[name].label} -->" in text
+    assert "<!-- Mbit/s between two hosts -->" in text
