@@ -148,12 +148,7 @@ def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
         figures["rest"], device.pools.peak = held(), dict(device.pools.used)
         device.copied_out = device.copied_in = 0
         step(2, lambda: figures.update(forward=held()))
-        return {
-            **figures,
-            "peak": device.pools.reserved,
-            "out": device.copied_out,
-            "back": device.copied_in,
-        }
+        return {**figures, "peak": device.pools.reserved, "out": device.copied_out, "back": device.copied_in}
 
 
 def time_offload(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
