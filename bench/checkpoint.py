@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import zlib
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,12 @@ from typing import Any
 from .compare import Clock, build_all, noise_of
 from .measure import (
     CpuTimes,
+    add_keep_noisy,
     busy_share,
     in_turns,
     launch,
     memory_field,
     mib,
-    parser_of,
     print_tables,
     record,
     save,
@@ -128,9 +129,9 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
     return [table_of("Checkpoints", text, "system; save ms; load ms; MiB on disk; spread", rows)]
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("checkpoint", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", default="dense")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -294,11 +295,8 @@ def _save(way: str, model: Any, folder: Path) -> int:
     return 0
 
 
-def main_weights(arguments: list[str]) -> int:
+def main_weights(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables."""
-    parser = parser_of(
-        "weights", "Weights in and out of a model of a billion parameters: bytes and peak memory."
-    )
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--dtype", default="bfloat16")
@@ -394,11 +392,8 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
     return rows
 
 
-def main_convert(arguments: list[str]) -> int:
+def main_convert(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of(
-        "convert", "A model loaded, exported, converted to DCP and back: seconds, peak memory."
-    )
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
     parser.add_argument("--ranks", type=int, default=2, help="that load and export")

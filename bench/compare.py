@@ -14,12 +14,13 @@ process's peak cannot be divided among systems. Exit code 3, and nothing written
 import itertools
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from . import counts, measure
-from .measure import fake_ranks, in_turns, launch, mib, parser_of, print_tables, record, table, table_of
+from .measure import add_keep_noisy, fake_ranks, in_turns, launch, mib, print_tables, record, table, table_of
 from .models import WORKLOADS, batch_of, describe
 from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, why_not
 
@@ -333,9 +334,9 @@ def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
     return "\n".join([table([*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss], rows), *missing])
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("speed", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="dense")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", default=",".join(ALL), help="separated by commas")
@@ -418,9 +419,9 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return [*out, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
 
 
-def main_ablation(arguments: list[str]) -> int:
+def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("ablation", "The same step with one idea taken away.", timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args(arguments)

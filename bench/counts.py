@@ -16,11 +16,12 @@ rank receives in a step, in nodes and between them, by the process groups of its
 """
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from typing import Any
 
 from . import calls
-from .measure import ROOT, fake_ranks, launch, mib, parser_of, print_tables, save, table, table_of
+from .measure import ROOT, fake_ranks, launch, mib, print_tables, save, table, table_of
 from .models import WORKLOADS, batch_of
 from .systems import SYSTEMS, Job, Trainer, build, why_not
 from .tally import Tally
@@ -266,9 +267,8 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
     return table(["ranks", "system", *(f"{kind} MiB" for kind in KINDS)], rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, print, write."""
-    parser = parser_of("counts", __doc__)
     parser.add_argument("--workload", default="counts")
     parser.add_argument("--simulated-only", action="store_true", help="leave the real ranks out")
     parser.add_argument("--write-expected", action="store_true", help=f"only write {EXPECTED.name} again")
@@ -357,11 +357,10 @@ def zero_formula(
     return (gathers + reductions) * (ranks - 1) / ranks, inside
 
 
-def main_zero(arguments: list[str]) -> int:
+def main_zero(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, compare with the formulas, print and save."""
     from .models import build as build_model
 
-    parser = parser_of("zero", "Bytes that ZeRO's stages and hpZ send in a step, counted and by formula.")
     parser.add_argument("--workload", default="counts")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")

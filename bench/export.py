@@ -15,9 +15,10 @@ overlaps, and "device" and CPU memory are equally fast.
 
 import statistics
 import time
+from argparse import ArgumentParser
 from typing import Any
 
-from .measure import in_turns, launch, mib, parser_of, print_tables, save, table, table_of
+from .measure import in_turns, launch, mib, print_tables, save, table, table_of
 
 WAYS = {
     "full_tensor": "full_tensor() of each parameter",
@@ -78,9 +79,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("export", "Whole weights, or what one small step changed: bytes and peak memory.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -189,11 +189,8 @@ def run_offload(request: dict[str, Any]) -> dict[str, Any]:
     return {"counts": counts, "seconds": time_offload(workload, ranks, request["rounds"])}
 
 
-def main_offload(arguments: list[str]) -> int:
+def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, time, print and save."""
-    parser = parser_of(
-        "offload", "Activations, gradients and states in CPU memory: bytes held and moved, step time."
-    )
     parser.add_argument("--workload", default="dense")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)

@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,6 @@ from .measure import (
     launch,
     medians_ms,
     mib,
-    parser_of,
     table,
     table_of,
 )
@@ -360,11 +360,10 @@ def summary(content: dict[str, Any]) -> str:
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
     import torch
 
-    parser = parser_of("gpu", __doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (540)")

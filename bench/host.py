@@ -17,6 +17,7 @@ import importlib
 import resource
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,17 @@ from typing import Any
 
 from . import calls, measure
 from .compare import PARTS, build_all, parts_of
-from .measure import fake_ranks, interleave, launch, parser_of, print_tables, record, spread, table, table_of
+from .measure import (
+    add_keep_noisy,
+    fake_ranks,
+    interleave,
+    launch,
+    print_tables,
+    record,
+    spread,
+    table,
+    table_of,
+)
 from .models import WORKLOADS, batch_of, sum_units
 from .systems import SYSTEMS, Job, Trainer
 
@@ -185,9 +196,9 @@ def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
     return table_of("Host time of tiny parameters", text, f"system; {columns}; one gradient, us", rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("host", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", default="counts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="only print the last table, tiny parameters")
@@ -242,9 +253,8 @@ def measure_clip(elements: int, rounds: int) -> dict[str, float]:
         return {name: 1e6 * min(times) for name, times in interleave(ways, rounds, warm_up=0).items()}
 
 
-def main_clip(arguments: list[str]) -> int:
+def main_clip(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure and print."""
-    parser = parser_of("clip", "Thread CPU time of clipping 512 parameters by the norm of all gradients.")
     parser.add_argument("--elements", type=int, default=1024, help="of each parameter")
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args(arguments)
@@ -296,11 +306,8 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
         return time.thread_time() - began, sum(spy.functions.values())
 
 
-def main_wrap(arguments: list[str]) -> int:
+def main_wrap(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure and print."""
-    parser = parser_of(
-        "wrap", "CPU time of `fully_shard` of a large model on the meta device, and its growth."
-    )
     parser.add_argument("--tensors", type=int, default=0, help="also ours with as many layers as make these")
     options = parser.parse_args(arguments)
     for system in COMPARED:

@@ -263,15 +263,9 @@ def memory_field(file: str, *fields: str) -> int:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def parser_of(command: str, text: str | None, *, timed: bool = False) -> argparse.ArgumentParser:
-    """The parser of `python -m bench COMMAND`, described by the first line of a docstring."""
-    description = (text or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description)
-    if timed:
-        parser.add_argument(
-            "--keep-noisy", action="store_true", help="record on a busy machine too, marked so"
-        )
-    return parser
+def add_keep_noisy(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that `record` times."""
+    parser.add_argument("--keep-noisy", action="store_true", help="record on a busy machine too, marked so")
 
 
 def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:

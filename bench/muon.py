@@ -24,11 +24,12 @@ are a rank's bytes on average. "By turns" is the imbalance of owners that take t
 import itertools
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any
 
 from . import measure
-from .measure import fake_ranks, launch, parser_of, print_tables, save, table_of
+from .measure import fake_ranks, launch, print_tables, save, table_of
 from .optimizers import matrices
 
 DIM, FFN, LAYERS = 64, 172, 2
@@ -273,9 +274,9 @@ def all_tables() -> Iterator[dict[str, Any]]:
     yield plans_table()
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables and save them. Counts are exact; the file says if the machine was too busy for the times."""
-    parser_of("muon", __doc__).parse_args(arguments)
+    parser.parse_args(arguments)
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
     tables = [part for made in all_tables() for part in print_tables([made])]
     noise = measure.verdict(busy, calibration, [])

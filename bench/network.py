@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from . import measure
 from .compare import PARTS, Clock, build_all
-from .measure import FOLDER, ROOT, in_turns, mib, parser_of, print_tables, record, spread, table_of
+from .measure import FOLDER, ROOT, add_keep_noisy, in_turns, mib, print_tables, record, spread, table_of
 from .models import WORKLOADS
 from .systems import SYSTEMS, Job
 
@@ -195,9 +196,9 @@ def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
     return [name, f"{nbytes / 1e9:.1f}", f"{seconds:.2f}", f"{seconds * REACHED / (6 * MODEL):,.0f}"]
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("network", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
     parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 import statistics
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from .measure import (
     interleave,
     launch,
     medians_ms,
-    parser_of,
     print_tables,
     save,
     table,
@@ -127,9 +127,8 @@ def measure_steps(rounds: int) -> dict[str, float]:
         return medians_ms(interleave(steps, rounds, before={new: partial(renew, params)}, shuffled=True))
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("optimizer", "CPU time of an AdamW step on a sharded model.")
     parser.add_argument("--rounds", type=int, default=25)
     times = measure_steps(parser.parse_args(arguments).rounds)
     rows = [[name, f"{ms:.3f}", f"{ms / times[FLAT]:.2f}"] for name, ms in times.items()]
@@ -192,9 +191,8 @@ def measure_plain(rounds: int) -> list[list[str]]:
     return rows
 
 
-def main_one_device(arguments: list[str]) -> int:
+def main_one_device(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table and save it; the file says if the machine was too busy."""
-    parser = parser_of("one_device", "Steps on plain tensors of one process, and torch's and torchao's.")
     parser.add_argument("--rounds", type=int, default=25)
     rounds = parser.parse_args(arguments).rounds
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
@@ -243,9 +241,9 @@ def states_on(request: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return result
 
 
-def main_meshes(arguments: list[str]) -> int:
+def main_meshes(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table and save it."""
-    parser_of("meshes", "8-bit AdamW on meshes that replicate and that cut.").parse_args(arguments)
+    parser.parse_args(arguments)
     first, second = (launch(states_on, 2, {"mesh": mesh}) for mesh in MESHES)
     rows = []
     for name, (dtype, weight) in first.items():
@@ -354,9 +352,9 @@ def bytes_sent(system: str) -> int:
         return build(system, params=params).bytes_per_step
 
 
-def main_shampoo(arguments: list[str]) -> int:
+def main_shampoo(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser_of("shampoo", "Shampoo's and SOAP's step and memory.").parse_args(arguments)
+    parser.parse_args(arguments)
     rows = []
     for system in SHAMPOOS:
         cells = [f"{value:.0f}" for pair in profiles(system).values() for value in pair]

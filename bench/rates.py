@@ -14,13 +14,14 @@ difference of decoded values over their mean size.
 
 import importlib
 import importlib.util
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .kernels import CASES, Case
-from .measure import interleave, medians_ms, parser_of, print_tables, table_of, timer_of
+from .measure import interleave, medians_ms, print_tables, table_of, timer_of
 from .muon import MODELS, flops_of
 from .optimizers import OFF
 
@@ -260,11 +261,10 @@ def table(answer: dict[str, Any]) -> dict[str, Any]:
     return table_of("Rates of kernels", text, "kernel; case; by; ms; rate; of; error", rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
     import torch
 
-    parser = parser_of("rates", __doc__)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the path")
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,11 +5,12 @@ python -m bench report --readme README.md  also replaces the summary block of th
 """
 
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 from . import compare, counts
-from .measure import FOLDER, load_all, mib, parser_of, table
+from .measure import FOLDER, load_all, mib, table
 
 BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of bench summary -->"
 INTRODUCTION = """\
@@ -169,9 +170,8 @@ def put_into(readme: Path, folder: Path) -> None:
     readme.write_text(pattern.sub(lambda _: block, text))
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Write the report."""
-    parser = parser_of("report", __doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="results to read (bench/results)")
     parser.add_argument("--readme", type=Path, help="also put the summary into this file")
     options = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ Three linear layers, a unit each, on rank 0 of four ranks of torch's fake proces
 of units is known. Recorded is what passes the dispatcher: collectives, copies, and matrix products.
 """
 
+from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ragged_shard import RaggedDTensor
 
-from .measure import ROOT, fake_ranks, launch, parser_of
+from .measure import ROOT, fake_ranks, launch
 from .tally import COPIES, collective_of
 
 SYSTEMS = {"fsdp2": "FSDP2", "ours": "fsdp_runtime"}
@@ -131,9 +132,8 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x}" y="{y}" fill="#1b1f24"{more}>{text}</text>'
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Record, print and draw."""
-    parser = parser_of("timeline", __doc__)
     parser.add_argument("--write", action="store_true", help=f"draw {PICTURE.relative_to(ROOT)}")
     write = parser.parse_args(arguments).write
     timelines = {name: launch(record_here, 1, {"system": name}) for name in SYSTEMS}
