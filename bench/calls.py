@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure import fake_ranks, launch, table
+from .systems import fully_shard_of
 
 PARTS = ("wrap", "forward", "backward")
 SYSTEMS = {"ours": "fsdp_runtime", "fsdp2": "FSDP2"}
@@ -171,14 +172,12 @@ def train(system: str, how: str | None, backend: str = "aot_eager") -> dict[str,
     """Losses of three steps of the workload "tiny", its blocks units; with `how` also graphs, and breaks by reason."""
     import torch
     import torch._dynamo.utils
-    from torch.distributed import fsdp
 
-    import fsdp_runtime
     from fsdp_runtime.train.model import losses_of
 
     from .models import WORKLOADS, batch_of
 
-    apply: Any = fsdp.fully_shard if system == "fsdp2" else fsdp_runtime.fully_shard
+    apply = fully_shard_of(system)
     what, _, when = (how or "").partition(", ")
     counters, tiny = torch._dynamo.utils.counters, WORKLOADS["tiny"]
     torch._dynamo.reset()

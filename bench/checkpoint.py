@@ -16,7 +16,6 @@ Conversion: random weights are written, loaded by the ranks, exported by them, c
 converted back; each folder goes when the next is complete, and all tensors must have the bytes that were written.
 """
 
-import importlib
 import shutil
 import statistics
 import tempfile
@@ -33,7 +32,6 @@ from .measure import (
     CpuTimes,
     add_keep_noisy,
     busy_share,
-    in_turns,
     launch,
     memory_field,
     mib,
@@ -44,7 +42,7 @@ from .measure import (
     table,
     table_of,
 )
-from .systems import SYSTEMS, Job, Trainer
+from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out
 
 COMPARED = ["ddp", "ours", "fsdp2"]
 LOAD = {
@@ -70,14 +68,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     clock = Clock(job)
     for trainer in trainers.values():
         clock.mean_losses(trainer, 2)
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     sizes: dict[str, int] = {}
-    calibration = []
-    for names in in_turns(list(trainers), request["rounds"]):
-        calibration.append(clock.calibrate())
-        for name in names:
-            times, sizes[name] = _round_trip(trainers[name], clock)
-            samples[name].append(times)
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        times, sizes[trainer.name] = _round_trip(trainer, clock)
+        return times
+
+    samples, calibration = clock.samples(trainers, request["rounds"], sample)
     about = {
         "workload": job.workload.name,
         "ranks": dist.get_world_size(),
@@ -124,8 +121,7 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             [SYSTEMS[name].label, f"{saving:.0f}", f"{loading:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
         )
-    text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state. "
-    text += " ".join(f"{SYSTEMS[n].label} is missing: {why}." for n, why in raw["skipped"].items())
+    text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state." + left_out(raw["skipped"])
     return [table_of("Checkpoints", text, "system; save ms; load ms; MiB on disk; spread", rows)]
 
 
@@ -222,8 +218,7 @@ def run_weights(request: dict[str, Any]) -> dict[str, Any]:
 
     ours = request["way"].startswith("ours")
     folder, shapes = Path(request["folder"]), request["shapes"]
-    shard: Any = importlib.import_module("fsdp_runtime" if ours else "torch.distributed.fsdp").fully_shard
-    model = _model(shapes, request["dtype"], shard)
+    model = _model(shapes, request["dtype"], fully_shard_of("ours" if ours else "fsdp2"))
     results = {}
     for action, act in (("load", _load), ("save", _save)):
         dist.barrier()

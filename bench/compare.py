@@ -22,7 +22,7 @@ from typing import Any
 from . import counts, measure
 from .measure import add_keep_noisy, fake_ranks, in_turns, launch, mib, print_tables, record, table, table_of
 from .models import WORKLOADS, batch_of, describe
-from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, why_not
+from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, left_out, why_not
 
 OURS = ["ours", "ours-peer-memory", "ours-collectives"]
 ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed"]
@@ -129,6 +129,24 @@ class Clock:
         }
         return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": foreign}
 
+    def samples(
+        self,
+        trainers: dict[str, Trainer],
+        num_rounds: int,
+        sample: Callable[[Trainer], dict[str, float]],
+        seconds: float = float("inf"),
+    ) -> tuple[dict[str, list[dict[str, float]]], list[float]]:
+        """Samples of trainers that take turns, and a calibration for each round; after `seconds` none begins."""
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+        calibration: list[float] = []
+        for names in in_turns(list(trainers), num_rounds):
+            if calibration and self.elapsed() > seconds:
+                break
+            calibration.append(self.calibrate())
+            for name in names:
+                taken[name].append(sample(trainers[name]))
+        return taken, calibration
+
     def _now(self) -> float:
         if self.job.device == "cuda":
             import torch
@@ -167,18 +185,17 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
             del trainers[name]
     if not trainers:
         raise RuntimeError(f"no system is left to measure: {skipped}")
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-    calibration: list[float] = []
-    for names in in_turns(list(trainers), request["rounds"]):
-        if calibration and clock.elapsed() > request.get("seconds", float("inf")):
-            break
-        calibration.append(clock.calibrate())
-        for name in names:
-            samples[name].append(clock.measure(trainers[name], request["steps"]))
-            if simulation is not None:
-                with no_delay(simulation):
-                    free[name].append(clock.measure(trainers[name], request["steps"]))
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        taken = clock.measure(trainer, request["steps"])
+        if simulation is not None:
+            with no_delay(simulation):
+                free[trainer.name].append(clock.measure(trainer, request["steps"]))
+        return taken
+
+    limit = request.get("seconds", float("inf"))
+    samples, calibration = clock.samples(trainers, request["rounds"], sample, seconds=limit)
     about = {"ranks": dist.get_world_size(), "simulate": request.get("simulate"), "device": job.device}
     about |= {"optimizer": job.optimizer, "precision": job.precision, "workload": describe(job.workload)}
     measured = {"samples": samples, "free": free, "calibration": calibration}
@@ -307,15 +324,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
     """Markdown: one row a system, with the times of `parts`; below it the systems that could not run, and why."""
-    header = [
-        "system",
-        "tokens/s",
-        "x FSDP2",
-        "x DDP",
-        "CPU s/step",
-        *(f"{part} ms" for part in parts),
-        "spread",
-    ]
+    header = ["system", "tokens/s", "x FSDP2", "x DDP", "CPU s/step", *(f"{p} ms" for p in parts), "spread"]
     pss = any("pss" in memory for memory in figures["memory"].values())
     rows = []
     for name, t in figures["times"].items():
@@ -326,12 +335,8 @@ def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
         cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
         cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in parts), f"{t['spread']:.1%}"]
         rows.append([SYSTEMS[name].label, *cells, *(mib(nbytes) if nbytes else "" for nbytes in memory)])
-    missing = [
-        f"\n{SYSTEMS[n].label} is not in the table: {w}."
-        for n, w in figures["skipped"].items()
-        if n in SYSTEMS
-    ]
-    return "\n".join([table([*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss], rows), *missing])
+    header = [*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss]
+    return table(header, rows) + left_out(figures["skipped"], before="\n\n")
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
@@ -404,9 +409,7 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
              f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
             for n, t in times.items()
         ]  # fmt: skip
-        text += "".join(
-            f" {SYSTEMS[n].label} is not in the table: {why}." for n, why in raw["skipped"].items()
-        )
+        text += left_out(raw["skipped"])
         header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
         out.append(table_of(f"Ablation, {figures['ranks']} real ranks: {key}", text, header, rows))
     rows = [

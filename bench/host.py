@@ -37,7 +37,7 @@ from .measure import (
     table_of,
 )
 from .models import WORKLOADS, batch_of, sum_units
-from .systems import SYSTEMS, Job, Trainer
+from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out
 
 SIMULATED = (8, 64, 1024)
 COMPARED = ("ours", "fsdp2")
@@ -72,19 +72,11 @@ def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
     return {**seconds, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
 
 
-def _fully_shard_of(system: str) -> Any:
-    import torch.distributed.fsdp as fsdp2
-
-    import fsdp_runtime
-
-    return {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
-
-
 def _sharded(system: str, model: Any, mesh: Any) -> Any:
     """The model with each child and the root as a unit; unchanged for "plain"."""
     if system != "plain":
         for module in (*model, model):
-            _fully_shard_of(system)(module, mesh=mesh)
+            fully_shard_of(system)(module, mesh=mesh)
     return model
 
 
@@ -167,8 +159,7 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         " the same model's without sharding, in the same round. Page faults are memory that torch's CPU allocator took"
         " from the kernel again; on a GPU there are none."
     )
-    for name, reason in figures.get("skipped", {}).items():
-        text += f" {SYSTEMS[name].label} is not in the table: {reason}."
+    text += left_out(figures.get("skipped", {}))
     out = [table_of("Host time with nothing on the wire", text, header, rows)]
     if units := figures.get("units"):
         rows = [
@@ -295,7 +286,7 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
 
         def apply() -> None:
             for module in (*model[-1], model):
-                _fully_shard_of(system)(module, mesh=mesh)
+                fully_shard_of(system)(module, mesh=mesh)
 
         began = time.thread_time()
         if count:

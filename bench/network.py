@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from . import measure
-from .compare import PARTS, Clock, build_all
-from .measure import FOLDER, ROOT, add_keep_noisy, in_turns, mib, print_tables, record, spread, table_of
+from .compare import PARTS, Clock, build_all, noise_of, summarise
+from .measure import FOLDER, ROOT, add_keep_noisy, mib, print_tables, record, table_of
 from .models import WORKLOADS
-from .systems import SYSTEMS, Job
+from .systems import SYSTEMS, Job, Trainer, left_out
 
 COMPARED = ("fsdp2", "ours", "ours-quantized")
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -96,15 +96,14 @@ def answer(rank: int, request: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29577", rank=rank, world_size=2)
     job = Job.of(asked)
     trainers, skipped = build_all(list(COMPARED), job)
-    clock, calibration = Clock(job), []
+    clock = Clock(job)
     losses = {name: clock.mean_losses(trainer, 2) for name, trainer in trainers.items()}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-    for names in in_turns(list(trainers), asked["rounds"]):
-        calibration.append(clock.calibrate())
-        for name in names:
-            before = _sent()
-            sample = clock.measure(trainers[name], 1)
-            samples[name].append({**sample, "sent": _sent() - before})
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        before = _sent()
+        return {**clock.measure(trainer, 1), "sent": _sent() - before}
+
+    samples, calibration = clock.samples(trainers, asked["rounds"], sample)
     for name, trainer in trainers.items():
         losses[name] += clock.mean_losses(trainer, 1)
     print(json.dumps({"samples": samples, "losses": losses, "skipped": skipped, "calibration": calibration}))
@@ -115,26 +114,25 @@ def _sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
+def times_of(figures: dict[str, Any], mbits: str) -> dict[str, dict[str, float]]:
+    """Medians and ratios of the systems at a rate, from the recorded figures."""
+    about = {"workload": {"tokens_per_rank": figures["tokens_per_rank"]}, "ranks": 2}
+    return summarise({**figures["rates"][mbits], **about})
+
+
 def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The measured table, and the arithmetic for GPUs."""
     rows = []
-    tokens = 2 * figures["tokens_per_rank"]
     for mbits, raw in figures["rates"].items():
-        for name, runs in raw["samples"].items():
-            peers = raw["samples"]["fsdp2"]
-            wall = statistics.median(run["wall"] for run in runs)
-            ratio = statistics.median(a["wall"] / b["wall"] for a, b in zip(peers, runs, strict=True))
-            parts = (f"{1e3 * statistics.median(run[part] for run in runs):.0f}" for part in PARTS)
-            sent = mib(int(statistics.median(run["sent"] for run in runs)))
-            varied = f"{spread([run['wall'] for run in runs]):.0%}"
+        for name, t in times_of(figures, mbits).items():
+            parts = (f"{1e3 * t[part]:.0f}" for part in PARTS)
             cells = [
-                f"{tokens / wall:,.0f}",
-                f"{ratio:.2f}",
-                sent,
+                f"{t['tokens_per_second']:,.0f}",
+                f"{t['wall_ratio_fsdp2']:.2f}",
+                mib(int(t["sent"])),
                 *parts,
-                f"{raw['losses'][name][-1]:.3f}",
-                varied,
             ]
+            cells += [f"{raw['losses'][name][-1]:.3f}", f"{t['spread']:.0%}"]
             rows.append([f"{float(mbits):,.0f}", SYSTEMS[name].label, *cells])
     header = (
         "Mbit/s; system; tokens/s; x FSDP2; MiB sent a step; forward ms; backward ms; update ms; loss; spread"
@@ -143,8 +141,7 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         f"Workload {figures['workload']}, fp32, one gloo rank on each of two hosts, which the kernel's token bucket"
         " limits. *Sent* by one rank, as the link counted. *Loss* after as many steps on the same batches."
     )
-    for name, reason in next(iter(figures["rates"].values()))["skipped"].items():
-        text += f" {SYSTEMS[name].label} is not in the table: {reason}."
+    text += left_out(next(iter(figures["rates"].values()))["skipped"])
     return [
         table_of("Two hosts and a slow network", text, header, rows),
         table_of(
@@ -168,17 +165,19 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     figure, (speed, bytes_sent) = pyplot.subplots(
         1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 1)
     )
-    rates, tokens = list(figures["rates"]), 2 * figures["tokens_per_rank"]
-    for name in figures["rates"][rates[0]]["samples"]:
-        runs = [figures["rates"][rate]["samples"][name] for rate in rates]
-        measured = [[tokens / run["wall"] for run in samples] for samples in runs]
-        middle = [statistics.median(values) for values in measured]
-        x = [float(rate) for rate in rates]
-        speed.plot(x, middle, "o-", label=SYSTEMS[name].label)
-        speed.fill_between(
-            x, [min(values) for values in measured], [max(values) for values in measured], alpha=0.2
+    rates, tokens = figures["rates"], 2 * figures["tokens_per_rank"]
+    times = {float(rate): times_of(figures, rate) for rate in rates}
+    for name in next(iter(times.values())):
+        walls = [[run["wall"] for run in raw["samples"][name]] for raw in rates.values()]
+        speed.plot(
+            list(times),
+            [t[name]["tokens_per_second"] for t in times.values()],
+            "o-",
+            label=SYSTEMS[name].label,
         )
-        sent = statistics.median(run["sent"] for samples in runs for run in samples)
+        slowest, fastest = ([tokens / end(wall) for wall in walls] for end in (max, min))
+        speed.fill_between(list(times), slowest, fastest, alpha=0.2)
+        sent = statistics.median(t[name]["sent"] for t in times.values())
         bytes_sent.bar(SYSTEMS[name].label.replace(", ", "\n"), sent / 2**20)
     speed.set(xscale="log", yscale="log", xlabel="Mbit/s between two hosts", ylabel="tokens/s")
     speed.legend(frameon=False, fontsize="small")
@@ -219,6 +218,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     tokens = WORKLOADS[options.workload].tokens
     figures: dict[str, Any] = {"workload": options.workload, "tokens_per_rank": tokens, "rates": rates}
     figures["tables"] = print_tables(tables(figures))
-    foreign = [s["foreign"] for raw in rates.values() for runs in raw["samples"].values() for s in runs]
-    noise = measure.verdict(before, [c for raw in rates.values() for c in raw["calibration"]], foreign)
+    noise = noise_of(before, *rates.values())
     return record("network", figures, noise, options.keep_noisy)

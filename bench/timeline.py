@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ragged_shard import RaggedDTensor
 
 from .measure import ROOT, fake_ranks, launch
+from .systems import fully_shard_of
 from .tally import COPIES, collective_of
 
 SYSTEMS = {"fsdp2": "FSDP2", "ours": "fsdp_runtime"}
@@ -77,11 +78,7 @@ def _unit_of_bytes(nbytes: int) -> int:
 
 def record_here(request: dict[str, Any]) -> list[Event]:
     """The events of a system's third step, in this process."""
-    from torch.distributed import fsdp
-
-    import fsdp_runtime
-
-    fully_shard: Any = fsdp.fully_shard if request["system"] == "fsdp2" else fsdp_runtime.fully_shard
+    fully_shard = fully_shard_of(request["system"])
     with fake_ranks(4) as mesh:
         model = nn.Sequential(*(nn.Linear(WIDTHS[n], WIDTHS[n + 1]) for n in range(3)))
         for module in (*model, model):
