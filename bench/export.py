@@ -151,7 +151,7 @@ def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
         return {**figures, "peak": device.pools.reserved, "out": device.copied_out, "back": device.copied_in}
 
 
-def time_offload(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
+def offload_seconds(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step of each kind, in turns."""
     import torch
 
@@ -186,7 +186,7 @@ def run_offload(request: dict[str, Any]) -> dict[str, Any]:
 
     workload, ranks = WORKLOADS[request["workload"]], request["ranks"]
     counts = {kinds: count_offload(workload, kinds, ranks) for kinds in KINDS}
-    return {"counts": counts, "seconds": time_offload(workload, ranks, request["rounds"])}
+    return {"counts": counts, "seconds": offload_seconds(workload, ranks, request["rounds"])}
 
 
 def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
