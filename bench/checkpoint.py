@@ -37,7 +37,7 @@ from .measure import (
     mib,
     print_tables,
     record,
-    save,
+    save_tables,
     spread,
     table,
     table_of,
@@ -403,5 +403,4 @@ def main_convert(parser: ArgumentParser, arguments: list[str]) -> int:
     text += "Peak: the most that a process's memory rises, without pages of files."
     title = f"Weights through files, {billions}"
     tables = [table_of(title, text, "step; processes; MiB; peak MiB; s", rows, exact=True)]
-    print(f"written to {save(f'convert-{billions}', {'tables': print_tables(tables)})}")
-    return 0
+    return save_tables(f"convert-{billions}", tables)

@@ -354,10 +354,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
     o = parser.parse_args(arguments)
-    figures, noise = speed(
-        o.workload, o.ranks, systems=o.systems.split(","), num_rounds=o.rounds, steps=o.steps, seconds=o.seconds,
-        memory=not o.no_memory, optimizer=o.optimizer, precision=o.precision,
-    )  # fmt: skip
+    job = {key: getattr(o, key) for key in ("steps", "seconds", "optimizer", "precision")}
+    systems, memory = o.systems.split(","), not o.no_memory
+    figures, noise = speed(o.workload, o.ranks, systems=systems, num_rounds=o.rounds, memory=memory, **job)
     done = max(map(len, figures["samples"].values()))
     print(
         f"{o.workload}, {o.ranks} ranks, {o.optimizer}, {o.precision}; {done} rounds\n\n{as_table(figures)}"

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import calls
-from .measure import ROOT, fake_ranks, launch, mib, print_tables, save, table, table_of
+from .measure import ROOT, fake_ranks, launch, mib, save, save_tables, table, table_of
 from .models import WORKLOADS, batch_of
 from .systems import SYSTEMS, Job, Trainer, build, why_not
 from .tally import Tally
@@ -381,6 +381,4 @@ def main_zero(parser: ArgumentParser, arguments: list[str]) -> int:
         "a rank receives in a step over all ranks and inside its node; padding is above the formula."
     )
     header = "recipe; microbatches; all ranks; in the node; by formula; in the node, by formula; difference"
-    tables = print_tables([table_of("Bytes of ZeRO's stages", text, header, rows, exact=True)])
-    print(f"written to {save('zero', {'tables': tables})}")
-    return 0
+    return save_tables("zero", [table_of("Bytes of ZeRO's stages", text, header, rows, exact=True)])

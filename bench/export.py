@@ -16,9 +16,10 @@ overlaps, and "device" and CPU memory are equally fast.
 import statistics
 import time
 from argparse import ArgumentParser
+from functools import partial
 from typing import Any
 
-from .measure import in_turns, launch, mib, print_tables, save, table, table_of
+from .measure import interleave, launch, mib, save_tables, seconds_of, table, table_of
 
 WAYS = {
     "full_tensor": "full_tensor() of each parameter",
@@ -169,15 +170,11 @@ def offload_seconds(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
         def unregister_memory(self, address: int) -> None:
             pass
 
-    times: dict[str, list[float]] = {kinds: [] for kinds in KINDS}
     with use_device_layer(Tier(torch.device("cpu:0"))), simulated_ranks(ranks):
-        steps = {kinds: _trainer(workload, kinds) for kinds in KINDS}
-        for number, names in enumerate(in_turns(list(KINDS), rounds + 2)):
-            for kinds in names:
-                began = time.perf_counter()
-                steps[kinds](number)
-                times[kinds].append(time.perf_counter() - began)
-    return {kinds: statistics.median(seconds[2:]) for kinds, seconds in times.items()}
+        by_wall = partial(seconds_of, clock=time.perf_counter)
+        steps = {kinds: partial(_trainer(workload, kinds), 0) for kinds in KINDS}
+        times = interleave(steps, rounds, warm_up=2, timer=by_wall, shuffled=True)
+    return {kinds: statistics.median(seconds) for kinds, seconds in times.items()}
 
 
 def run_offload(request: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +203,4 @@ def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
         "offload: medians in turns, copies overlap nothing."
     )
     header = "in CPU memory; at rest; after forward; peak; out; back; step time"
-    figures["tables"] = print_tables([table_of("Offload", text, header, rows, exact=True)])
-    print(f"written to {save('offload', figures)}")
-    return 0
+    return save_tables("offload", [table_of("Offload", text, header, rows, exact=True)], **figures)

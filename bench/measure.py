@@ -110,11 +110,11 @@ def in_turns(names: list[str], rounds: int) -> Iterator[list[str]]:
         yield names[first:] + names[:first]
 
 
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """CPU seconds of a call in this thread."""
-    began = time.thread_time()
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> float:
+    """Seconds of a call by a clock, this thread's CPU time by default."""
+    began = clock()
     call()
-    return time.thread_time() - began
+    return clock() - began
 
 
 def cuda_seconds(call: Callable[[], Any]) -> float:
@@ -131,7 +131,7 @@ def cuda_seconds(call: Callable[[], Any]) -> float:
 
 def timer_of(device: str) -> Callable[[Callable[[], Any]], float]:
     """The timer for work on a kind of device."""
-    return cuda_seconds if device == "cuda" else cpu_seconds
+    return cuda_seconds if device == "cuda" else seconds_of
 
 
 def interleave(
@@ -139,19 +139,19 @@ def interleave(
     rounds: int,
     *,
     warm_up: int = 3,
-    timer: Callable[[Callable[[], Any]], float] = cpu_seconds,
+    timer: Callable[[Callable[[], Any]], Any] = seconds_of,
     before: Mapping[Any, Callable[[], Any]] | None = None,
     shuffled: bool = False,
-) -> dict[Any, list[float]]:
+) -> dict[Any, list[Any]]:
     """Seconds of each call, round by round, all taking turns.
 
     Args:
         warm_up: first rounds that are not kept.
-        timer: returns the seconds of a call; see `timer_of`.
+        timer: calls, and returns what is kept of it: seconds; see `timer_of`.
         before: called outside of the time, by the name of the call that follows.
         shuffled: another order in each round, so that a call finds the caches as any of the others left them.
     """
-    times: dict[Any, list[float]] = {name: [] for name in calls}
+    times: dict[Any, list[Any]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for turn in range(rounds + warm_up):
         if shuffled:
@@ -276,6 +276,14 @@ def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
         print("nothing is recorded", file=sys.stderr)
         return TOO_BUSY
     print(f"\nwritten to {save(name, figures, noise=noise)}")
+    return 0
+
+
+def save_tables(
+    name: str, tables: list[dict[str, Any]], *, noise: list[str] | None = None, **figures: Any
+) -> int:
+    """Print tables from `table_of` and save them, with other figures; returns the exit code 0."""
+    print(f"written to {save(name, {**figures, 'tables': print_tables(tables)}, noise=noise)}")
     return 0
 
 

@@ -25,11 +25,11 @@ import itertools
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from . import measure
-from .measure import fake_ranks, launch, print_tables, save, table_of
+from .measure import fake_ranks, interleave, launch, save_tables, table_of
 from .optimizers import matrices
 
 DIM, FFN, LAYERS = 64, 172, 2
@@ -134,16 +134,15 @@ def run(request: dict[str, Any]) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
     weights, grads = ([torch.randn(s, generator=generator) for s in SHAPES] for _ in range(2))
     built = {system: build(system, mesh, weights, grads) for system in SYSTEMS}
-    wall: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    cpu: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    for turn in range(request["rounds"] + 1):
-        for system, (_, optimizer) in built.items():
-            dist.barrier()
-            began = time.perf_counter(), time.process_time()
-            optimizer.step()
-            if turn:
-                wall[system].append((time.perf_counter() - began[0]) * 1e3)
-                cpu[system].append((time.process_time() - began[1]) * 1e3)
+
+    def wall_and_cpu(step: Callable[[], Any]) -> tuple[float, float]:
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
+
+    steps = {system: optimizer.step for system, (_, optimizer) in built.items()}
+    times = interleave(steps, request["rounds"], warm_up=1, timer=wall_and_cpu)
     exact = {}
     everything = sum(flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in SHAPES)
     with torch.no_grad():
@@ -158,7 +157,7 @@ def run(request: dict[str, Any]) -> dict[str, list[float]]:
         for system, (params, _) in built.items():
             full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
             exact[system].append(max(float((a - b).abs().max()) for a, b in zip(full, alone, strict=True)))
-    medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), *exact[s]] for s in SYSTEMS]
+    medians = [[*map(statistics.median, zip(*times[s], strict=True)), *exact[s]] for s in SYSTEMS]
     most = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return dict(zip(SYSTEMS, most.tolist(), strict=True))
@@ -268,17 +267,9 @@ def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     return Muon([matrix], method=method).assignment.domains[0].matrices[0].flops
 
 
-def all_tables() -> Iterator[dict[str, Any]]:
-    """The tables, each when it is measured."""
-    yield from steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)})
-    yield plans_table()
-
-
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables and save them. Counts are exact; the file says if the machine was too busy for the times."""
     parser.parse_args(arguments)
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
-    tables = [part for made in all_tables() for part in print_tables([made])]
-    noise = measure.verdict(busy, calibration, [])
-    print(f"written to {save('muon', {'tables': tables}, noise=noise)}")
-    return 0
+    tables = [*steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)}), plans_table()]
+    return save_tables("muon", tables, noise=measure.verdict(busy, calibration, []))

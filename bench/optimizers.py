@@ -24,8 +24,7 @@ from .measure import (
     interleave,
     launch,
     medians_ms,
-    print_tables,
-    save,
+    save_tables,
     table,
     table_of,
 )
@@ -199,9 +198,7 @@ def main_one_device(parser: ArgumentParser, arguments: list[str]) -> int:
     text = "Thread CPU milliseconds, medians; the ratio to the first system is taken within a turn."
     header = "optimizer; system; ms; ratio; quartiles"
     tables = [table_of("A step on plain tensors, one process", text, header, measure_plain(rounds))]
-    noise = measure.verdict(busy, calibration, [])
-    print(f"written to {save('one_device', {'tables': print_tables(tables)}, noise=noise)}")
-    return 0
+    return save_tables("one_device", tables, noise=measure.verdict(busy, calibration, []))
 
 
 # -- meshes: needs torchao ---------------------------------------------------------------------------------------------
@@ -253,9 +250,7 @@ def main_meshes(parser: ArgumentParser, arguments: list[str]) -> int:
     text += " weights of the two meshes after two steps."
     header = "optimizer; states on mesh (2, 1); on mesh (1, 2); weights differ by"
     title = "8-bit AdamW on meshes that replicate and that cut"
-    tables = print_tables([table_of(title, text, header, rows, exact=True)])
-    print(f"written to {save('meshes', {'tables': tables})}")
-    return 0
+    return save_tables("meshes", [table_of(title, text, header, rows, exact=True)])
 
 
 # -- shampoo: a small Llama in one process, 1.8M parameters ------------------------------------------------------------

@@ -108,17 +108,9 @@ def summary(folder: Path) -> list[str]:
              mib(f["peak"])]
             for label, f in (("fsdp_runtime", systems["ours"]), ("FSDP2", systems["fsdp2"]))
         ]  # fmt: skip
-        header = [
-            "64 ranks",
-            "MiB copied in forward",
-            "in backward",
-            "dispatcher calls",
-            "MiB live at the peak",
-        ]
-        out += [
-            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:",
-            table(header, rows),
-        ]
+        header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; MiB live at the peak"
+        about = "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:"
+        out += [about, table(header.split("; "), rows)]
     results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
     quiet = [item for item in results if not item["noise"]]
     busy = " Times of a busy machine are left out." if len(quiet) < len(results) else ""

@@ -23,7 +23,7 @@ import statistics
 from argparse import ArgumentParser
 from typing import Any
 
-from .measure import print_tables, save, table_of
+from .measure import save_tables, table_of
 
 VOCAB, CONTEXT, BATCH = 128, 64, 16
 DIM, LAYERS, HEADS, INNER = 64, 2, 4, 128
@@ -223,6 +223,4 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print and save."""
     parser.parse_args(arguments)
     figures = measure()
-    tables = print_tables(tables_of(figures))
-    print(f"written to {save('steps', {**figures, 'tables': tables})}")
-    return 0
+    return save_tables("steps", tables_of(figures), **figures)
