@@ -35,6 +35,7 @@ from .measure import (
     launch,
     memory_field,
     mib,
+    options_of,
     print_tables,
     record,
     save_tables,
@@ -128,10 +129,7 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
     add_keep_noisy(parser)
-    parser.add_argument("--workload", default="dense")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="dense", ranks=2, rounds=5)
     before = busy_share()
     request = {"workload": options.workload, "systems": COMPARED, "rounds": options.rounds}
     raw = launch(run, options.ranks, request)
@@ -292,10 +290,8 @@ def _save(way: str, model: Any, folder: Path) -> int:
 
 def main_weights(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables."""
-    parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--dtype", default="bfloat16")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, parameters=1e9, dtype="bfloat16")
     shapes = _shapes(options.parameters)
     rows: dict[str, list[list[Any]]] = {"load": [], "save": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -389,12 +385,10 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
 
 def main_convert(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
     parser.add_argument("--ranks", type=int, default=2, help="that load and export")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", help="for temporary files: twice the model (default: the system's)")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, parameters=1e9, dtype="bfloat16")
     shapes = _shapes(options.parameters, options.width)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = round_trip(Path(folder), shapes, options.dtype, options.ranks)

@@ -20,7 +20,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import counts, measure
-from .measure import add_keep_noisy, fake_ranks, in_turns, launch, mib, print_tables, record, table, table_of
+from .measure import (
+    add_keep_noisy,
+    fake_ranks,
+    in_turns,
+    launch,
+    mib,
+    options_of,
+    print_tables,
+    record,
+    table,
+    table_of,
+)
 from .models import WORKLOADS, batch_of, describe
 from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, left_out, why_not
 
@@ -343,17 +354,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
     add_keep_noisy(parser)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="dense")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", default=",".join(ALL), help="separated by commas")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="of each system in each round")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further round after these"
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
-    o = parser.parse_args(arguments)
+    o = options_of(parser, arguments, ranks=2, rounds=8)
     job = {key: getattr(o, key) for key in ("steps", "seconds", "optimizer", "precision")}
     systems, memory = o.systems.split(","), not o.no_memory
     figures, noise = speed(o.workload, o.ranks, systems=systems, num_rounds=o.rounds, memory=memory, **job)
@@ -424,9 +433,7 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
 def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
     add_keep_noisy(parser)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, ranks=2, rounds=8)
     figures, noise = ablate(options.ranks, options.rounds)
     figures["tables"] = print_tables(ablation_tables(figures))
     return record("ablation", figures, noise, options.keep_noisy)

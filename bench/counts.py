@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import calls
-from .measure import ROOT, fake_ranks, launch, mib, save, save_tables, table, table_of
+from .measure import ROOT, fake_ranks, launch, mib, options_of, save, save_tables, table, table_of
 from .models import WORKLOADS, batch_of
 from .systems import SYSTEMS, Job, Trainer, build, why_not
 from .tally import Tally
@@ -269,10 +269,9 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
 
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, print, write."""
-    parser.add_argument("--workload", default="counts")
     parser.add_argument("--simulated-only", action="store_true", help="leave the real ranks out")
     parser.add_argument("--write-expected", action="store_true", help=f"only write {EXPECTED.name} again")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts")
     if options.write_expected:
         write_expected()
         return 0
@@ -361,11 +360,9 @@ def main_zero(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, compare with the formulas, print and save."""
     from .models import build as build_model
 
-    parser.add_argument("--workload", default="counts")
-    parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts", ranks=64)
     workload, rows = WORKLOADS[options.workload], []
     model = build_model(workload.shape)
     total, blocks = nbytes_of(model.parameters()), nbytes_of(model.blocks.parameters())

@@ -19,7 +19,7 @@ from argparse import ArgumentParser
 from functools import partial
 from typing import Any
 
-from .measure import interleave, launch, mib, save_tables, seconds_of, table, table_of
+from .measure import interleave, launch, mib, options_of, save_tables, seconds_of, table, table_of
 
 WAYS = {
     "full_tensor": "full_tensor() of each parameter",
@@ -83,10 +83,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-6)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, width=512, layers=8, lr=1e-6)
     rows = []
     for ranks in options.ranks:
         results = launch(run, ranks, vars(options))
@@ -188,10 +185,7 @@ def run_offload(request: dict[str, Any]) -> dict[str, Any]:
 
 def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, time, print and save."""
-    parser.add_argument("--workload", default="dense")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="dense", ranks=8, rounds=5)
     figures = run_offload(vars(options))
     base, rows = figures["seconds"]["none"], []
     for kinds, counts in figures["counts"].items():

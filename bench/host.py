@@ -30,6 +30,7 @@ from .measure import (
     fake_ranks,
     interleave,
     launch,
+    options_of,
     print_tables,
     record,
     spread,
@@ -190,10 +191,8 @@ def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
     add_keep_noisy(parser)
-    parser.add_argument("--workload", default="counts")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="only print the last table, tiny parameters")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts", rounds=9)
     if options.tiny:
         print_tables([_params_table(measure_params(5 * options.rounds))])
         return 0
@@ -247,8 +246,7 @@ def measure_clip(elements: int, rounds: int) -> dict[str, float]:
 def main_clip(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure and print."""
     parser.add_argument("--elements", type=int, default=1024, help="of each parameter")
-    parser.add_argument("--rounds", type=int, default=60)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, rounds=60)
     times = measure_clip(options.elements, options.rounds)
     plain = times["plain tensors"]
     rows = [[n, f"{took:.0f}", f"{took / plain:.2f}", CLIP_GOALS.get(n, "")] for n, took in times.items()]

@@ -263,6 +263,15 @@ def memory_field(file: str, *fields: str) -> int:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
+def options_of(
+    parser: argparse.ArgumentParser, arguments: list[str], **defaults: int | float | str
+) -> argparse.Namespace:
+    """Parse the rest of the line, with an option for each default, of the default's type."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser.parse_args(arguments)
+
+
 def add_keep_noisy(parser: argparse.ArgumentParser) -> None:
     """Add the option of commands that `record` times."""
     parser.add_argument("--keep-noisy", action="store_true", help="record on a busy machine too, marked so")

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import measure
 from .compare import PARTS, Clock, build_all, noise_of, summarise
-from .measure import FOLDER, ROOT, add_keep_noisy, mib, print_tables, record, table_of
+from .measure import FOLDER, ROOT, add_keep_noisy, mib, options_of, print_tables, record, table_of
 from .models import WORKLOADS
 from .systems import SYSTEMS, Job, Trainer, left_out
 
@@ -200,9 +200,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     add_keep_noisy(parser)
     parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
     parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plot", action="store_true", help="draw the recorded figures, measure nothing")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, rounds=5)
     if options.plot:
         (recorded,) = measure.load_all("network")
         plot(recorded["figures"], FOLDER / "network.svg")

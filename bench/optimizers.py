@@ -24,6 +24,7 @@ from .measure import (
     interleave,
     launch,
     medians_ms,
+    options_of,
     save_tables,
     table,
     table_of,
@@ -128,8 +129,7 @@ def measure_steps(rounds: int) -> dict[str, float]:
 
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser.add_argument("--rounds", type=int, default=25)
-    times = measure_steps(parser.parse_args(arguments).rounds)
+    times = measure_steps(options_of(parser, arguments, rounds=25).rounds)
     rows = [[name, f"{ms:.3f}", f"{ms / times[FLAT]:.2f}"] for name, ms in times.items()]
     print(table(["optimizer and parameters", "ms", "of one flat tensor's"], rows))
     return 0
@@ -192,8 +192,7 @@ def measure_plain(rounds: int) -> list[list[str]]:
 
 def main_one_device(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table and save it; the file says if the machine was too busy."""
-    parser.add_argument("--rounds", type=int, default=25)
-    rounds = parser.parse_args(arguments).rounds
+    rounds = options_of(parser, arguments, rounds=25).rounds
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
     text = "Thread CPU milliseconds, medians; the ratio to the first system is taken within a turn."
     header = "optimizer; system; ms; ratio; quartiles"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .measure import fake_ranks, interleave, launch, medians_ms, table
+from .measure import fake_ranks, interleave, launch, medians_ms, options_of, table
 from .models import WORKLOADS, groups_of
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------
@@ -301,8 +301,7 @@ def measure_buffer(world_size: int, dtype: str, rounds: int) -> dict[tuple[str, 
 
 def main_buffer(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds, rows = parser.parse_args(arguments).rounds, []
+    rounds, rows = options_of(parser, arguments, rounds=15).rounds, []
     for world_size in WORLD_SIZES:
         for dtype in DTYPES:
             times = measure_buffer(world_size, dtype, rounds)
@@ -365,10 +364,9 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
 
 def main_exchange(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table: wall of rank 0, CPU of all ranks together."""
-    parser.add_argument("--rounds", type=int, default=27)
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="separated by commas")
     parser.add_argument("--mib", default="12", help="gathered; several are separated by commas")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, rounds=27)
     rows = []
     for ranks in map(int, options.ranks.split(",")):
         for size in map(float, options.mib.split(",")):
