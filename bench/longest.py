@@ -48,7 +48,8 @@ class Side:
 SIDES = {
     "fsdp2": Side("fsdp2", "float32", "torch.optim.AdamW, fp32 parameters and states: 16 bytes a parameter"),
     "fsdp2-bf16": Side("fsdp2", "bfloat16", "torch.optim.AdamW, bf16 parameters and states: 8 bytes a parameter"),
-    "ours": Side("fsdp_runtime", "bfloat16", "AdamW8bit, bf16 parameters, stochastic rounding: 6 bytes a parameter"),
+    "ours": Side("fsdp_runtime", "bfloat16",
+                 "AdamW8bit, bf16 parameters, rounded stochastically: 6 bytes a parameter, 12 in the embedding"),
 }  # fmt: skip
 
 

@@ -4,12 +4,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import gpu, longest, measure, rates
 from bench.kernels import CASES
+from bench.measure import fake_ranks
 
+from fsdp_runtime.train.model import losses_of
 from ragged_shard import CPU
 from ragged_shard.testing import RankError
 
@@ -98,6 +101,28 @@ def test_an_error_that_is_not_of_memory_fails_the_piece(tmp_path):
     piece = DRY["longest-2-ours"]
     broken = gpu.Piece("x", piece.worker, 1, {**piece.request, "sizes": {**longest.TINY, "dim": -1}}, 60)
     assert "dim is -1" in gpu.run_piece(broken, tmp_path, 60)["failed"]
+
+
+@pytest.mark.parametrize(
+    ("side", "matrix", "embedding"), [("fsdp2", 16, 16), ("fsdp2-bf16", 8, 8), ("ours", 6, 12)]
+)
+def test_a_side_takes_the_bytes_a_parameter_that_it_names(side, matrix, embedding):
+    with fake_ranks(1) as mesh:
+        model, optimizer = longest.build(
+            longest.SIDES[side], {**longest.TINY, "vocab_size": 1024}, CPU.type, mesh
+        )
+        losses_of(model, *torch.randint(1024, (2, 1, 16)))[0].backward()
+        optimizer.step()
+        for name, expected in (("blocks.0.ff.w_up.weight", matrix), ("embed.weight", embedding)):
+            param = model.get_parameter(name)
+            tensors = [
+                param,
+                param.grad,
+                *(state for state in optimizer.state[param].values() if state.numel() > 1),
+            ]
+            assert sum(t.numel() * t.element_size() for t in tensors) / param.numel() == pytest.approx(
+                expected, rel=0.01
+            )
 
 
 def test_the_model_of_the_longest_context_has_the_size_of_llama_3_8b():
