@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from argparse import ArgumentParser
 
 # command: its module, its function there, and what it does
 COMMANDS = {
@@ -50,7 +51,8 @@ COMMANDS = {
     "shampoo": ("optimizers", "main_shampoo", "block-optim: Shampoo's and SOAP's step and memory"),
     "steps": ("steps", "main", "block-optim: steps of each optimizer to one loss, over ten seeds"),
     "kernels": ("kernels", "main", "block-optim: what the Triton kernels compile to, without a GPU"),
-    "muon": ("muon", "main", "block-optim: Muon's step, Newton-Schulz, plans for large models"),
+    "muon": ("muon", "main", "block-optim: Muon's step, plans for large models"),
+    "rates": ("rates", "main", "Newton-Schulz, 8-bit AdamW and decoding: TFLOP/s and GB/s, others' too"),
 }
 
 
@@ -61,9 +63,9 @@ def main(arguments: list[str]) -> int:
         print("python -m bench COMMAND [--help]\n")
         print("\n".join(f"  {command:{width}}  {text}" for command, (*_, text) in COMMANDS.items()))
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
-    module, function, _ = COMMANDS[arguments[0]]
+    module, function, text = COMMANDS[arguments[0]]
     command = getattr(importlib.import_module(f".{module}", __package__), function)
-    return command(arguments[1:]) or 0
+    return int(command(ArgumentParser(f"python -m bench {arguments[0]}", description=text), arguments[1:]))
 
 
 if __name__ == "__main__":

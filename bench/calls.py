@@ -12,13 +12,15 @@ between Python releases.
 """
 
 import sys
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .measure import fake_ranks, launch, parser_of, table
+from .measure import fake_ranks, launch, table
+from .systems import fully_shard_of
 
 PARTS = ("wrap", "forward", "backward")
 SYSTEMS = {"ours": "fsdp_runtime", "fsdp2": "FSDP2"}
@@ -139,9 +141,8 @@ def at_most() -> dict[str, int]:
     return {part: counts[part]["calls"] for part in PARTS}
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count and print."""
-    parser = parser_of("calls", __doc__)
     parser.add_argument("--show", choices=PARTS, help="also list the calls of our own functions in this part")
     options = parser.parse_args(arguments)
     counts = measure(options.show)
@@ -171,14 +172,12 @@ def train(system: str, how: str | None, backend: str = "aot_eager") -> dict[str,
     """Losses of three steps of the workload "tiny", its blocks units; with `how` also graphs, and breaks by reason."""
     import torch
     import torch._dynamo.utils
-    from torch.distributed import fsdp
 
-    import fsdp_runtime
     from fsdp_runtime.train.model import losses_of
 
     from .models import WORKLOADS, batch_of
 
-    apply: Any = fsdp.fully_shard if system == "fsdp2" else fsdp_runtime.fully_shard
+    apply = fully_shard_of(system)
     what, _, when = (how or "").partition(", ")
     counters, tiny = torch._dynamo.utils.counters, WORKLOADS["tiny"]
     torch._dynamo.reset()
@@ -215,9 +214,8 @@ def agree(losses: list[float], others: list[float]) -> bool:
     return all(abs(a - b) <= NEAR * abs(b) for a, b in zip(losses, others, strict=True))
 
 
-def main_compile(arguments: list[str]) -> int:
+def main_compile(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table of graphs; 1 if compiled losses differ from those of eager."""
-    parser = parser_of("compile", "Graphs and graph breaks of torch.compile on sharded models.")
     parser.add_argument("--backend", default="aot_eager", choices=("eager", "aot_eager", "inductor"))
     options = parser.parse_args(arguments)
     eager = {system: train(system, None)["losses"] for system in COMPILED}

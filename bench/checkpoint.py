@@ -16,13 +16,13 @@ Conversion: random weights are written, loaded by the ranks, exported by them, c
 converted back; each folder goes when the next is complete, and all tensors must have the bytes that were written.
 """
 
-import importlib
 import shutil
 import statistics
 import tempfile
 import threading
 import time
 import zlib
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,20 @@ from typing import Any
 from .compare import Clock, build_all, noise_of
 from .measure import (
     CpuTimes,
+    add_keep_noisy,
     busy_share,
-    in_turns,
     launch,
     memory_field,
     mib,
-    parser_of,
+    options_of,
     print_tables,
     record,
-    save,
+    save_tables,
     spread,
     table,
     table_of,
 )
-from .systems import SYSTEMS, Job, Trainer
+from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out
 
 COMPARED = ["ddp", "ours", "fsdp2"]
 LOAD = {
@@ -69,14 +69,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     clock = Clock(job)
     for trainer in trainers.values():
         clock.mean_losses(trainer, 2)
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     sizes: dict[str, int] = {}
-    calibration = []
-    for names in in_turns(list(trainers), request["rounds"]):
-        calibration.append(clock.calibrate())
-        for name in names:
-            times, sizes[name] = _round_trip(trainers[name], clock)
-            samples[name].append(times)
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        times, sizes[trainer.name] = _round_trip(trainer, clock)
+        return times
+
+    samples, calibration = clock.samples(trainers, request["rounds"], sample)
     about = {
         "workload": job.workload.name,
         "ranks": dist.get_world_size(),
@@ -123,18 +122,14 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             [SYSTEMS[name].label, f"{saving:.0f}", f"{loading:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
         )
-    text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state. "
-    text += " ".join(f"{SYSTEMS[n].label} is missing: {why}." for n, why in raw["skipped"].items())
+    text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state." + left_out(raw["skipped"])
     return [table_of("Checkpoints", text, "system; save ms; load ms; MiB on disk; spread", rows)]
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("checkpoint", __doc__, timed=True)
-    parser.add_argument("--workload", default="dense")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    add_keep_noisy(parser)
+    options = options_of(parser, arguments, workload="dense", ranks=2, rounds=5)
     before = busy_share()
     request = {"workload": options.workload, "systems": COMPARED, "rounds": options.rounds}
     raw = launch(run, options.ranks, request)
@@ -221,8 +216,7 @@ def run_weights(request: dict[str, Any]) -> dict[str, Any]:
 
     ours = request["way"].startswith("ours")
     folder, shapes = Path(request["folder"]), request["shapes"]
-    shard: Any = importlib.import_module("fsdp_runtime" if ours else "torch.distributed.fsdp").fully_shard
-    model = _model(shapes, request["dtype"], shard)
+    model = _model(shapes, request["dtype"], fully_shard_of("ours" if ours else "fsdp2"))
     results = {}
     for action, act in (("load", _load), ("save", _save)):
         dist.barrier()
@@ -294,15 +288,10 @@ def _save(way: str, model: Any, folder: Path) -> int:
     return 0
 
 
-def main_weights(arguments: list[str]) -> int:
+def main_weights(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables."""
-    parser = parser_of(
-        "weights", "Weights in and out of a model of a billion parameters: bytes and peak memory."
-    )
-    parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--dtype", default="bfloat16")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, parameters=1e9, dtype="bfloat16")
     shapes = _shapes(options.parameters)
     rows: dict[str, list[list[Any]]] = {"load": [], "save": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -394,17 +383,12 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
     return rows
 
 
-def main_convert(arguments: list[str]) -> int:
+def main_convert(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of(
-        "convert", "A model loaded, exported, converted to DCP and back: seconds, peak memory."
-    )
-    parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
     parser.add_argument("--ranks", type=int, default=2, help="that load and export")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", help="for temporary files: twice the model (default: the system's)")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, parameters=1e9, dtype="bfloat16")
     shapes = _shapes(options.parameters, options.width)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = round_trip(Path(folder), shapes, options.dtype, options.ranks)
@@ -413,5 +397,4 @@ def main_convert(arguments: list[str]) -> int:
     text += "Peak: the most that a process's memory rises, without pages of files."
     title = f"Weights through files, {billions}"
     tables = [table_of(title, text, "step; processes; MiB; peak MiB; s", rows, exact=True)]
-    print(f"written to {save(f'convert-{billions}', {'tables': print_tables(tables)})}")
-    return 0
+    return save_tables(f"convert-{billions}", tables)

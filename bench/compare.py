@@ -14,14 +14,26 @@ process's peak cannot be divided among systems. Exit code 3, and nothing written
 import itertools
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from . import counts, measure
-from .measure import fake_ranks, in_turns, launch, mib, parser_of, print_tables, record, table, table_of
+from .measure import (
+    add_keep_noisy,
+    fake_ranks,
+    in_turns,
+    launch,
+    mib,
+    options_of,
+    print_tables,
+    record,
+    table,
+    table_of,
+)
 from .models import WORKLOADS, batch_of, describe
-from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, why_not
+from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, left_out, why_not
 
 OURS = ["ours", "ours-peer-memory", "ours-collectives"]
 ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed"]
@@ -128,6 +140,24 @@ class Clock:
         }
         return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": foreign}
 
+    def samples(
+        self,
+        trainers: dict[str, Trainer],
+        num_rounds: int,
+        sample: Callable[[Trainer], dict[str, float]],
+        seconds: float = float("inf"),
+    ) -> tuple[dict[str, list[dict[str, float]]], list[float]]:
+        """Samples of trainers that take turns, and a calibration for each round; after `seconds` none begins."""
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+        calibration: list[float] = []
+        for names in in_turns(list(trainers), num_rounds):
+            if calibration and self.elapsed() > seconds:
+                break
+            calibration.append(self.calibrate())
+            for name in names:
+                taken[name].append(sample(trainers[name]))
+        return taken, calibration
+
     def _now(self) -> float:
         if self.job.device == "cuda":
             import torch
@@ -166,18 +196,17 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
             del trainers[name]
     if not trainers:
         raise RuntimeError(f"no system is left to measure: {skipped}")
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-    calibration: list[float] = []
-    for names in in_turns(list(trainers), request["rounds"]):
-        if calibration and clock.elapsed() > request.get("seconds", float("inf")):
-            break
-        calibration.append(clock.calibrate())
-        for name in names:
-            samples[name].append(clock.measure(trainers[name], request["steps"]))
-            if simulation is not None:
-                with no_delay(simulation):
-                    free[name].append(clock.measure(trainers[name], request["steps"]))
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        taken = clock.measure(trainer, request["steps"])
+        if simulation is not None:
+            with no_delay(simulation):
+                free[trainer.name].append(clock.measure(trainer, request["steps"]))
+        return taken
+
+    limit = request.get("seconds", float("inf"))
+    samples, calibration = clock.samples(trainers, request["rounds"], sample, seconds=limit)
     about = {"ranks": dist.get_world_size(), "simulate": request.get("simulate"), "device": job.device}
     about |= {"optimizer": job.optimizer, "precision": job.precision, "workload": describe(job.workload)}
     measured = {"samples": samples, "free": free, "calibration": calibration}
@@ -215,7 +244,6 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     and what it has reserved and not allocated in the end; `request["allocator"]`: its settings.
     """
     import torch
-    import torch.distributed as dist
 
     job = Job.of(request)
     if reason := why_not(request["system"], job):
@@ -226,17 +254,25 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
         )  # before anything is allocated; the variable came too early
     trainer = build(request["system"], job)
     loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
-    rss = {
+    return {"loss": loss, **peaks(job.device)}
+
+
+def peaks(device: str) -> dict[str, int]:
+    """Bytes of memory of this process until now, the most of any rank; see `footprint`."""
+    import torch
+    import torch.distributed as dist
+
+    found = {
         "start": measure.memory_field("status", "VmHWM"),
         "pss": measure.memory_field("smaps_rollup", "Pss"),
     }
-    if job.device == "cuda":
-        rss["cuda_reserved"] = torch.cuda.max_memory_reserved()
-        rss["cuda_allocated"] = torch.cuda.max_memory_allocated()
-        rss["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    values = torch.tensor(list(rss.values()), dtype=torch.float64, device=job.device)
+    if device == "cuda":
+        found["cuda_reserved"] = torch.cuda.max_memory_reserved()
+        found["cuda_allocated"] = torch.cuda.max_memory_allocated()
+        found["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    values = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return {"loss": loss, **{name: int(value) for name, value in zip(rss, values, strict=True)}}
+    return {name: int(value) for name, value in zip(found, values, strict=True)}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -299,15 +335,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
     """Markdown: one row a system, with the times of `parts`; below it the systems that could not run, and why."""
-    header = [
-        "system",
-        "tokens/s",
-        "x FSDP2",
-        "x DDP",
-        "CPU s/step",
-        *(f"{part} ms" for part in parts),
-        "spread",
-    ]
+    header = ["system", "tokens/s", "x FSDP2", "x DDP", "CPU s/step", *(f"{p} ms" for p in parts), "spread"]
     pss = any("pss" in memory for memory in figures["memory"].values())
     rows = []
     for name, t in figures["times"].items():
@@ -318,33 +346,26 @@ def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
         cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
         cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in parts), f"{t['spread']:.1%}"]
         rows.append([SYSTEMS[name].label, *cells, *(mib(nbytes) if nbytes else "" for nbytes in memory)])
-    missing = [
-        f"\n{SYSTEMS[n].label} is not in the table: {w}."
-        for n, w in figures["skipped"].items()
-        if n in SYSTEMS
-    ]
-    return "\n".join([table([*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss], rows), *missing])
+    header = [*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss]
+    return table(header, rows) + left_out(figures["skipped"], before="\n\n")
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("speed", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="dense")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", default=",".join(ALL), help="separated by commas")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="of each system in each round")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further round after these"
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
-    o = parser.parse_args(arguments)
-    figures, noise = speed(
-        o.workload, o.ranks, systems=o.systems.split(","), num_rounds=o.rounds, steps=o.steps, seconds=o.seconds,
-        memory=not o.no_memory, optimizer=o.optimizer, precision=o.precision,
-    )  # fmt: skip
+    o = options_of(parser, arguments, ranks=2, rounds=8)
+    job = {key: getattr(o, key) for key in ("steps", "seconds", "optimizer", "precision")}
+    systems, memory = o.systems.split(","), not o.no_memory
+    figures, noise = speed(o.workload, o.ranks, systems=systems, num_rounds=o.rounds, memory=memory, **job)
     done = max(map(len, figures["samples"].values()))
     print(
         f"{o.workload}, {o.ranks} ranks, {o.optimizer}, {o.precision}; {done} rounds\n\n{as_table(figures)}"
@@ -396,9 +417,7 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
              f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
             for n, t in times.items()
         ]  # fmt: skip
-        text += "".join(
-            f" {SYSTEMS[n].label} is not in the table: {why}." for n, why in raw["skipped"].items()
-        )
+        text += left_out(raw["skipped"])
         header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
         out.append(table_of(f"Ablation, {figures['ranks']} real ranks: {key}", text, header, rows))
     rows = [
@@ -411,12 +430,10 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return [*out, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
 
 
-def main_ablation(arguments: list[str]) -> int:
+def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("ablation", "The same step with one idea taken away.", timed=True)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args(arguments)
+    add_keep_noisy(parser)
+    options = options_of(parser, arguments, ranks=2, rounds=8)
     figures, noise = ablate(options.ranks, options.rounds)
     figures["tables"] = print_tables(ablation_tables(figures))
     return record("ablation", figures, noise, options.keep_noisy)

@@ -16,11 +16,12 @@ rank receives in a step, in nodes and between them, by the process groups of its
 """
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from typing import Any
 
 from . import calls
-from .measure import ROOT, fake_ranks, launch, mib, parser_of, print_tables, save, table, table_of
+from .measure import ROOT, fake_ranks, launch, mib, options_of, save, save_tables, table, table_of
 from .models import WORKLOADS, batch_of
 from .systems import SYSTEMS, Job, Trainer, build, why_not
 from .tally import Tally
@@ -266,13 +267,11 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> str:
     return table(["ranks", "system", *(f"{kind} MiB" for kind in KINDS)], rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, print, write."""
-    parser = parser_of("counts", __doc__)
-    parser.add_argument("--workload", default="counts")
     parser.add_argument("--simulated-only", action="store_true", help="leave the real ranks out")
     parser.add_argument("--write-expected", action="store_true", help=f"only write {EXPECTED.name} again")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts")
     if options.write_expected:
         write_expected()
         return 0
@@ -357,16 +356,13 @@ def zero_formula(
     return (gathers + reductions) * (ranks - 1) / ranks, inside
 
 
-def main_zero(arguments: list[str]) -> int:
+def main_zero(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, compare with the formulas, print and save."""
     from .models import build as build_model
 
-    parser = parser_of("zero", "Bytes that ZeRO's stages and hpZ send in a step, counted and by formula.")
-    parser.add_argument("--workload", default="counts")
-    parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts", ranks=64)
     workload, rows = WORKLOADS[options.workload], []
     model = build_model(workload.shape)
     total, blocks = nbytes_of(model.parameters()), nbytes_of(model.blocks.parameters())
@@ -382,6 +378,4 @@ def main_zero(arguments: list[str]) -> int:
         "a rank receives in a step over all ranks and inside its node; padding is above the formula."
     )
     header = "recipe; microbatches; all ranks; in the node; by formula; in the node, by formula; difference"
-    tables = print_tables([table_of("Bytes of ZeRO's stages", text, header, rows, exact=True)])
-    print(f"written to {save('zero', {'tables': tables})}")
-    return 0
+    return save_tables("zero", [table_of("Bytes of ZeRO's stages", text, header, rows, exact=True)])

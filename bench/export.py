@@ -15,9 +15,11 @@ overlaps, and "device" and CPU memory are equally fast.
 
 import statistics
 import time
+from argparse import ArgumentParser
+from functools import partial
 from typing import Any
 
-from .measure import in_turns, launch, mib, parser_of, print_tables, save, table, table_of
+from .measure import interleave, launch, mib, options_of, save_tables, seconds_of, table, table_of
 
 WAYS = {
     "full_tensor": "full_tensor() of each parameter",
@@ -78,14 +80,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("export", "Whole weights, or what one small step changed: bytes and peak memory.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-6)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, width=512, layers=8, lr=1e-6)
     rows = []
     for ranks in options.ranks:
         results = launch(run, ranks, vars(options))
@@ -148,15 +146,10 @@ def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
         figures["rest"], device.pools.peak = held(), dict(device.pools.used)
         device.copied_out = device.copied_in = 0
         step(2, lambda: figures.update(forward=held()))
-        return {
-            **figures,
-            "peak": device.pools.reserved,
-            "out": device.copied_out,
-            "back": device.copied_in,
-        }
+        return {**figures, "peak": device.pools.reserved, "out": device.copied_out, "back": device.copied_in}
 
 
-def time_offload(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
+def offload_seconds(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step of each kind, in turns."""
     import torch
 
@@ -174,15 +167,11 @@ def time_offload(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
         def unregister_memory(self, address: int) -> None:
             pass
 
-    times: dict[str, list[float]] = {kinds: [] for kinds in KINDS}
     with use_device_layer(Tier(torch.device("cpu:0"))), simulated_ranks(ranks):
-        steps = {kinds: _trainer(workload, kinds) for kinds in KINDS}
-        for number, names in enumerate(in_turns(list(KINDS), rounds + 2)):
-            for kinds in names:
-                began = time.perf_counter()
-                steps[kinds](number)
-                times[kinds].append(time.perf_counter() - began)
-    return {kinds: statistics.median(seconds[2:]) for kinds, seconds in times.items()}
+        by_wall = partial(seconds_of, clock=time.perf_counter)
+        steps = {kinds: partial(_trainer(workload, kinds), 0) for kinds in KINDS}
+        times = interleave(steps, rounds, warm_up=2, timer=by_wall, shuffled=True)
+    return {kinds: statistics.median(seconds) for kinds, seconds in times.items()}
 
 
 def run_offload(request: dict[str, Any]) -> dict[str, Any]:
@@ -191,18 +180,12 @@ def run_offload(request: dict[str, Any]) -> dict[str, Any]:
 
     workload, ranks = WORKLOADS[request["workload"]], request["ranks"]
     counts = {kinds: count_offload(workload, kinds, ranks) for kinds in KINDS}
-    return {"counts": counts, "seconds": time_offload(workload, ranks, request["rounds"])}
+    return {"counts": counts, "seconds": offload_seconds(workload, ranks, request["rounds"])}
 
 
-def main_offload(arguments: list[str]) -> int:
+def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
     """Count, time, print and save."""
-    parser = parser_of(
-        "offload", "Activations, gradients and states in CPU memory: bytes held and moved, step time."
-    )
-    parser.add_argument("--workload", default="dense")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="dense", ranks=8, rounds=5)
     figures = run_offload(vars(options))
     base, rows = figures["seconds"]["none"], []
     for kinds, counts in figures["counts"].items():
@@ -214,6 +197,4 @@ def main_offload(arguments: list[str]) -> int:
         "offload: medians in turns, copies overlap nothing."
     )
     header = "in CPU memory; at rest; after forward; peak; out; back; step time"
-    figures["tables"] = print_tables([table_of("Offload", text, header, rows, exact=True)])
-    print(f"written to {save('offload', figures)}")
-    return 0
+    return save_tables("offload", [table_of("Offload", text, header, rows, exact=True)], **figures)

@@ -6,6 +6,8 @@
     unused-SYSTEM[-expandable]
                              what the allocator holds and nobody uses after 100 steps of Qwen3-30B-A3B's layers
     memory-...-R-SYSTEM      peak reserved and allocated memory of one system, as rank 0 of R
+    longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see longest.py
+    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see rates.py
     profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
     graph                    a step captured into a CUDA graph, and the same step without
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
@@ -22,14 +24,27 @@ import re
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from . import longest, rates
 from .compare import PARTS, Clock, build_all, footprint, rounds, summarise
-from .measure import ROOT, commit, describe, interleave, launch, medians_ms, mib, parser_of, table, table_of
+from .measure import (
+    ROOT,
+    commit,
+    cuda_seconds,
+    describe,
+    interleave,
+    launch,
+    medians_ms,
+    mib,
+    table,
+    table_of,
+)
 from .systems import SYSTEMS as KNOWN
 from .systems import Job
 
@@ -52,8 +67,8 @@ class Piece:
     limit: float
 
 
-def pieces(gpus: int, dry: bool) -> list[Piece]:
-    """What to run, the most telling first."""
+def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
+    """What to run, the most telling first; `layers` of the model of `longest`."""
     device, precision = ("cpu", "float32") if dry else ("cuda", "bfloat16")
     rounds_and_steps = {"rounds": 2, "steps": 1} if dry else {"rounds": 6, "steps": 3}
     base: dict[str, Any] = {"device": device, "precision": precision, **rounds_and_steps}
@@ -61,15 +76,8 @@ def pieces(gpus: int, dry: bool) -> list[Piece]:
         ("tiny", "tiny-moe", "tiny-moe") if dry else ("gpu-dense", "gpu-stacked", "gpu-experts")
     )
     everyone = ["plain", "ours", "fsdp2", "ddp", "fsdp1"]
-    out = [
-        Piece(
-            "one-rank",
-            rounds,
-            1,
-            {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone},
-            110,
-        )
-    ]
+    request = {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone}
+    out = [Piece("one-rank", rounds, 1, request, 110)]
     if gpus > 1 or dry:
         request = {**base, "workload": dense, "systems": ["ddp", "ours", "fsdp2", "fsdp1"]}
         out.append(Piece("real", rounds, 2 if dry else gpus, request, 110))
@@ -86,6 +94,20 @@ def pieces(gpus: int, dry: bool) -> list[Piece]:
             request = world(ranks, dense, system=system)
             out.append(Piece(f"memory-{dense}-{ranks}-{system}", footprint, 1, request, 60))
     out.append(Piece("profile-8", profiled, 1, world(8, dense, systems=list(PEERS)), 90))
+    for side in longest.SIDES:
+        request = {
+            "device": device,
+            "side": side,
+            "sizes": {**longest.SHAPE, "num_layers": layers},
+            "steps": 3,
+        }
+        request |= {"least": 1024, "most": 1 << 20}
+        if dry:
+            request |= {"sizes": longest.TINY, "least": 16, "most": 128, "steps": 1}
+            request["pretended_limit"] = 0 if side == "fsdp2" else 100
+        name = f"longest-{request['sizes']['num_layers']}-{side}"
+        out.append(Piece(name, longest.trained, max(1, gpus), request, 100))
+    out.append(Piece("rates", rates.measure, 1, {"device": device, "tiny": dry}, 200))
     if not dry:  # a CPU has no graphs
         out.append(Piece("graph", graphed, 1, {**base, "workload": "gpu-small", "systems": ["ours"]}, 90))
     for workload in (dense, stacked):
@@ -168,14 +190,8 @@ def graphed(request: dict[str, Any]) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-
-    def waited(run: Callable[[], None]) -> None:
-        run()
-        torch.cuda.synchronize()
-
-    calls = {"as it is": partial(waited, step), "graph": partial(waited, graph.replay)}
-    times = medians_ms(interleave(calls, 10, clock=time.perf_counter))
-    return {"graph": times, "skipped": skipped}
+    times = interleave({"as it is": step, "graph": graph.replay}, 10, timer=cuda_seconds)
+    return {"graph": medians_ms(times), "skipped": skipped}
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -212,14 +228,9 @@ def run_tests(package: str, out: Path, limit: float) -> dict[str, Any]:
 
 def outcome(log: str) -> dict[str, int]:
     """`{"passed": 12, "skipped": 3}` from pytest's last line."""
-    lines = [
-        line for line in log.splitlines() if re.search(r"\d+ (passed|failed|skipped|error|deselected)", line)
-    ]
-    return (
-        {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
-        if lines
-        else {}
-    )
+    words = r"(\d+) (passed|failed|skipped|error|deselected)"
+    found = [pairs for line in log.splitlines() if (pairs := re.findall(words, line))]
+    return {word: int(n) for n, word in found[-1] if word != "deselected"} if found else {}
 
 
 def run_piece(piece: Piece, out: Path, limit: float) -> dict[str, Any]:
@@ -227,6 +238,8 @@ def run_piece(piece: Piece, out: Path, limit: float) -> dict[str, Any]:
     from ragged_shard.testing import RankError
 
     try:
+        if piece.worker is longest.trained:
+            return longest.run_side(piece.ranks, piece.request, limit)
         answer: dict[str, Any] = launch(
             piece.worker, piece.ranks, {**piece.request, "out": str(out)}, timeout=limit
         )
@@ -237,7 +250,14 @@ def run_piece(piece: Piece, out: Path, limit: float) -> dict[str, Any]:
 
 
 def run(
-    out: Path, *, dry: bool, budget: float, skip_tests: bool, only: str = "", resume: bool = False
+    out: Path,
+    *,
+    dry: bool,
+    budget: float,
+    skip_tests: bool,
+    only: str = "",
+    resume: bool = False,
+    layers: int = 32,
 ) -> dict[str, Any]:
     """Everything that fits into the budget; what each piece gave, also as JSON of its own in `out`."""
     import torch
@@ -248,7 +268,7 @@ def run(
         work += [(f"tests-{package}", 200, partial(run_tests, package, out)) for package in TESTED]
     work += [
         (piece.name, piece.limit, partial(run_piece, piece, out))
-        for piece in pieces(torch.cuda.device_count(), dry)
+        for piece in pieces(torch.cuda.device_count(), dry, layers)
     ]
     results: dict[str, Any] = {}
     for name, limit, call in work:
@@ -263,7 +283,7 @@ def run(
         answer = call(min(limit, left - 5)) if left >= 25 else {"failed": f"no time left of {budget:.0f} s"}
         file.write_text(json.dumps(answer, indent=1))
         results[name] = answer
-        word = str(answer.get("failed", "done")).splitlines()[0]
+        word = str(answer.get("failed", answer.get("line", "done"))).splitlines()[0]
         print(f"{name}: {word} ({time.monotonic() - began:.0f} s)", flush=True)
     return {"dry_run": dry, "pieces": results, "seconds": time.monotonic() - start}
 
@@ -309,6 +329,7 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
         for system, w in pieces.get("profile-8", {}).get("profile", {}).items()
     ]
     graph = [[name, f"{ms:.2f}"] for name, ms in pieces.get("graph", {}).get("graph", {}).items()]
+    contexts = [longest.row_of(name, p) for name, p in pieces.items() if "trials" in p]
     skipped = {(KNOWN[s].label, why) for p in pieces.values() for s, why in p.get("skipped", {}).items()}
     tables: list[tuple[str, str, str, list[list[Any]]]] = [
         ("", text, "world; system; step ms; x FSDP2; forward ms; backward ms; optimizer ms; spread", rows),
@@ -316,16 +337,18 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
          "world and system; reserved MiB; allocated MiB; unused MiB; RSS MiB", memory),
         (": one step", "Host time is without waiting; the stream with the most kernels is idle between them.",
          "system; kernels; copies; launches; host ms; idle", work),
+        (": the longest context of an 8B full fine-tune", longest.ABOUT, longest.HEADER, contexts),
         (": CUDA graph", "The whole step, ours.", "step; ms", graph),
         (": exposed communication", "Step minus the same step with no delay on the wire.",
          "world; system; exposed ms; share of the step", exposed),
         (": not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),
     ]  # fmt: skip
-    return [
+    made = [
         table_of(title + name, about, header, lines)
         for name, about, header, lines in tables
         if lines or not name
     ]
+    return [*made, *(rates.table(piece) for piece in pieces.values() if "rates" in piece)]
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -337,24 +360,29 @@ def summary(content: dict[str, Any]) -> str:
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
     import torch
 
-    parser = parser_of("gpu", __doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (540)")
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--only", default="", help="pieces whose names begin so; several separated by commas")
     parser.add_argument("--resume", action="store_true", help="keep results that OUT has already")
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B model in longest-LAYERS-SIDE (32)")
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         print("torch sees no CUDA device; --dry-run tries the path on a CPU", file=sys.stderr)
         return 1
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = {"only": options.only, "resume": options.resume, "skip_tests": options.skip_tests}
+    chosen = {
+        "only": options.only,
+        "resume": options.resume,
+        "skip_tests": options.skip_tests,
+        "layers": options.layers,
+    }
     figures = run(options.out, dry=options.dry_run, budget=options.budget, **chosen)
     content: dict[str, Any] = {"machine": describe(), "commit": commit(), "noise": [], "figures": figures}
     figures["tables"] = report_tables(content)

@@ -17,6 +17,7 @@ import importlib
 import resource
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,20 @@ from typing import Any
 
 from . import calls, measure
 from .compare import PARTS, build_all, parts_of
-from .measure import fake_ranks, interleave, launch, parser_of, print_tables, record, spread, table, table_of
+from .measure import (
+    add_keep_noisy,
+    fake_ranks,
+    interleave,
+    launch,
+    options_of,
+    print_tables,
+    record,
+    spread,
+    table,
+    table_of,
+)
 from .models import WORKLOADS, batch_of, sum_units
-from .systems import SYSTEMS, Job, Trainer
+from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out
 
 SIMULATED = (8, 64, 1024)
 COMPARED = ("ours", "fsdp2")
@@ -61,19 +73,11 @@ def _step(trainer: Trainer, batch: Any) -> dict[str, float]:
     return {**seconds, "faults": resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults}
 
 
-def _fully_shard_of(system: str) -> Any:
-    import torch.distributed.fsdp as fsdp2
-
-    import fsdp_runtime
-
-    return {"ours": fsdp_runtime, "fsdp2": fsdp2}[system].fully_shard
-
-
 def _sharded(system: str, model: Any, mesh: Any) -> Any:
     """The model with each child and the root as a unit; unchanged for "plain"."""
     if system != "plain":
         for module in (*model, model):
-            _fully_shard_of(system)(module, mesh=mesh)
+            fully_shard_of(system)(module, mesh=mesh)
     return model
 
 
@@ -156,8 +160,7 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         " the same model's without sharding, in the same round. Page faults are memory that torch's CPU allocator took"
         " from the kernel again; on a GPU there are none."
     )
-    for name, reason in figures.get("skipped", {}).items():
-        text += f" {SYSTEMS[name].label} is not in the table: {reason}."
+    text += left_out(figures.get("skipped", {}))
     out = [table_of("Host time with nothing on the wire", text, header, rows)]
     if units := figures.get("units"):
         rows = [
@@ -185,13 +188,11 @@ def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
     return table_of("Host time of tiny parameters", text, f"system; {columns}; one gradient, us", rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("host", __doc__, timed=True)
-    parser.add_argument("--workload", default="counts")
-    parser.add_argument("--rounds", type=int, default=9)
+    add_keep_noisy(parser)
     parser.add_argument("--tiny", action="store_true", help="only print the last table, tiny parameters")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, workload="counts", rounds=9)
     if options.tiny:
         print_tables([_params_table(measure_params(5 * options.rounds))])
         return 0
@@ -242,12 +243,10 @@ def measure_clip(elements: int, rounds: int) -> dict[str, float]:
         return {name: 1e6 * min(times) for name, times in interleave(ways, rounds, warm_up=0).items()}
 
 
-def main_clip(arguments: list[str]) -> int:
+def main_clip(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure and print."""
-    parser = parser_of("clip", "Thread CPU time of clipping 512 parameters by the norm of all gradients.")
     parser.add_argument("--elements", type=int, default=1024, help="of each parameter")
-    parser.add_argument("--rounds", type=int, default=60)
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, rounds=60)
     times = measure_clip(options.elements, options.rounds)
     plain = times["plain tensors"]
     rows = [[n, f"{took:.0f}", f"{took / plain:.2f}", CLIP_GOALS.get(n, "")] for n, took in times.items()]
@@ -285,7 +284,7 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
 
         def apply() -> None:
             for module in (*model[-1], model):
-                _fully_shard_of(system)(module, mesh=mesh)
+                fully_shard_of(system)(module, mesh=mesh)
 
         began = time.thread_time()
         if count:
@@ -296,11 +295,8 @@ def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
         return time.thread_time() - began, sum(spy.functions.values())
 
 
-def main_wrap(arguments: list[str]) -> int:
+def main_wrap(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure and print."""
-    parser = parser_of(
-        "wrap", "CPU time of `fully_shard` of a large model on the meta device, and its growth."
-    )
     parser.add_argument("--tensors", type=int, default=0, help="also ours with as many layers as make these")
     options = parser.parse_args(arguments)
     for system in COMPARED:

@@ -18,11 +18,12 @@ import functools
 import re
 import subprocess
 import tempfile
+from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from .measure import parser_of, table
+from .measure import table
 
 SMS, CLOCK, BANDWIDTH = 132, 1.98e9, 4.8e12
 ISSUE, INTEGER, SPECIAL = 128, 64, 16  # lanes' instructions a cycle and multiprocessor
@@ -277,9 +278,8 @@ def row_of(case: Case, facts: Facts, held: float, arch: int) -> list[str]:
 facts_of = functools.cache(compiled)
 
 
-def main(arguments):
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("kernels", __doc__)
     parser.add_argument("names", nargs="*", help="only kernels whose name contains one of these")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90)
     options = parser.parse_args(arguments)

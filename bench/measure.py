@@ -110,23 +110,48 @@ def in_turns(names: list[str], rounds: int) -> Iterator[list[str]]:
         yield names[first:] + names[:first]
 
 
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> float:
+    """Seconds of a call by a clock, this thread's CPU time by default."""
+    began = clock()
+    call()
+    return clock() - began
+
+
+def cuda_seconds(call: Callable[[], Any]) -> float:
+    """Seconds between the start and the end of a call on the current CUDA stream, by events."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def timer_of(device: str) -> Callable[[Callable[[], Any]], float]:
+    """The timer for work on a kind of device."""
+    return cuda_seconds if device == "cuda" else seconds_of
+
+
 def interleave(
     calls: Mapping[Any, Callable[[], Any]],
     rounds: int,
     *,
     warm_up: int = 3,
-    clock: Callable[[], float] = time.thread_time,
+    timer: Callable[[Callable[[], Any]], Any] = seconds_of,
     before: Mapping[Any, Callable[[], Any]] | None = None,
     shuffled: bool = False,
-) -> dict[Any, list[float]]:
+) -> dict[Any, list[Any]]:
     """Seconds of each call, round by round, all taking turns.
 
     Args:
         warm_up: first rounds that are not kept.
+        timer: calls, and returns what is kept of it: seconds; see `timer_of`.
         before: called outside of the time, by the name of the call that follows.
         shuffled: another order in each round, so that a call finds the caches as any of the others left them.
     """
-    times: dict[Any, list[float]] = {name: [] for name in calls}
+    times: dict[Any, list[Any]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for turn in range(rounds + warm_up):
         if shuffled:
@@ -134,10 +159,9 @@ def interleave(
         for name in order:
             if before and name in before:
                 before[name]()
-            began = clock()
-            calls[name]()
+            seconds = timer(calls[name])
             if turn >= warm_up:
-                times[name].append(clock() - began)
+                times[name].append(seconds)
     return times
 
 
@@ -239,15 +263,18 @@ def memory_field(file: str, *fields: str) -> int:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def parser_of(command: str, text: str | None, *, timed: bool = False) -> argparse.ArgumentParser:
-    """The parser of `python -m bench COMMAND`, described by the first line of a docstring."""
-    description = (text or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description)
-    if timed:
-        parser.add_argument(
-            "--keep-noisy", action="store_true", help="record on a busy machine too, marked so"
-        )
-    return parser
+def options_of(
+    parser: argparse.ArgumentParser, arguments: list[str], **defaults: int | float | str
+) -> argparse.Namespace:
+    """Parse the rest of the line, with an option for each default, of the default's type."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser.parse_args(arguments)
+
+
+def add_keep_noisy(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that `record` times."""
+    parser.add_argument("--keep-noisy", action="store_true", help="record on a busy machine too, marked so")
 
 
 def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
@@ -258,6 +285,14 @@ def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
         print("nothing is recorded", file=sys.stderr)
         return TOO_BUSY
     print(f"\nwritten to {save(name, figures, noise=noise)}")
+    return 0
+
+
+def save_tables(
+    name: str, tables: list[dict[str, Any]], *, noise: list[str] | None = None, **figures: Any
+) -> int:
+    """Print tables from `table_of` and save them, with other figures; returns the exit code 0."""
+    print(f"written to {save(name, {**figures, 'tables': print_tables(tables)}, noise=noise)}")
     return 0
 
 

@@ -24,12 +24,12 @@ are a rank's bytes on average. "By turns" is the imbalance of owners that take t
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from argparse import ArgumentParser
+from collections.abc import Callable
 from typing import Any
 
 from . import measure
-from .measure import fake_ranks, launch, parser_of, print_tables, save, table_of
+from .measure import fake_ranks, interleave, launch, save_tables, table_of
 from .optimizers import matrices
 
 DIM, FFN, LAYERS = 64, 172, 2
@@ -134,16 +134,15 @@ def run(request: dict[str, Any]) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
     weights, grads = ([torch.randn(s, generator=generator) for s in SHAPES] for _ in range(2))
     built = {system: build(system, mesh, weights, grads) for system in SYSTEMS}
-    wall: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    cpu: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    for turn in range(request["rounds"] + 1):
-        for system, (_, optimizer) in built.items():
-            dist.barrier()
-            began = time.perf_counter(), time.process_time()
-            optimizer.step()
-            if turn:
-                wall[system].append((time.perf_counter() - began[0]) * 1e3)
-                cpu[system].append((time.process_time() - began[1]) * 1e3)
+
+    def wall_and_cpu(step: Callable[[], Any]) -> tuple[float, float]:
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
+
+    steps = {system: optimizer.step for system, (_, optimizer) in built.items()}
+    times = interleave(steps, request["rounds"], warm_up=1, timer=wall_and_cpu)
     exact = {}
     everything = sum(flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in SHAPES)
     with torch.no_grad():
@@ -158,7 +157,7 @@ def run(request: dict[str, Any]) -> dict[str, list[float]]:
         for system, (params, _) in built.items():
             full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
             exact[system].append(max(float((a - b).abs().max()) for a, b in zip(full, alone, strict=True)))
-    medians = [[statistics.median(wall[s]), statistics.median(cpu[s]), *exact[s]] for s in SYSTEMS]
+    medians = [[*map(statistics.median, zip(*times[s], strict=True)), *exact[s]] for s in SYSTEMS]
     most = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return dict(zip(SYSTEMS, most.tolist(), strict=True))
@@ -258,23 +257,6 @@ def plans_table(
 # -- Newton-Schulz -----------------------------------------------------------------------------------------------------
 
 
-def seconds(call: Callable[[], Any], device: Any, rounds: int = 5, most: float = 4.0) -> float:
-    """The least time of a call, warm, of up to `rounds` or `most` seconds; this thread's CPU time on a CPU."""
-    import torch
-
-    times: list[float] = []
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    while len(times) < 2 or (len(times) < rounds + 2 and sum(times) < most):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = clock()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock() - began)
-    return min(times[1:])
-
-
 def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     """FLOPs of one matrix, as Muon plans with them."""
     import torch
@@ -285,46 +267,9 @@ def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     return Muon([matrix], method=method).assignment.domains[0].matrices[0].flops
 
 
-def shares_table() -> dict[str, Any]:
-    """FLOP per second of `orthogonalize`, and as a share of one large product's of the same dtype and device."""
-    import torch
-
-    from block_optim import orthogonalize
-
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    large, scale, half = (8192, 16, torch.float16) if device.type == "cuda" else (512, 1, torch.float32)
-    rows, limits = [], {}
-    dtypes: dict[Any, torch.dtype] = {"standard": torch.bfloat16, "gram": half}
-    for method, dtype in dtypes.items():
-        a = torch.randn(large, large, device=device).to(dtype)
-        out = torch.empty_like(a)
-        limits[method] = 2 * large**3 / seconds(partial(torch.mm, a, a, out=out), device)
-    for m, n, count in ((256, 256, 1), (256, 1024, 1), (64, 64, 16)):
-        flops = {method: flops_of(m * scale, n * scale, device, method) for method in dtypes}
-        for method, dtype in dtypes.items():
-            if method == "gram" and flops["gram"] == flops["standard"]:
-                continue  # it would save nothing, and is not used
-            stack = torch.randn(count, m * scale, n * scale, device=device).bfloat16()
-            rate = flops[method] * count / seconds(partial(orthogonalize, stack, method=method), device)
-            cells = [f"{count} x {m * scale}x{n * scale}", method, str(dtype)[6:], f"{rate / 1e12:.4f}"]
-            rows.append([*cells, f"{rate / limits[method]:.2f}"])
-    text = "FLOP per second, and as a share of one large product's of the same dtype."
-    return table_of(f"Newton-Schulz, {device}", text, "matrices; method; dtype; TFLOP/s; of limit", rows)
-
-
-def all_tables() -> Iterator[dict[str, Any]]:
-    """The tables, each when it is measured."""
-    yield from steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)})
-    yield plans_table()
-    yield shares_table()
-
-
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the tables and save them. Counts are exact; the file says if the machine was too busy for the times."""
-    parser_of("muon", __doc__).parse_args(arguments)
+    parser.parse_args(arguments)
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
-    tables = [part for made in all_tables() for part in print_tables([made])]
-    noise = measure.verdict(busy, calibration, [])
-    print(f"written to {save('muon', {'tables': tables}, noise=noise)}")
-    return 0
+    tables = [*steps_tables({ranks: on_ranks(ranks) for ranks in (2, 4)}), plans_table()]
+    return save_tables("muon", tables, noise=measure.verdict(busy, calibration, []))

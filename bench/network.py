@@ -1,6 +1,7 @@
 """Quantized gathers and reductions over a slow network: two hosts on one machine, and a link of a known rate.
 
 python -m bench network [--rates 100,1000,10000]      writes results/network.json; needs root and `ip`, `tc`
+python -m bench network --plot                        draws results/network.svg from that file; needs matplotlib
 
 Each host is a network namespace with one gloo rank; a veth pair joins them, and the kernel's token bucket limits what
 either end sends. Systems are built in the same two ranks from the same weights and take turns, a step at a time.
@@ -12,16 +13,17 @@ import os
 import statistics
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from . import measure
-from .compare import PARTS, Clock, build_all
-from .measure import ROOT, in_turns, mib, parser_of, print_tables, record, spread, table_of
+from .compare import PARTS, Clock, build_all, noise_of, summarise
+from .measure import FOLDER, ROOT, add_keep_noisy, mib, options_of, print_tables, record, table_of
 from .models import WORKLOADS
-from .systems import SYSTEMS, Job
+from .systems import SYSTEMS, Job, Trainer, left_out
 
 COMPARED = ("fsdp2", "ours", "ours-quantized")
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -94,15 +96,14 @@ def answer(rank: int, request: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29577", rank=rank, world_size=2)
     job = Job.of(asked)
     trainers, skipped = build_all(list(COMPARED), job)
-    clock, calibration = Clock(job), []
+    clock = Clock(job)
     losses = {name: clock.mean_losses(trainer, 2) for name, trainer in trainers.items()}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-    for names in in_turns(list(trainers), asked["rounds"]):
-        calibration.append(clock.calibrate())
-        for name in names:
-            before = _sent()
-            sample = clock.measure(trainers[name], 1)
-            samples[name].append({**sample, "sent": _sent() - before})
+
+    def sample(trainer: Trainer) -> dict[str, float]:
+        before = _sent()
+        return {**clock.measure(trainer, 1), "sent": _sent() - before}
+
+    samples, calibration = clock.samples(trainers, asked["rounds"], sample)
     for name, trainer in trainers.items():
         losses[name] += clock.mean_losses(trainer, 1)
     print(json.dumps({"samples": samples, "losses": losses, "skipped": skipped, "calibration": calibration}))
@@ -113,26 +114,25 @@ def _sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
+def times_of(figures: dict[str, Any], mbits: str) -> dict[str, dict[str, float]]:
+    """Medians and ratios of the systems at a rate, from the recorded figures."""
+    about = {"workload": {"tokens_per_rank": figures["tokens_per_rank"]}, "ranks": 2}
+    return summarise({**figures["rates"][mbits], **about})
+
+
 def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The measured table, and the arithmetic for GPUs."""
     rows = []
-    tokens = 2 * figures["tokens_per_rank"]
     for mbits, raw in figures["rates"].items():
-        for name, runs in raw["samples"].items():
-            peers = raw["samples"]["fsdp2"]
-            wall = statistics.median(run["wall"] for run in runs)
-            ratio = statistics.median(a["wall"] / b["wall"] for a, b in zip(peers, runs, strict=True))
-            parts = (f"{1e3 * statistics.median(run[part] for run in runs):.0f}" for part in PARTS)
-            sent = mib(int(statistics.median(run["sent"] for run in runs)))
-            varied = f"{spread([run['wall'] for run in runs]):.0%}"
+        for name, t in times_of(figures, mbits).items():
+            parts = (f"{1e3 * t[part]:.0f}" for part in PARTS)
             cells = [
-                f"{tokens / wall:,.0f}",
-                f"{ratio:.2f}",
-                sent,
+                f"{t['tokens_per_second']:,.0f}",
+                f"{t['wall_ratio_fsdp2']:.2f}",
+                mib(int(t["sent"])),
                 *parts,
-                f"{raw['losses'][name][-1]:.3f}",
-                varied,
             ]
+            cells += [f"{raw['losses'][name][-1]:.3f}", f"{t['spread']:.0%}"]
             rows.append([f"{float(mbits):,.0f}", SYSTEMS[name].label, *cells])
     header = (
         "Mbit/s; system; tokens/s; x FSDP2; MiB sent a step; forward ms; backward ms; update ms; loss; spread"
@@ -141,8 +141,7 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         f"Workload {figures['workload']}, fp32, one gloo rank on each of two hosts, which the kernel's token bucket"
         " limits. *Sent* by one rank, as the link counted. *Loss* after as many steps on the same batches."
     )
-    for name, reason in next(iter(figures["rates"].values()))["skipped"].items():
-        text += f" {SYSTEMS[name].label} is not in the table: {reason}."
+    text += left_out(next(iter(figures["rates"].values()))["skipped"])
     return [
         table_of("Two hosts and a slow network", text, header, rows),
         table_of(
@@ -156,6 +155,39 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Draw tokens/s by the link's rate, a line with the range of all rounds for each system, and the bytes sent."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, bytes_sent) = pyplot.subplots(
+        1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 1)
+    )
+    rates, tokens = figures["rates"], 2 * figures["tokens_per_rank"]
+    times = {float(rate): times_of(figures, rate) for rate in rates}
+    for name in next(iter(times.values())):
+        walls = [[run["wall"] for run in raw["samples"][name]] for raw in rates.values()]
+        speed.plot(
+            list(times),
+            [t[name]["tokens_per_second"] for t in times.values()],
+            "o-",
+            label=SYSTEMS[name].label,
+        )
+        slowest, fastest = ([tokens / end(wall) for wall in walls] for end in (max, min))
+        speed.fill_between(list(times), slowest, fastest, alpha=0.2)
+        sent = statistics.median(t[name]["sent"] for t in times.values())
+        bytes_sent.bar(SYSTEMS[name].label.replace(", ", "\n"), sent / 2**20)
+    speed.set(xscale="log", yscale="log", xlabel="Mbit/s between two hosts", ylabel="tokens/s")
+    speed.legend(frameon=False, fontsize="small")
+    speed.grid(alpha=0.3, which="both")
+    bytes_sent.set(ylabel="MiB that a rank sends in a step")
+    bytes_sent.tick_params(axis="x", labelsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
     """Bytes of a step over the network, their seconds, and the tokens whose computation takes as long."""
     nbytes = (2 * gathered + reduced) * MODEL * (GPUS - 1) / GPUS
@@ -163,19 +195,27 @@ def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
     return [name, f"{nbytes / 1e9:.1f}", f"{seconds:.2f}", f"{seconds * REACHED / (6 * MODEL):,.0f}"]
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser = parser_of("network", __doc__, timed=True)
+    add_keep_noisy(parser)
     parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
     parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--plot", action="store_true", help="draw the recorded figures, measure nothing")
+    options = options_of(parser, arguments, rounds=5)
+    if options.plot:
+        (recorded,) = measure.load_all("network")
+        plot(recorded["figures"], FOLDER / "network.svg")
+        print(
+            f"drawn in {FOLDER / 'network.svg'}",
+            *(f"busy machine: {why}" for why in recorded["noise"]),
+            sep="\n",
+        )
+        return 0
     before = measure.busy_share()
     request = {"workload": options.workload, "rounds": options.rounds}
     rates = {rate: run(float(rate), request) for rate in options.rates.split(",")}
     tokens = WORKLOADS[options.workload].tokens
     figures: dict[str, Any] = {"workload": options.workload, "tokens_per_rank": tokens, "rates": rates}
     figures["tables"] = print_tables(tables(figures))
-    foreign = [s["foreign"] for raw in rates.values() for runs in raw["samples"].values() for s in runs]
-    noise = measure.verdict(before, [c for raw in rates.values() for c in raw["calibration"]], foreign)
+    noise = noise_of(before, *rates.values())
     return record("network", figures, noise, options.keep_noisy)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 import statistics
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,9 +24,8 @@ from .measure import (
     interleave,
     launch,
     medians_ms,
-    parser_of,
-    print_tables,
-    save,
+    options_of,
+    save_tables,
     table,
     table_of,
 )
@@ -127,11 +127,9 @@ def measure_steps(rounds: int) -> dict[str, float]:
         return medians_ms(interleave(steps, rounds, before={new: partial(renew, params)}, shuffled=True))
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("optimizer", "CPU time of an AdamW step on a sharded model.")
-    parser.add_argument("--rounds", type=int, default=25)
-    times = measure_steps(parser.parse_args(arguments).rounds)
+    times = measure_steps(options_of(parser, arguments, rounds=25).rounds)
     rows = [[name, f"{ms:.3f}", f"{ms / times[FLAT]:.2f}"] for name, ms in times.items()]
     print(table(["optimizer and parameters", "ms", "of one flat tensor's"], rows))
     return 0
@@ -192,18 +190,14 @@ def measure_plain(rounds: int) -> list[list[str]]:
     return rows
 
 
-def main_one_device(arguments: list[str]) -> int:
+def main_one_device(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table and save it; the file says if the machine was too busy."""
-    parser = parser_of("one_device", "Steps on plain tensors of one process, and torch's and torchao's.")
-    parser.add_argument("--rounds", type=int, default=25)
-    rounds = parser.parse_args(arguments).rounds
+    rounds = options_of(parser, arguments, rounds=25).rounds
     busy, calibration = measure.busy_share(), [measure.calibrate() for _ in range(4)]
     text = "Thread CPU milliseconds, medians; the ratio to the first system is taken within a turn."
     header = "optimizer; system; ms; ratio; quartiles"
     tables = [table_of("A step on plain tensors, one process", text, header, measure_plain(rounds))]
-    noise = measure.verdict(busy, calibration, [])
-    print(f"written to {save('one_device', {'tables': print_tables(tables)}, noise=noise)}")
-    return 0
+    return save_tables("one_device", tables, noise=measure.verdict(busy, calibration, []))
 
 
 # -- meshes: needs torchao ---------------------------------------------------------------------------------------------
@@ -243,9 +237,9 @@ def states_on(request: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return result
 
 
-def main_meshes(arguments: list[str]) -> int:
+def main_meshes(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table and save it."""
-    parser_of("meshes", "8-bit AdamW on meshes that replicate and that cut.").parse_args(arguments)
+    parser.parse_args(arguments)
     first, second = (launch(states_on, 2, {"mesh": mesh}) for mesh in MESHES)
     rows = []
     for name, (dtype, weight) in first.items():
@@ -255,9 +249,7 @@ def main_meshes(arguments: list[str]) -> int:
     text += " weights of the two meshes after two steps."
     header = "optimizer; states on mesh (2, 1); on mesh (1, 2); weights differ by"
     title = "8-bit AdamW on meshes that replicate and that cut"
-    tables = print_tables([table_of(title, text, header, rows, exact=True)])
-    print(f"written to {save('meshes', {'tables': tables})}")
-    return 0
+    return save_tables("meshes", [table_of(title, text, header, rows, exact=True)])
 
 
 # -- shampoo: a small Llama in one process, 1.8M parameters ------------------------------------------------------------
@@ -354,9 +346,9 @@ def bytes_sent(system: str) -> int:
         return build(system, params=params).bytes_per_step
 
 
-def main_shampoo(arguments: list[str]) -> int:
+def main_shampoo(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser_of("shampoo", "Shampoo's and SOAP's step and memory.").parse_args(arguments)
+    parser.parse_args(arguments)
     rows = []
     for system in SHAMPOOS:
         cells = [f"{value:.0f}" for pair in profiles(system).values() for value in pair]

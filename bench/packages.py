@@ -11,11 +11,12 @@ torch's fake process group; `exchange` has real ranks. Models are Llama-style, 3
 
 import statistics
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .measure import fake_ranks, interleave, launch, medians_ms, parser_of, table
+from .measure import fake_ranks, interleave, launch, medians_ms, options_of, table
 from .models import WORKLOADS, groups_of
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------
@@ -41,9 +42,9 @@ def padding_percent(layouts: list[tuple[int, Any]]) -> float:
     return 100 * padding / sum(count * layout.numel for count, layout in layouts)
 
 
-def main_planner(arguments: list[str]) -> int:
+def main_planner(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser_of("planner", "Time to plan all layers of real models, and padding.").parse_args(arguments)
+    parser.parse_args(arguments)
     rows = []
     for name in MODELS:
         for block in BLOCKS:
@@ -125,9 +126,9 @@ def construction() -> dict[str, float]:
         return {name: 1e3 * ms / 200 for name, ms in medians_ms(interleave(calls, 10)).items()}
 
 
-def main_placement(arguments: list[str]) -> int:
+def main_placement(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser_of("placement", "Host time of ops on ragged tensors and on torch's DTensor.").parse_args(arguments)
+    parser.parse_args(arguments)
     rows = []
     for case in CASES:
         ms = compare_placements(case, PLACED, rounds=40)
@@ -298,11 +299,9 @@ def measure_buffer(world_size: int, dtype: str, rounds: int) -> dict[tuple[str, 
     return {key: ms / len(systems["dbuffer"].groups) for key, ms in times.items()}
 
 
-def main_buffer(arguments: list[str]) -> int:
+def main_buffer(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    parser = parser_of("buffer", "Host time of moving a group without its collective, ours and FSDP2's.")
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds, rows = parser.parse_args(arguments).rounds, []
+    rounds, rows = options_of(parser, arguments, rounds=15).rounds, []
     for world_size in WORLD_SIZES:
         for dtype in DTYPES:
             times = measure_buffer(world_size, dtype, rounds)
@@ -363,15 +362,11 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
     }
 
 
-def main_exchange(arguments: list[str]) -> int:
+def main_exchange(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table: wall of rank 0, CPU of all ranks together."""
-    parser = parser_of(
-        "exchange", "Milliseconds of one gather or reduction by each transport, on real ranks."
-    )
-    parser.add_argument("--rounds", type=int, default=27)
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="separated by commas")
     parser.add_argument("--mib", default="12", help="gathered; several are separated by commas")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, rounds=27)
     rows = []
     for ranks in map(int, options.ranks.split(",")):
         for size in map(float, options.mib.split(",")):

@@ -5,11 +5,12 @@ python -m bench report --readme README.md  also replaces the summary block of th
 """
 
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 from . import compare, counts
-from .measure import FOLDER, load_all, mib, parser_of, table
+from .measure import FOLDER, load_all, mib, table
 
 BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of bench summary -->"
 INTRODUCTION = """\
@@ -107,17 +108,9 @@ def summary(folder: Path) -> list[str]:
              mib(f["peak"])]
             for label, f in (("fsdp_runtime", systems["ours"]), ("FSDP2", systems["fsdp2"]))
         ]  # fmt: skip
-        header = [
-            "64 ranks",
-            "MiB copied in forward",
-            "in backward",
-            "dispatcher calls",
-            "MiB live at the peak",
-        ]
-        out += [
-            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:",
-            table(header, rows),
-        ]
+        header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; MiB live at the peak"
+        about = "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:"
+        out += [about, table(header.split("; "), rows)]
     results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
     quiet = [item for item in results if not item["noise"]]
     busy = " Times of a busy machine are left out." if len(quiet) < len(results) else ""
@@ -169,9 +162,8 @@ def put_into(readme: Path, folder: Path) -> None:
     readme.write_text(pattern.sub(lambda _: block, text))
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Write the report."""
-    parser = parser_of("report", __doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="results to read (bench/results)")
     parser.add_argument("--readme", type=Path, help="also put the summary into this file")
     options = parser.parse_args(arguments)

@@ -20,9 +20,10 @@ import functools
 import math
 import multiprocessing
 import statistics
+from argparse import ArgumentParser
 from typing import Any
 
-from .measure import parser_of, print_tables, save, table_of
+from .measure import save_tables, table_of
 
 VOCAB, CONTEXT, BATCH = 128, 64, 16
 DIM, LAYERS, HEADS, INNER = 64, 2, 4, 128
@@ -218,10 +219,8 @@ def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print and save."""
-    parser_of("steps", __doc__).parse_args(arguments)
+    parser.parse_args(arguments)
     figures = measure()
-    tables = print_tables(tables_of(figures))
-    print(f"written to {save('steps', {**figures, 'tables': tables})}")
-    return 0
+    return save_tables("steps", tables_of(figures), **figures)

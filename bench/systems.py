@@ -11,6 +11,7 @@ benchmarks know, and our own runtime with one of its ideas taken away, through p
 """
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -81,6 +82,19 @@ def build(name: str, job: Job) -> Trainer:
     if reason := why_not(name, job):
         raise RuntimeError(f"{name} cannot run: {reason}")
     return SYSTEMS[name].build(name, job)
+
+
+def fully_shard_of(system: str) -> Any:
+    """Our `fully_shard`, or torch's for "fsdp2"."""
+    return importlib.import_module(
+        "torch.distributed.fsdp" if system == "fsdp2" else "fsdp_runtime"
+    ).fully_shard
+
+
+def left_out(skipped: dict[str, str], before: str = " ") -> str:
+    """A sentence, after `before`, for each system that could not run; "" if there is none."""
+    named = ((SYSTEMS[name].label, why) for name, why in skipped.items() if name in SYSTEMS)
+    return "".join(f"{before}{label} is not in the table: {why}." for label, why in named)
 
 
 def why_not(name: str, job: Job) -> str | None:

@@ -7,6 +7,7 @@ Three linear layers, a unit each, on rank 0 of four ranks of torch's fake proces
 of units is known. Recorded is what passes the dispatcher: collectives, copies, and matrix products.
 """
 
+from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ragged_shard import RaggedDTensor
 
-from .measure import ROOT, fake_ranks, launch, parser_of
+from .measure import ROOT, fake_ranks, launch
+from .systems import fully_shard_of
 from .tally import COPIES, collective_of
 
 SYSTEMS = {"fsdp2": "FSDP2", "ours": "fsdp_runtime"}
@@ -76,11 +78,7 @@ def _unit_of_bytes(nbytes: int) -> int:
 
 def record_here(request: dict[str, Any]) -> list[Event]:
     """The events of a system's third step, in this process."""
-    from torch.distributed import fsdp
-
-    import fsdp_runtime
-
-    fully_shard: Any = fsdp.fully_shard if request["system"] == "fsdp2" else fsdp_runtime.fully_shard
+    fully_shard = fully_shard_of(request["system"])
     with fake_ranks(4) as mesh:
         model = nn.Sequential(*(nn.Linear(WIDTHS[n], WIDTHS[n + 1]) for n in range(3)))
         for module in (*model, model):
@@ -131,9 +129,8 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x}" y="{y}" fill="#1b1f24"{more}>{text}</text>'
 
 
-def main(arguments: list[str]) -> int:
+def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Record, print and draw."""
-    parser = parser_of("timeline", __doc__)
     parser.add_argument("--write", action="store_true", help=f"draw {PICTURE.relative_to(ROOT)}")
     write = parser.parse_args(arguments).write
     timelines = {name: launch(record_here, 1, {"system": name}) for name in SYSTEMS}

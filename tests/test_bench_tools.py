@@ -235,7 +235,7 @@ def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkey
         gpu.Piece("bad", compare.rounds, 1, {**good, "workload": "none"}, 60),
         gpu.Piece("good", compare.rounds, 1, good, 60),
     ]
-    monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
+    monkeypatch.setattr(gpu, "pieces", lambda *_: chosen)
     found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True, only="bad,go")
     assert "KeyError('none')" in found["pieces"]["bad"]["failed"]
     assert "plain" in found["pieces"]["good"]["times"]
@@ -254,7 +254,7 @@ def test_a_gpu_run_resumes_with_what_failed(tmp_path, monkeypatch):
         return {"failed": "no"} if len(ran) == 1 else {"skipped": {}}
 
     chosen = [gpu.Piece(f"p{number}", compare.footprint, 1, {"number": number}, 60) for number in range(3)]
-    monkeypatch.setattr(gpu, "pieces", lambda gpus, dry: chosen)
+    monkeypatch.setattr(gpu, "pieces", lambda *_: chosen)
     monkeypatch.setattr(gpu, "launch", launch)
     gpu.run(tmp_path, dry=True, budget=200, skip_tests=True)
     found = gpu.run(tmp_path, dry=True, budget=200, skip_tests=True, resume=True)
@@ -305,3 +305,13 @@ def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_l
 
 def test_the_arithmetic_of_a_wire():
     assert network.arithmetic("bf16", 2, 2) == ["bf16", "47.2", "0.94", "7,875"]
+
+
+def test_the_plot_of_networks_has_every_system_of_the_recorded_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    (recorded,) = measure.load_all("network")
+    network.plot(recorded["figures"], tmp_path / "network.svg")
+    text = (tmp_path / "network.svg").read_text()
+    for name in network.COMPARED:
+        assert f"<!-- {SYSTEMS[name].label} -->" in text
+    assert "<!-- Mbit/s between two hosts -->" in text
