@@ -5,7 +5,7 @@ python -m bench rates [--tiny]
 
     Newton-Schulz   TFLOP/s of `orthogonalize`, and of torch.optim.Muon's function; of: a product in the same dtype
     8-bit AdamW     GB/s of a step; of: a copy of as many bytes
-    decode          GB/s of FP8 and NF4 codes to bf16; of: a copy of as many bytes
+    decode          GB/s of FP8, NVFP4 and NF4 codes to bf16; of: a copy of as many bytes
 
 Bytes are those that a kernel must read and write at least; others' kernels are counted with the bytes of ours. On a GPU
 CUDA events time five calls in a row; on a CPU it is one thread's CPU time. Medians, all in turns. *Error*: mean
@@ -206,17 +206,20 @@ def decoders(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Row]:
     """Rows of formats whose codes are read back as bf16."""
     import torch
 
-    from dbuffer import BlockFormat, BlockFP8, BlockNF4, RowRun
+    from dbuffer import BlockFormat, BlockFP8, BlockNF4, BlockNVFP4, RowRun
 
     unit = unit_of(device, tiny)
     x = torch.randn(16 * unit, 64 * unit, device=device).bfloat16()
     formats: dict[str, BlockFormat] = {
-        "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)), "nf4": BlockNF4(64),
+        "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)),
+        "mxfp8 rows": BlockFP8((1, 32), "e8m0"), "mxfp8 columns": BlockFP8((32, 1), "e8m0"),
+        "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
     }  # fmt: skip
     for case, form in formats.items():
         run = RowRun(form.grid(x.shape), 0, len(x))
         codes = torch.empty(len(x) * form.code_bytes(x.shape[1]), dtype=torch.uint8, device=device)
-        scales, out = torch.empty(run.num_scales, device=device), torch.empty_like(x)
+        scales = torch.empty(run.num_scales, dtype=form.scale_dtype, device=device)
+        out = torch.empty_like(x)
         form.quantize([run], x.view(-1), codes, scales)
         calls: Calls = {"dbuffer": partial(form.dequantize, [run], codes, scales, out.view(-1))}
         calls |= others(case, missing, x)

@@ -168,7 +168,7 @@ def test_rates_have_newton_schulz_a_step_for_each_compiled_case_and_each_format(
         "elements:256 bf16, fp32 gradients",
         "elements:256 bf16, not aligned",
     }
-    assert cases["decode"] == {"fp8 128x128", "fp8 32x32", "nf4"}
+    assert cases["decode"] == {"fp8 128x128", "fp8 32x32", "mxfp8 rows", "mxfp8 columns", "nvfp4", "nf4"}
 
 
 def test_the_line_of_rates_has_each_kind_of_kernel(tiny_rates):
