@@ -17,6 +17,7 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
+    BlockNVFP4,
     DBuffer,
     Gather,
     Noise,
@@ -166,7 +167,17 @@ def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buff
 
 
 @pytest.mark.parametrize(
-    "fmt", [BlockFP8(), BlockFP8((32, 32), "fp32"), BlockInt8(256, "stochastic"), BlockNF4()], ids=str
+    "fmt",
+    [
+        BlockFP8(),
+        BlockFP8((32, 32), "fp32"),
+        BlockFP8((1, 32), "e8m0"),
+        BlockFP8((32, 1), "e8m0"),
+        BlockInt8(256, "stochastic"),
+        BlockNF4(),
+        BlockNVFP4("row"),
+    ],
+    ids=str,
 )
 def test_formats_have_the_codes_scales_and_values_of_the_cpu(fmt):
     values = torch.randn(400, 1056) * torch.exp(3 * torch.randn(400, 1056))
@@ -181,7 +192,8 @@ def test_formats_have_the_codes_scales_and_values_of_the_cpu(fmt):
     noise = {"noise": Noise(1, 2, 3)} if fmt.needs_noise else {}
     for device in ("cpu", "cuda"):
         codes = torch.zeros(400 * fmt.code_bytes(1056), dtype=torch.uint8, device=device)
-        scales, out = torch.zeros(grid.num_scales, device=device), torch.zeros(400 * 1056, device=device)
+        scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype, device=device)
+        out = torch.zeros(400 * 1056, device=device)
         fmt.quantize(runs, values.view(-1).to(device), codes, scales, **noise)
         fmt.dequantize(runs, codes, scales, out)
         half = out.bfloat16()
