@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
@@ -75,6 +76,28 @@ def mesh_of(*shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
+class TwoLayers(nn.Module):
+    """What tensor parallelism cuts by columns, and what by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def shard_with_tensor_parallelism(model, mesh, block=None):
+    """Cut the two layers over the axis "tp", then shard them over "dp"."""
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"], block_policy=lambda name, param: block)
+
+
+def on_meta(make=Body, **options):
+    with torch.device("meta"):
+        return make(**options)
+
+
 def tokens(step=0, rows=2, vocab=12, rank=None):
     """This rank's batch."""
     rank = dist.get_rank() if rank is None else rank
@@ -84,6 +107,58 @@ def tokens(step=0, rows=2, vocab=12, rank=None):
 
 def loss_of(model, batch, **options):
     return nn.functional.cross_entropy(model(batch, **options).flatten(0, 1), batch.flatten())
+
+
+def step_of(model, optimizer, step=0, rank=None, **options):
+    """Make one step on this rank's batch, or on the batch of `rank`; returns the loss."""
+    loss = loss_of(model, tokens(step, rank=rank), **options)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def plain_backward(model, step=0, ranks=None):
+    """Backward of the mean over the batches of all ranks, or of `ranks`, in one process; returns the model."""
+    ranks = dist.get_world_size() if ranks is None else ranks
+    for rank in range(ranks):
+        (loss_of(model, tokens(step, rank=rank)) / ranks).backward()
+    return model
+
+
+def full(tensor):
+    """All values of a tensor, detached; collective if it is sharded."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def full_values(model):
+    """Full tensors of a state dict, by name."""
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def locals_of(model):
+    """Copies of this rank's shards."""
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def same_bits(one, two):
+    """Whether two lists have equal tensors."""
+    return all(a.equal(b) for a, b in zip(one, two, strict=True))
+
+
+def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
+    """Full gradients are those of a plain model times `scale`, and None for the same parameters."""
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (wanted.grad is None), name
+        if wanted.grad is not None:
+            text = f"{name}.grad: {{}}".format
+            torch.testing.assert_close(full(param.grad), wanted.grad * scale, rtol=rtol, atol=atol, msg=text)
+
+
+def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6):
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        text = f"{name}: {{}}".format
+        torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
 
 
 class Watch(torch.autograd.Function):

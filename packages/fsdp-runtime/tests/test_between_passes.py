@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, seeded, shard, tokens
 from torch import nn
 
 from fsdp_runtime import fully_shard
@@ -138,8 +138,7 @@ def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_
     model.zero_grad()
     loss.backward()
     loss_of(alone, tokens(rank=0)).backward()
-    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert_same_gradients(model, alone)
 
 
 @on_ranks(2)
@@ -198,6 +197,5 @@ def test_a_loss_that_is_not_among_the_outputs_still_has_its_backward():
     for one in (model, alone):
         one(x)
         one.loss.backward()
-    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert_same_gradients(model, alone)
     assert all_sharded(model)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,18 +15,14 @@ from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
 from fsdp_runtime.optim import clip
 from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
 
 WIDTH = 7  # odd, so that there is padding
 
 
 def plain(**options):
     """The same model in one process, with the gradient of all ranks' batches."""
-    model = seeded(width=WIDTH, **options)
-    ranks = dist.get_world_size()
-    for rank in range(ranks):
-        (loss_of(model, tokens(rank=rank)) / ranks).backward()
-    return model
+    return plain_backward(seeded(width=WIDTH, **options))
 
 
 def after_backward(**options):
@@ -39,8 +35,7 @@ def same(model, whole, norm, max_norm, order):
     expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, order)
     assert type(norm) is torch.Tensor
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    for param, wanted in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(model, whole, atol=1e-7)
 
 
 def poison_padding(model):
@@ -75,30 +70,19 @@ def test_a_long_gradient_is_summed_in_pieces_on_a_cpu_alone(monkeypatch, on_cpu,
     assert found == sums
 
 
-def clipped(hybrid=False):
-    mesh = rank_mesh(2, 2, names=("replica", "shard")) if hybrid else None
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@on_ranks("shape")
+def test_gradients_are_clipped_as_in_one_process_and_neither_garbage_in_padding_nor_copies_count(shape):
+    mesh = rank_mesh(*shape, names=("replica", "shard")[-len(shape) :])
     for order in (2.0, 1.0, float("inf")):
-        clipped_by(order, mesh)
-
-
-def clipped_by(order, mesh):
-    model = after_backward(mesh=mesh)
-    padding = torch.tensor(float(poison_padding(model)))
-    dist.all_reduce(padding)
-    assert padding > 0
-    with record_collectives() as record:
-        norm = model.clip_grad_norm_(0.05, order)
-    assert record.kinds == ["all_reduce"]
-    same(model, plain(), norm, 0.05, order)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_are_clipped_as_in_one_process_and_garbage_in_padding_does_not_count(ranks):
-    run_ranks(ranks, clipped)
-
-
-def test_copies_of_shards_count_once():
-    run_ranks(4, clipped, True)
+        model = after_backward(mesh=mesh)
+        padding = torch.tensor(float(poison_padding(model)))
+        dist.all_reduce(padding)
+        assert padding > 0
+        with record_collectives() as record:
+            norm = model.clip_grad_norm_(0.05, order)
+        assert record.kinds == ["all_reduce"]
+        same(model, plain(), norm, 0.05, order)
 
 
 @on_ranks(3)
@@ -217,19 +201,6 @@ def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
         with Foreach() as seen:
             model.clip_grad_norm_(1.0)
     assert seen.lengths == [[3600], [3600]]
-
-
-def test_the_function_for_any_parameters_gives_the_same():
-    with simulated_ranks(1):
-        models: list[Any] = [fully_shard(nn.Linear(8, 5)) for _ in range(2)]
-        one, other = models
-        for model in models:
-            torch.manual_seed(0)
-            for param in model.parameters():
-                nn.init.normal_(param.to_local() if isinstance(param, RaggedDTensor) else param)
-            model(torch.ones(2, 8)).square().sum().backward()
-        torch.testing.assert_close(one.clip_grad_norm_(0.5), clip_grad_norm_(other.parameters(), 0.5))
-        torch.testing.assert_close(one.weight.grad.to_local(), other.weight.grad.to_local())
 
 
 def test_half_precision_is_summed_in_fp32():

@@ -1,10 +1,19 @@
 """A unit around others frees and reduces its large children in backward as soon as they are done with."""
 
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
-from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
+from runtime_helpers import (
+    Body,
+    Watch,
+    assert_same_gradients,
+    loss_of,
+    plain_backward,
+    seeded,
+    shard,
+    tokens,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,34 +44,22 @@ class Watched(Body):
         return self.head(self.norm(x))
 
 
-@contextmanager
 def children_from(elements):
-    """Inside, children of so many elements have a buffer of their own. Ranks live on, so it is set back."""
-    before, _plan.MIN_CHILD = _plan.MIN_CHILD, elements
-    try:
-        yield
-    finally:
-        _plan.MIN_CHILD = before
+    """Inside, children of this many elements have a separate buffer and reduction."""
+    return mock.patch.object(_plan, "MIN_CHILD", elements)
 
 
 def step(make=Watched, children=1, **attributes):
-    with children_from(children):
-        return step_inside(make, **attributes)
-
-
-def step_inside(make, **attributes):
+    """What was seen in a step, whose gradients are those of one process; and the number of reductions."""
     model, reference = seeded(make), seeded(make)
-    shard(model)
     for name, value in attributes.items():
         setattr(model, name, value)
         setattr(reference, name, value)
-    with record_collectives() as record:
+    with children_from(children), record_collectives() as record:
+        shard(model)
         loss_of(model, tokens()).backward()
-    size = torch.distributed.get_world_size()
     reference.look = lambda: None
-    (sum(loss_of(reference, tokens(rank=r)) for r in range(size)) / size).backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(model, plain_backward(reference), atol=1e-7)
     return model.seen, record.kinds.count("reduce_scatter")
 
 
@@ -102,36 +99,23 @@ def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     run_ranks(2, step, make=InRuns)
 
 
-def second_backward(model):
+@on_ranks(2)
+@children_from(1)
+def test_a_second_backward_through_one_graph_gathers_what_the_first_freed():
+    model = shard(seeded(Body), reshard_after_forward=True)
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
-    once = [p.grad.full_tensor() for p in model.parameters()]
     loss.backward()
-    for p, one in zip(model.parameters(), once, strict=True):
-        assert torch.allclose(p.grad.full_tensor(), 2 * one)
+    assert_same_gradients(model, plain_backward(seeded(Body)), scale=2)
 
 
-@on_ranks(2)
-def test_a_second_backward_gathers_what_the_first_freed():
-    """A second backward through the same graph needs what the first one freed."""
-    with children_from(1):
-        model = shard(seeded(Body), reshard_after_forward=True)
-        second_backward(model)
-
-
-def in_own_buffers():
-    with children_from(1):
-        model = shard(seeded(Body))
-    assert len(member_of(model).unit.groups) == 3
-    return list(model.state_dict()), [name for name, _ in model.named_parameters()]
-
-
+@on_ranks(1)
+@children_from(1)
 def test_own_buffers_change_neither_names_nor_their_order():
-    plain = Body()
-    assert run_ranks(1, in_own_buffers)[0] == (
-        list(plain.state_dict()),
-        [name for name, _ in plain.named_parameters()],
-    )
+    model, plain = shard(seeded(Body)), Body()
+    assert len(member_of(model).unit.groups) == 3
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
 class Sometimes(Watched):
@@ -144,17 +128,13 @@ class Sometimes(Watched):
         return self.head(self.norm(x)) if torch.distributed.get_rank() == 0 else self.norm(x)
 
 
-def use_on_one_rank(model):
+@on_ranks(3)
+@children_from(1)
+def test_with_unused_parameters_all_ranks_reduce_at_the_end():
+    model = shard(seeded(Sometimes))
     model.set_reduce_scatter_unused_params(True)
     model(tokens()).square().sum().backward()
     alone = seeded(Watched)
     alone.look = lambda: None
     alone(tokens(rank=0)).square().sum().backward()
     assert torch.allclose(model.head.weight.grad.full_tensor(), alone.head.weight.grad / 3, atol=1e-6)
-
-
-@on_ranks(3)
-def test_with_unused_parameters_all_ranks_reduce_at_the_end():
-    with children_from(1):
-        model = shard(seeded(Sometimes))
-        use_on_one_rank(model)

@@ -16,7 +16,7 @@ import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
 from fsdp_runtime.quantization import BlockFP8
 from ragged_shard import RaggedDTensor, distribute_like
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
 class Packed(Wrapper):
@@ -132,7 +132,9 @@ def test_every_transport_carries_them(transport):
     run_ranks(2, train, Scaled, rows_in_codes, UNEVEN, {"transport": transport})
 
 
-def count(sizes):
+@on_ranks(2)
+def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters():
+    sizes = (64, 64, 32)
     model = extend(linears(*sizes), Packed)
     fully_shard(model)
     model.unshard()
@@ -145,10 +147,6 @@ def count(sizes):
     codes = sum(a * b // 8 // dist.get_world_size() for a, b in itertools.pairwise(sizes))
     sent = record.events[-1].bytes_sent
     assert sent == (dist.get_world_size() - 1) * (codes + 4 * biases), (sent, codes, biases)
-
-
-def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters():
-    run_ranks(2, count, (64, 64, 32))
 
 
 def fail(rank_of_error):
@@ -168,7 +166,8 @@ def test_what_fails_on_one_rank_in_the_first_gather_raises_on_all():
     run_ranks(3, fail, 1)
 
 
-def change():
+@on_ranks(2)
+def test_what_travels_must_stay_as_it_was():
     log: list = []
     model = extend(linears(8, 8), Halved, log)
     fully_shard(model)
@@ -182,20 +181,6 @@ def change():
             model(torch.randn(2, 8))
     finally:
         Halved.sent = torch.bfloat16
-
-
-def test_what_travels_must_stay_as_it_was():
-    run_ranks(2, change)
-
-
-def refuse(make, error, message, options):
-    layer = nn.Linear(8, 8)
-    before = layer.weight = nn.Parameter(make(layer.weight.detach()))
-    model = nn.Sequential(layer)
-    with pytest.raises(error, match=message):
-        fully_shard(model, **options)
-    assert layer.weight is before
-    assert type(model) is nn.Sequential
 
 
 class Unmarked(Wrapper):
@@ -227,11 +212,19 @@ class TwoInside(Halved):
         ),
     ],
 )
+@on_ranks(2)
 def test_what_cannot_be_served_is_refused_by_name_before_anything_changes(make, error, message, options):
-    run_ranks(2, refuse, make, error, message, options)
+    layer = nn.Linear(8, 8)
+    before = layer.weight = nn.Parameter(make(layer.weight.detach()))
+    model = nn.Sequential(layer)
+    with pytest.raises(error, match=message):
+        fully_shard(model, **options)
+    assert layer.weight is before
+    assert type(model) is nn.Sequential
 
 
-def keep_and_load():
+@on_ranks(2)
+def test_state_dicts_load_full_and_sharded_in_place_and_assigned():
     model = extend(linears(8, 13), Halved)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     state = {key: value.detach().clone() for key, value in model.state_dict().items()}
@@ -250,11 +243,8 @@ def keep_and_load():
             assert torch.equal(model[0].weight.full_tensor(), whole["0.weight"])
 
 
-def test_state_dicts_load_full_and_sharded_in_place_and_assigned():
-    run_ranks(2, keep_and_load)
-
-
-def write_between_steps():
+@on_ranks(2)
+def test_writes_through_the_subclass_are_seen_where_parameters_stay_gathered():
     log: list = []
     model = extend(linears(8, 8), Halved, log)
     fully_shard(model, reshard_after_forward=False)
@@ -266,11 +256,9 @@ def write_between_steps():
     assert not torch.equal(model(x), before)
 
 
-def test_writes_through_the_subclass_are_seen_where_parameters_stay_gathered():
-    run_ranks(2, write_between_steps)
-
-
-def move_out(W):
+@on_ranks(2)
+def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
+    W = 2
     inner_first = nn.Sequential(extend(linears(8, 8), Halved), extend(linears(8, 8), Halved))
     mesh = init_device_mesh("cpu", (W,))
     fully_shard(inner_first, mesh=mesh)
@@ -281,11 +269,9 @@ def move_out(W):
     inner_first(torch.randn(2, 8)).sum().backward()
 
 
-def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
-    run_ranks(2, move_out, 2)
-
-
-def step_with(name):
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
+@on_ranks(2)
+def test_block_optimizers_write_into_the_subclass(name):
     """One optimizer on extended weights and on plain ones, with the same gradients."""
     model, twin = extend(linears(32, 48, 64), Halved), linears(32, 48, 64)
     block_policy = block_policies.rows(16)
@@ -306,11 +292,6 @@ def step_with(name):
     assert not torch.equal(pairs[0][0][0].full_tensor(), linears(32, 48, 64)[0].weight)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
-def test_block_optimizers_write_into_the_subclass(name):
-    run_ranks(2, step_with, name)
-
-
 class Broken:
     """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
 
@@ -328,7 +309,8 @@ class Broken:
         raise RuntimeError("a peer died")
 
 
-def failed():
+@on_ranks(2)
+def test_what_a_failed_gather_sent_is_kept_for_good():
     broken: Any = Broken()
     model: Any = fully_shard(extend(linears(8, 6, bias=False), Halved), transport=lambda _: broken)
     with pytest.raises(RuntimeError, match="a peer died"):
@@ -340,7 +322,3 @@ def failed():
     gc.collect()
     assert first
     assert all(one() is not None for one in first)
-
-
-def test_what_a_failed_gather_sent_is_kept_for_good():
-    run_ranks(2, failed)

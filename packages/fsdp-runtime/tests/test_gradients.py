@@ -1,10 +1,11 @@
 """How gradients are copied, scaled and reduced."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,18 +90,15 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
             return torch.ones(9000, 8)[:1]
 
     fully_shard(model)
-    gradients = member_of(model).unit.groups[0].gradients
-    keep = type(gradients).close
+    kind = type(member_of(model).unit.groups[0].gradients)
+    keep = kind.close
 
     def closing(self):
         seen.append(len(self._kept))
         return keep(self)
 
-    type(gradients).close = closing
-    try:
+    with mock.patch.object(kind, "close", closing):
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    finally:
-        type(gradients).close = keep
     assert seen == [0]
 
 
@@ -171,11 +169,9 @@ def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(
             handle.wait()
     assert record.kinds.count("reduce_scatter") == units
     alone = seeded()
-    for rank in range(3):
-        for step in range(3):
-            (loss_of(alone, tokens(rank=rank, step=step)) / 3).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
+    for step in range(3):
+        plain_backward(alone, step)
+    assert_same_gradients(model, alone)
 
 
 @on_ranks(2)
@@ -206,7 +202,4 @@ def test_options_set_later_do_not_touch_a_reduction_under_way():
     model.set_requires_all_reduce(False)
     model.set_is_last_backward(True)
     loss_of(model, tokens(step=1)).backward()  # only a partial sum: shown after a later all-reduce
-    alone = seeded()
-    (sum(loss_of(alone, tokens(rank=rank)) for rank in range(4)) / 4).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(model, plain_backward(seeded()), atol=1e-7)

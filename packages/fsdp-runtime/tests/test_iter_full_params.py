@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import (
+    TwoLayers,
+    on_meta,
+    seeded,
+    shard,
+    shard_with_tensor_parallelism,
+    step_of,
+)
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_runtime import (
     MixedPrecisionPolicy,
@@ -75,16 +81,8 @@ def test_codes_and_plain_parameters_come_too():
     assert found.keys() == dict(seeded().named_parameters()).keys()
     assert found["norm.weight"].data_ptr() != model.norm.weight.data_ptr()
     assert found["blocks.0.weight"].equal(model.blocks[0].weight.full_tensor())
-    with torch.device("meta"):
-        empty = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="weight is on the meta device and has no values"):
-        iter_full_params(empty)
-
-
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        iter_full_params(on_meta())
 
 
 @pytest.mark.parametrize("ranks", [None, (2,)])
@@ -94,11 +92,7 @@ def test_replicas_and_tensor_parallel_parameters_are_exported(hybrid, ranks):
     names = ("replicate", "shard") if hybrid else ("dp", "tp")
     mesh = rank_mesh(2, 2, names=names)
     model, exported = seeded(TwoLayers), ExportedParams()
-    if hybrid:
-        fully_shard(model, mesh=mesh)
-    else:
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
+    model = fully_shard(model, mesh=mesh) if hybrid else shard_with_tensor_parallelism(model, mesh)
     wanted = seeded(TwoLayers).state_dict()
     found = collected(model, ranks=ranks)
     receives = ranks is None or dist.get_rank() in ranks
@@ -228,9 +222,7 @@ def random_training():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sent = []
     for step in range(4):
-        loss_of(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(model, optimizer, step)
         engine.update(iter_full_params(model, dtype=torch.bfloat16, changed_since=exported))
         sent.append(engine.elements)
         for name, value in collected(model, dtype=torch.bfloat16).items():

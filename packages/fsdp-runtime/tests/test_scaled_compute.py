@@ -17,7 +17,7 @@ from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import fake_tensors, gathered_memory, unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, check_products
 from ragged_shard import multiplies_blocks
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 FP8 = BlockFP8()
 WIDTH = 384  # three bands of tiles
@@ -235,7 +235,9 @@ def train(cut="whole", make=body, microbatches=1, **options):
         assert loss_of(model, tokens(9)).equal(loss_of(plain.model, tokens(9)))
 
 
-def train_all():
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_units_compute_and_train_as_one_process_with_whole_codes(ranks):
     ranks = dist.get_world_size()
     if ranks in (1, 3):
         train(reshard_after_forward=False)
@@ -245,12 +247,8 @@ def train_all():
         train(reshard_after_forward=2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_units_compute_and_train_as_one_process_with_whole_codes(ranks):
-    run_ranks(ranks, train_all)
-
-
-def memory():
+@on_ranks(3)
+def test_a_gathered_unit_holds_codes_and_scales_and_no_values():
     ranks, precision = dist.get_world_size(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = shard(body(), quantization_policy=POLICY, mp_policy=precision)
     block = unit_memory(model.blocks[0])
@@ -273,11 +271,8 @@ def memory():
     assert model.blocks[0].weight.grad.dtype == torch.float32
 
 
-def test_a_gathered_unit_holds_codes_and_scales_and_no_values():
-    run_ranks(3, memory)
-
-
-def frozen():
+@on_ranks(2)
+def test_weights_at_rest_are_multiplied_as_codes_too():
     torch.manual_seed(0)
     base = nn.Linear(256, 256, bias=False).requires_grad_(False)
     model = nn.Sequential(base, nn.Linear(256, 128))
@@ -290,11 +285,8 @@ def frozen():
     assert model[1].weight.grad is not None
 
 
-def test_weights_at_rest_are_multiplied_as_codes_too():
-    run_ranks(2, frozen)
-
-
-def compiled():
+@on_ranks(2)
+def test_a_compiled_block_computes_the_same():
     torch.manual_seed(0)
     losses = []
     for backend in (None, "aot_eager"):
@@ -314,11 +306,8 @@ def compiled():
     assert losses[1].equal(losses[3])
 
 
-def test_a_compiled_block_computes_the_same():
-    run_ranks(2, compiled)
-
-
-def refused():
+@on_ranks(1)
+def test_a_parameter_without_such_products_is_named():
     with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU \(sm_90\).*found meta"):
         check_products("w", (16, 16), [], torch.device("meta"), FP8)
     everything = QuantizationPolicy(
@@ -334,10 +323,6 @@ def refused():
         with pytest.raises(ValueError, match=message):
             fully_shard(module, quantization_policy=everything)
         assert type(module.weight.data) is torch.Tensor
-
-
-def test_a_parameter_without_such_products_is_named():
-    run_ranks(1, refused)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """The order of units and collectives."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 
 from dbuffer import Handle
 from fsdp_runtime import fully_shard
@@ -26,40 +27,23 @@ def run(schedule, order, expected=None):
     return upcoming
 
 
-def test_nothing_is_expected_in_a_first_pass():
-    assert run(Schedule(), "ABC") == ["", "", ""]
-
-
-def test_a_second_pass_expects_the_order_of_the_first():
+@pytest.mark.parametrize(
+    ("before", "order", "upcoming"),
+    [
+        pytest.param([], "ABC", ["", "", ""], id="nothing is expected in a first pass"),
+        pytest.param(["ABC"], "ABC", ["BC", "C", ""], id="a second pass expects the order of the first"),
+        pytest.param(["ABAC"], "ABAC", ["BAC", "AC", "C", ""], id="a unit that runs twice"),
+        pytest.param(["AAB"], "AAB", ["AB", "B", ""], id="a unit that runs twice in a row"),
+        pytest.param(["ABCD"], "ACD", ["BCD", "D", ""], id="a skipped unit is passed over"),
+        pytest.param(["ABC"], "AXBC", ["BC", "", "C", ""], id="nothing is expected after an unknown unit"),
+        pytest.param(["ABC", "CBA"], "CBA", ["BA", "A", ""], id="a new order is what the next pass expects"),
+    ],
+)
+def test_a_pass_expects_the_units_that_followed_in_the_last_one(before, order, upcoming):
     schedule = Schedule[str]()
-    run(schedule, "ABC")
-    assert run(schedule, "ABC") == ["BC", "C", ""]
-
-
-@pytest.mark.parametrize("order", ["ABAC", "AAB"])
-def test_a_unit_that_runs_twice_is_expected_twice(order):
-    schedule = Schedule[str]()
-    run(schedule, order)
-    assert run(schedule, order) == [order[i + 1 :] for i in range(len(order))]
-
-
-def test_a_skipped_unit_is_passed_over():
-    schedule = Schedule[str]()
-    run(schedule, "ABCD")
-    assert run(schedule, "ACD") == ["BCD", "D", ""]
-
-
-def test_after_an_unknown_unit_nothing_is_expected_until_a_known_one_runs():
-    schedule = Schedule[str]()
-    run(schedule, "ABC")
-    assert run(schedule, "AXBC") == ["BC", "", "C", ""]
-
-
-def test_a_new_order_is_what_the_next_pass_expects():
-    schedule = Schedule[str]()
-    run(schedule, "ABC")
-    run(schedule, "CBA")
-    assert run(schedule, "CBA") == ["BA", "A", ""]
+    for earlier in before:
+        run(schedule, earlier)
+    assert run(schedule, order) == upcoming
 
 
 def test_an_order_can_be_given():
@@ -68,38 +52,28 @@ def test_an_order_can_be_given():
 
 def hybrid_steps(max_buffers, late_all_reduce, small):
     """Kinds of collectives in order, while each rank sees completions at random moments."""
-    usual, before = Handle.completed, _plan.MIN_CHILD
     chance = random.Random(dist.get_rank())
-    Handle.completed = property(lambda handle: chance.random() < 0.5)  # type: ignore[assignment]
-    _plan.MIN_CHILD = 1 if small else before
-    try:
+    with (
+        mock.patch.object(Handle, "completed", property(lambda handle: chance.random() < 0.5)),
+        mock.patch.object(_plan, "MIN_CHILD", 1 if small else _plan.MIN_CHILD),
+        record_collectives() as record,
+    ):
         mesh = rank_mesh(2, 2, names=("replicate", "shard"))
         model, alone = shard(seeded(blocks=6), mesh=mesh), seeded(blocks=6)
         model.set_reduce_scatter_max_input_buffers(max_buffers)
-        with record_collectives() as record:
-            for step in range(4):
-                model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
-                loss_of(model, tokens(step=step)).backward()
-    finally:
-        Handle.completed, _plan.MIN_CHILD = usual, before
+        for step in range(4):
+            model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
+            loss_of(model, tokens(step=step)).backward()
     for step in range(4):
-        for rank in range(4):
-            (loss_of(alone, tokens(step=step, rank=rank)) / 4).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-6)
+        plain_backward(alone, step)
+    assert_same_gradients(model, alone)
     return record.kinds
 
 
 def all_hybrid_steps():
-    """Each pair of choices."""
-    cases = [
-        (1, False, False),
-        (1, True, True),
-        (2, False, True),
-        (2, True, False),
-        (4, False, True),
-        (4, True, False),
-    ]
+    """Each pair of choices, by the number of buffers, whether all-reduces are late, and whether children are small."""
+    small = {1: (False, True), 2: (True, False), 4: (True, False)}
+    cases = [(buffers, late, small[buffers][late]) for buffers in small for late in (False, True)]
     return {case: hybrid_steps(*case) for case in cases}
 
 

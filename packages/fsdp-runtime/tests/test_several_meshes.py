@@ -1,20 +1,30 @@
 """One unit whose parameters lie on several meshes: matrices on all ranks, the rest with replicas."""
 
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from runtime_helpers import (
+    BF16,
+    Body,
+    assert_same_gradients,
+    full_values,
+    loss_of,
+    on_meta,
+    plain_backward,
+    seeded,
+    shard,
+    tokens,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer import BlockFP8, BlockInt8
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
+from fsdp_runtime import QuantizationPolicy, fully_shard
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
@@ -23,11 +33,8 @@ from ragged_shard.testing import (
     on_ranks,
     rank_mesh,
     record_collectives,
-    run_ranks,
     simulated_ranks,
 )
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def two_meshes():
@@ -50,11 +57,8 @@ def accumulated(model, steps=1):
 def check_gradients(model, make=seeded, rtol=1e-5, atol=1e-6, steps=1, **options):
     alone = make(width=16, **options)
     for step in range(steps):
-        for rank in range(4):
-            (loss_of(alone, tokens(step, rank=rank)) / 4).backward()
-    for (name, found), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-        grad = None if found.grad is None else found.grad.full_tensor()
-        torch.testing.assert_close(grad, wanted.grad, rtol=rtol, atol=atol, msg=name)
+        plain_backward(alone, step)
+    assert_same_gradients(model, alone, rtol=rtol, atol=atol)
 
 
 def counted(model, step=0):
@@ -63,18 +67,14 @@ def counted(model, step=0):
     return [record.kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
 
 
-def gradients_and_counts():
+@on_ranks(4)
+def test_a_unit_gathers_and_reduces_once_for_each_mesh():
     model = sharded()
-    first = counted(model)
+    # 4 units of two meshes each: gathered in forward, 3 again in backward; replicas are reduced for one of the two
+    assert counted(model) == [14, 8, 4]
     check_gradients(model)
     assert model.blocks[0].weight.device_mesh.mesh_dim_names == ("fsdp",)
     assert model.blocks[0].bias.device_mesh.mesh_dim_names == ("copies", "cut")
-    return first
-
-
-def test_a_unit_gathers_and_reduces_once_for_each_mesh():
-    # 4 units of two meshes each: gathered in forward, 3 again in backward; replicas are reduced for one of the two
-    assert run_ranks(4, gradients_and_counts) == [[14, 8, 4]] * 4
 
 
 @on_ranks(4, timeout=120)
@@ -112,28 +112,20 @@ def test_options_of_a_unit_hold_on_each_of_its_meshes():
     check_gradients(model, rtol=0.1, atol=2e-2)
 
 
-def check_quantized(policy):
-    flat, hybrid, _ = two_meshes()
-    model = seeded(width=16)
-    apart = {model.blocks[0].weight, model.head.weight}  # matrices on both meshes
-    shard(
-        model,
-        mesh=flat,
-        quantization_policy=policy,
-        shard_placement_fn=lambda p: hybrid if p in apart else None,
-    )
-    accumulated(model, 2)
-    check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
-
-
 @on_ranks(4, timeout=120)
 def test_weights_and_gradients_travel_quantized_on_each_mesh():
+    flat, hybrid, _ = two_meshes()
     for policy in (
         QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
         QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole"),
         QuantizationPolicy(gradients=BlockInt8(64)),
     ):
-        check_quantized(policy)
+        model = seeded(width=16)
+        apart = {model.blocks[0].weight, model.head.weight}  # matrices on both meshes
+        choose = lambda p, apart=apart: hybrid if p in apart else None  # noqa: E731
+        shard(model, mesh=flat, quantization_policy=policy, shard_placement_fn=choose)
+        accumulated(model, 2)
+        check_gradients(model, rtol=0.2, atol=2e-2, steps=2)
 
 
 class Mixed(Body):
@@ -304,13 +296,14 @@ def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
 # -- the rest of a unit's life -----------------------------------------------------------------------------------------
 
 
-def checkpointed(folder):
+@on_ranks(4)
+def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none(tmp_path):
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     accumulated(model)
     optimizer.step()
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    whole = full_values(model)
     plain = seeded(width=16, seed=1)
     flat, hybrid, _ = two_meshes()
     others = [
@@ -322,23 +315,15 @@ def checkpointed(folder):
     ]
     for other in others:
         state = get_model_state_dict(other)
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
         set_model_state_dict(other, state)
-        for name, value in other.state_dict().items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            assert torch.equal(full, whole[name]), name
-
-
-def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none():
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(4, checkpointed, folder)
+        for name, value in full_values(other).items():
+            assert torch.equal(value, whole[name]), name
 
 
 @on_ranks(4)
 def test_a_unit_on_several_meshes_starts_on_the_meta_device():
-    with torch.device("meta"):
-        model = Body(width=16)
-    sharded(model)
+    model = sharded(on_meta(width=16))
     memory = unit_memory(model.blocks[0])
     assert memory.parameters == 16 * 16 + 16
     assert memory.shards == (64, 8)  # a quarter of the matrix, half of the vector

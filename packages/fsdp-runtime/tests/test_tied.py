@@ -8,11 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import Body, loss_of, seeded, tokens
+from runtime_helpers import (
+    BF16,
+    Body,
+    assert_same_gradients,
+    assert_same_parameters,
+    loss_of,
+    mesh_of,
+    on_meta,
+    seeded,
+    step_of,
+    tokens,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import block_optim
 from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict, set_full_state_dict
@@ -114,9 +123,7 @@ def test_a_list_of_all_its_modules_is_the_smallest_unit(order):
 
 def test_it_belongs_there_on_the_meta_device_too():
     with simulated_ranks(3):
-        with torch.device("meta"):
-            model = Body(tied=True)
-        wrap(model, ("embed", "head", ""))
+        model = wrap(on_meta(tied=True), ("embed", "head", ""))
         assert owner(model, "embed.weight") == [""]
         model.to_empty(device="cpu")
         assert owner(model, "embed.weight") == [""]
@@ -141,17 +148,17 @@ ORDERS = [
 ]
 
 
-def trained(model, steps=2, accumulate=1, average=1.0, ranks=None, optimizer=torch.optim.AdamW):
+def trained(model, steps=2, accumulate=1, average=1.0, ranks=None):
     """Train on this rank's batches, or on those of all `ranks`; returns the parameters."""
-    step_of = optimizer(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(steps):
         for micro in range(accumulate):
             if ranks is None:
                 model.set_requires_gradient_sync(micro == accumulate - 1)
             for rank in [None] if ranks is None else range(ranks):
                 (loss_of(model, tokens(step * accumulate + micro, rank=rank)) / average).backward()
-        step_of.step()
-        step_of.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return get_full_state_dict(model) if ranks is None else model.state_dict()
 
 
@@ -174,13 +181,12 @@ def test_it_trains_as_in_one_process(ranks):
     for reshard in (False, True):
         check_training(ORDERS[0], reshard=reshard, accumulate=2)
         check_training(ORDERS[1], reshard=reshard)
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    check_training(ORDERS[0], mp_policy=bf16, rtol=0.1, atol=0.1)
+    check_training(ORDERS[0], mp_policy=BF16, rtol=0.1, atol=0.1)
 
 
 @on_ranks(4)
 def test_it_trains_as_in_one_process_with_replicas():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     for order in ORDERS:
         check_training(order, mesh=mesh, accumulate=2)
 
@@ -207,8 +213,7 @@ def test_blocks_that_share_parameters_inside_a_unit_train_as_in_one_process(rank
                 for optimizer in (ours, theirs):
                     optimizer.step()
                     optimizer.zero_grad()
-            for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.full_tensor(), two)
+            assert_same_parameters(model, plain)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -222,9 +227,7 @@ def test_block_optimizers_update_it_as_where_one_unit_has_all(name, ranks):
         optimizer = block_optim.mixed_optimizer_for(model, verbose=False) if mixed else None
         optimizer = optimizer or getattr(block_optim, name)(model.parameters(), lr=0.05)
         for step in range(2):
-            loss_of(model, tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(model, optimizer, step)
         found.append(get_full_state_dict(model))
     for values in found:
         for key, value in values.items():
@@ -244,8 +247,7 @@ def test_it_moves_out_of_units_that_are_gathered_and_have_others_left():
     plain = seeded(Nested)
     model(x[dist.get_rank()]).square().mean().backward()
     plain(x).square().mean().backward()
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), two.grad)
+    assert_same_gradients(model, plain)
 
 
 class Experts(nn.Module):
@@ -281,12 +283,7 @@ def test_it_is_reduced_where_some_ranks_skip_all_modules_that_share_it_and_none_
                 (plain(x[rank], parts) / 3).backward()
             if accumulate and step < 2:
                 continue
-            for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert (one.grad is None) == (two.grad is None), (step, name)
-                if two.grad is not None:
-                    torch.testing.assert_close(
-                        one.grad.full_tensor(), two.grad, rtol=1e-4, atol=1e-7, msg=name
-                    )
+            assert_same_gradients(model, plain, rtol=1e-4, atol=1e-7)
             model.zero_grad()
             plain.zero_grad()
 
@@ -415,7 +412,7 @@ def test_a_tied_parameter_on_two_meshes_raises_on_every_rank():
     model = seeded(tied=True)
     fully_shard(model.embed, mesh=rank_mesh(4))
     with pytest.raises(ValueError, match=r"embed\.weight was cut over .*always the same"):
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(model, mesh=mesh_of(2, 2))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -429,6 +426,10 @@ def save(folder, tied):
 
 
 def load(folder, tied):
+    def take(model, state, assign):
+        model.load_state_dict(state, assign=assign)
+        loss_of(model, tokens()).backward()  # takes what was assigned
+
     for order in LAYOUTS:
         for assign in (False, True):
             model, wanted = wrap(seeded(tied=True), order), seeded(tied=tied, seed=1).state_dict()
@@ -448,27 +449,12 @@ def load(folder, tied):
                     take(model, state, assign)
 
 
-def take(model, state, assign):
-    model.load_state_dict(state, assign=assign)
-    loss_of(model, tokens()).backward()  # takes what was assigned
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_of_torch_loads_where_the_units_are_others_and_raises_where_tied_values_differ(
     tied, tmp_path
 ):
     run_ranks(2, save, str(tmp_path), tied)
     run_ranks(3, load, str(tmp_path), tied)
-
-
-def batch(step):
-    return tokens(step, rank=0)  # the same on every rank, so that the world size does not matter
-
-
-def step_of(model, optimizer, step):
-    loss_of(model, batch(step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def adamw(model):
@@ -478,7 +464,7 @@ def adamw(model):
 def save_trained(folder):
     model = wrap(seeded(tied=True), LAYOUTS[0])
     optimizer = adamw(model)
-    step_of(model, optimizer, 0)
+    step_of(model, optimizer, rank=0)  # the same on every rank, so that the world size does not matter
     values, states = get_state_dict(model, optimizer)
     dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
 
@@ -487,14 +473,14 @@ def train_on(folder):
     plain = seeded(tied=True)
     twin = adamw(plain)
     for step in range(2):
-        step_of(plain, twin, step)
+        step_of(plain, twin, step, rank=0)
     for order in LAYOUTS:
         model = wrap(seeded(tied=True, seed=1), order)
         optimizer = adamw(model)
         values, states = get_state_dict(model, optimizer)
         dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
-        step_of(model, optimizer, 1)
+        step_of(model, optimizer, 1, rank=0)
         for name, value in get_full_state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 

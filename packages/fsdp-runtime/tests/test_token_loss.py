@@ -1,17 +1,18 @@
 """Losses by tokens: ranks and microbatches with different numbers of tokens give what one process gives."""
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Body, seeded, shard
+from runtime_helpers import Body, assert_same_gradients, seeded, shard
 from torch import nn
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 IGNORED, VOCAB, LENGTH = -100, 12, 9
 EXACT: Any = {"rtol": 1e-6, "atol": 1e-12}
@@ -40,10 +41,7 @@ def one_process(step, ranks, parts, **options):
     return model, loss.detach(), number
 
 
-def same_gradients(model, plain):
-    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
-        torch.testing.assert_close(grad, wanted.grad, **EXACT, msg=f"{name}: {{}}".format)
+same_gradients = partial(assert_same_gradients, **EXACT)
 
 
 def accumulated(model, step, batches, sync=None):
@@ -213,7 +211,9 @@ def llama():
     return seeded(lambda: transformers.LlamaForCausalLM(config)).double()
 
 
-def llama_against_one_process():
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@on_ranks(3)
+def test_a_model_of_transformers_takes_the_total():
     model, plain = llama(), llama()
     fully_shard(model.model.layers[0])
     fully_shard(model)
@@ -228,8 +228,3 @@ def llama_against_one_process():
     for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         away = (param.grad.full_tensor() - wanted.grad).abs().max() / wanted.grad.abs().max()
         assert away < 1e-5  # transformers takes the loss of fp32 logits
-
-
-def test_a_model_of_transformers_takes_the_total():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    run_ranks(3, llama_against_one_process)

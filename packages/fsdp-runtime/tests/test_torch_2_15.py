@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import device, loss_of, seeded, shard, tokens
+from runtime_helpers import (
+    BF16,
+    assert_same_gradients,
+    device,
+    full,
+    loss_of,
+    on_meta,
+    seeded,
+    shard,
+    step_of,
+    tokens,
+)
 from torch import nn
 
 import block_optim
@@ -28,9 +39,6 @@ from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import on_ranks, simulated_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
 # -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
 
 
@@ -55,11 +63,7 @@ def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the
         for number in range(4):
             if number == 2:
                 model.load_state_dict(start)
-            loss = loss_of(model, tokens(number))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(step_of(model, optimizer, number).item())
         results.append(losses)
     assert results[0] == results[1]
     assert {name: len(addresses) for name, addresses in seen.items()} == {"0": 1, "1": 1, "2": 1}
@@ -96,9 +100,7 @@ def test_memory_is_kept_between_steps_until_it_is_switched_off():
 
 def test_it_is_set_before_parameters_have_memory():
     with simulated_ranks(2):
-        with torch.device("meta"):
-            model = seeded()
-        shard(model)
+        model = shard(on_meta())
         model.set_keep_unsharded_storage(True)
         model.to_empty(device="cpu")
         loss_of(model, tokens())
@@ -176,12 +178,10 @@ def test_a_reduction_in_fp32_keeps_gradients_that_bf16_would_round():
     for rank in range(3):
         single(inputs(rank)).float().sum().backward()
     model(inputs(dist.get_rank())).float().sum().backward()
-    for (name, param), (_, alone) in zip(model.named_parameters(), single.named_parameters(), strict=True):
-        full = param.grad.full_tensor()
-        assert param.dtype == torch.bfloat16
-        torch.testing.assert_close(full, alone.grad / 3, rtol=1e-6, atol=1e-7, msg=name)
-        if name == "inner.weight":
-            assert not torch.equal(full, full.to(torch.bfloat16).float())
+    assert_same_gradients(model, single, scale=1 / 3, rtol=1e-6, atol=1e-7)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    whole = full(model.get_parameter("inner.weight").grad)
+    assert not torch.equal(whole, whole.to(torch.bfloat16).float())
 
 
 @on_ranks(2)

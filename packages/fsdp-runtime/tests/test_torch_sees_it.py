@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
-import fsdp_runtime
 from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -41,8 +39,6 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
     assert issubclass(UnshardHandle, torch_fsdp.UnshardHandle)
     model.reshard()
     assert type(model).__mro__[1:4] == (FSDPModule, torch_fsdp.FSDPModule, Body)
-    container: Any = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    assert type(container[:1]) is nn.Sequential
     torchs: Any = torch_fsdp.fully_shard
     assert torchs.state(model) is not None
     assert torchs.state(model.norm) is None
@@ -75,9 +71,9 @@ def test_torchs_own_functions_on_modules_work():
     assert model.head.weight.grad is not None
 
 
-def reductions_of(model, backward):
+def reductions_of(model, step):
     with record_collectives() as record:
-        backward(model)
+        loss_of(model, tokens(step)).backward()
     return record.kinds.count("reduce_scatter")
 
 
@@ -99,22 +95,17 @@ def disable_gradient_division(model):
 def test_what_trainers_do_to_instances_of_torchs_class_has_its_effect():
     model, alone = shard(seeded()), seeded()
     fabric_no_backward_sync(model, True)
-    assert reductions_of(model, lambda m: loss_of(m, tokens(step=0)).backward()) == 0
+    assert reductions_of(model, 0) == 0
     fabric_no_backward_sync(model, False)
-    assert reductions_of(model, lambda m: loss_of(m, tokens(step=1)).backward()) == 4
+    assert reductions_of(model, 1) == 4
     for step in range(2):
-        for rank in range(2):
-            (loss_of(alone, tokens(step=step, rank=rank)) / 2).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
-        found.grad = None
+        plain_backward(alone, step)
+    assert_same_gradients(model, alone, atol=1e-7)
+    for one in (model, alone):
+        one.zero_grad()
     disable_gradient_division(model)
     loss_of(model, tokens(step=0)).backward()
-    alone.zero_grad()
-    for rank in range(2):
-        loss_of(alone, tokens(step=0, rank=rank)).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(model, plain_backward(alone), scale=2, atol=1e-7)
 
 
 @on_ranks(2)
@@ -124,10 +115,7 @@ def test_replicate_around_sharded_children():
     fully_shard(model.blocks[0])
     replicate(model)
     loss_of(model, tokens()).backward()
-    (sum(loss_of(alone, tokens(rank=rank)) for rank in range(2)) / 2).backward()
-    for (name, found), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-        grad = found.grad.full_tensor() if name.startswith("blocks.0") else found.grad
-        torch.testing.assert_close(grad, wanted.grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert_same_gradients(model, plain_backward(alone), atol=1e-7)
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(model.blocks[0])
 
@@ -199,9 +187,3 @@ def test_transforms_of_torch_func_pass_through_units(what):
             assert one is None or not one.full_tensor().any()
         else:
             torch.testing.assert_close(getattr(one, "full_tensor", lambda one=one: one)(), other)
-
-
-def test_the_policies_are_torchs_own():
-    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
-        assert getattr(fsdp_runtime, name) is getattr(torch_fsdp, name)
-    assert dist.is_available()

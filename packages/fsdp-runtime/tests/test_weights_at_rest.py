@@ -16,7 +16,7 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 WIDTH = 64
 NF4, INT8, FP8 = BlockNF4(64), BlockInt8(64), BlockFP8((16, 16))
@@ -99,7 +99,9 @@ def assert_trains_as(reference, model, steps=2):
             optimizer.zero_grad()
 
 
-def train():
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@on_ranks("ranks")
+def test_adapters_train_on_the_values_that_the_codes_say(ranks):
     for fmt in FORMATS:
         reference, model = read_back(fmt, adapted()), shard(adapted(), fmt)
         assert_trains_as(reference, model)
@@ -110,12 +112,8 @@ def train():
                 assert param.full_tensor().equal(dict(reference.named_parameters())[name])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_adapters_train_on_the_values_that_the_codes_say(ranks):
-    run_ranks(ranks, train)
-
-
-def hybrid():
+@on_ranks(4)
+def test_codes_at_rest_go_with_hsdp_neighbors_and_mixed_precision():
     assert_trains_as(read_back(NF4, adapted()), shard(adapted(), reshard_after_forward=2), 1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     assert_trains_as(read_back(FP8, adapted()), shard(adapted(), FP8, mesh=mesh), 1)
@@ -125,11 +123,8 @@ def hybrid():
     assert model.blocks[0].down.weight.grad is not None
 
 
-def test_codes_at_rest_go_with_hsdp_neighbors_and_mixed_precision():
-    run_ranks(4, hybrid)
-
-
-def count():
+@on_ranks(3)
+def test_codes_are_all_that_is_kept_and_all_that_travels():
     ranks = dist.get_world_size()
     for fmt in FORMATS:
         model = shard(adapted(), fmt)
@@ -155,10 +150,6 @@ def count():
         given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
         gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
         assert gathers == [*given, *given[:0:-1]]
-
-
-def test_codes_are_all_that_is_kept_and_all_that_travels():
-    run_ranks(3, count)
 
 
 def assert_codes(model, fmt, full):
@@ -217,7 +208,8 @@ def test_checkpoints_hold_codes_and_load_at_other_numbers_of_ranks_and_from_valu
     run_ranks(3, load, str(tmp_path))
 
 
-def distributed_sources():
+@on_ranks(3)
+def test_codes_load_from_whole_ones_and_values_from_another_layout():
     source = fully_shard(adapted())  # plain, laid out otherwise
     source.load_state_dict(other_values())
     codes = shard(adapted())
@@ -247,11 +239,8 @@ def distributed_sources():
             again.load_state_dict(wrong, strict=False)
 
 
-def test_codes_load_from_whole_ones_and_values_from_another_layout():
-    run_ranks(3, distributed_sources)
-
-
-def meta():
+@on_ranks(2)
+def test_a_model_on_meta_gets_codes_and_never_values():
     for assign in (False, True):
         with torch.device("meta"):
             model = adapted()
@@ -275,11 +264,8 @@ def meta():
         assert_codes(model, NF4, other_values())
 
 
-def test_a_model_on_meta_gets_codes_and_never_values():
-    run_ranks(2, meta)
-
-
-def moved():
+@on_ranks(3)
+def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
     model = shard(adapted())
     before = model.blocks[0].base.weight.local.codes.clone()
     model.to(torch.bfloat16)
@@ -297,11 +283,8 @@ def moved():
     assert outer.state_dict()["blocks.0.base.weight.codes"].full_tensor().equal(before)
 
 
-def test_codes_stay_as_they_are_in_another_dtype_and_another_unit():
-    run_ranks(3, moved)
-
-
-def refused():
+@on_ranks(1)
+def test_codes_are_not_trained_and_not_written_to():
     policy = QuantizationPolicy(at_rest=NF4, select=lambda name, param, module: name.endswith("weight"))
     with pytest.raises(ValueError, match=r"down\.weight was selected to be kept as codes, and is trained"):
         fully_shard(adapted().blocks[0], quantization_policy=policy)
@@ -318,10 +301,6 @@ def refused():
     base.requires_grad_(True)
     with pytest.raises(ValueError, match=r"base\.weight requires a gradient since, but is kept as codes"):
         loss_of(model, tokens())
-
-
-def test_codes_are_not_trained_and_not_written_to():
-    run_ranks(1, refused)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,25 @@
 
 import pickle
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from runtime_helpers import (
+    TwoLayers,
+    assert_same_gradients,
+    assert_same_parameters,
+    locals_of,
+    loss_of,
+    plain_backward,
+    same_bits,
+    seeded,
+    shard,
+    shard_with_tensor_parallelism,
+    step_of,
+    tokens,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layout_planner
 from fsdp_runtime import block_policies, fully_shard
@@ -120,14 +131,13 @@ def test_an_outer_unit_that_cannot_lay_out_what_it_keeps_refuses_the_inner_one_a
     def planner(specs, ranks, *, align):
         return planner_that_refuses(lambda _: refusing, specs, ranks, align=align)
 
-    model, reference = fully_shard(seeded(Body), planner=planner), seeded(Body)
-    values = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    model, reference = fully_shard(seeded(), planner=planner), seeded()
+    values = locals_of(model)
     before, refusing = snapshot(model), True
     with pytest.raises(ArithmeticError, match="refused"):
         fully_shard(model.blocks[1])
     assert snapshot(model) == before
-    for name, param in model.named_parameters():
-        assert param.to_local().equal(values[name]), name
+    assert same_bits(locals_of(model), values)
     refusing = False
     fully_shard(model.blocks[1])
     torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
@@ -135,7 +145,7 @@ def test_an_outer_unit_that_cannot_lay_out_what_it_keeps_refuses_the_inner_one_a
 
 @on_ranks(2)
 def test_a_refusal_inside_a_gathered_unit_leaves_it_gathered():
-    model, reference = fully_shard(seeded(Body)), seeded(Body)
+    model, reference = fully_shard(seeded()), seeded()
     model.unshard()
     before = snapshot(model)
     with pytest.raises((TypeError, ValueError)):
@@ -182,14 +192,11 @@ def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
     model, plain = sharded(), seeded(Layers)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
-        loss_of(model, tokens(step)).backward()
-        ours.step()
-        ours.zero_grad()
-        sum(loss_of(plain, tokens(step, rank=rank)) / 3 for rank in range(3)).backward()
+        step_of(model, ours, step)
+        plain_backward(plain, step)
         theirs.step()
         theirs.zero_grad()
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.full_tensor(), two)
+    assert_same_parameters(model, plain)
 
 
 def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad():
@@ -202,33 +209,19 @@ def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad
         assert sum(unit.padding for unit in each) == 3 * 2 * 4 * 32
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 4)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu()).pow(2).mean()
-
-
 @on_ranks(2)
 def test_tensor_parallelism_of_degree_1_trains_as_without():
     mesh = rank_mesh(2, 1, names=("dp", "tp"))
-    model: Any = Net()
-    reference = Net()
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"], block_policy=lambda name, param: Rows(3))
-    x = torch.randn(4, 16)
+    model, reference = shard_with_tensor_parallelism(seeded(TwoLayers), mesh, Rows(3)), seeded(TwoLayers)
+    x = torch.randn(4, 8)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
     for _ in range(3):
         for optimizer, m in zip(optimizers, (model, reference), strict=True):
-            m(x).backward()
+            m(x).square().mean().backward()
             nn.utils.clip_grad_norm_(m.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), expected, msg=name)
+    assert_same_parameters(model, reference)
 
 
 def sharded_groups():
@@ -245,10 +238,6 @@ def test_neighbors_are_those_of_the_new_process_groups():
 def test_ranks_next_to_tensor_parallelism_have_neighbors_of_their_own():
     """Only the ranks of one column of a mesh are in its sub-mesh: a group that all ranks must make would hang."""
     mesh = rank_mesh(4, 2, names=("data", "tensor"))["data"]
-    model, alone = shard(seeded(), mesh=mesh, reshard_after_forward=2), seeded()
-    rank = mesh.get_local_rank()
-    loss_of(model, tokens(0, rank=rank)).backward()
-    for number in range(4):
-        (loss_of(alone, tokens(0, rank=number)) / 4).backward()
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6, msg=name)
+    model = shard(seeded(), mesh=mesh, reshard_after_forward=2)
+    loss_of(model, tokens(rank=mesh.get_local_rank())).backward()
+    assert_same_gradients(model, plain_backward(seeded(), ranks=4))
