@@ -40,7 +40,6 @@ TESTS = [
     "packages/fsdp-runtime/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_offloaded_optimizer.py",
     "packages/fsdp-runtime/tests/test_offloaded_activations.py",
-    "packages/fsdp-runtime/tests/test_offloaded_blocks.py",
     "packages/fsdp-runtime/tests/test_offloaded_gradients.py",
     "packages/block-optim/tests/test_happens_before.py",
 ]

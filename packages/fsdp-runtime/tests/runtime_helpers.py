@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         text = f"{name}: {{}}".format
         torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
+
+
+class BrokenTransport:
+    """A transport whose gathers fail, after which something may still read the memory that was sent."""
+
+    name = "broken"
+    quiet, under_way = False, False
+
+    def all_gather(self, pairs, label):
+        self.sent = [weakref.ref(send.untyped_storage()) for _, send in pairs]
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise RuntimeError("a peer died")
 
 
 class Watch(torch.autograd.Function):

@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import loss_of, seeded, shard, step_of, tokens
 
 from block_optim import EMA
 from fsdp_runtime import QuantizationPolicy, save_safetensors
 from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.quantization import BlockFP8
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -49,15 +48,11 @@ def test_a_tied_parameter_is_written_once(tmp_path):
     assert "head.weight" not in safetensors.load_file(found)
 
 
-def save_nowhere(folder):
-    with pytest.raises(OSError, match=r"rank 0 could not write to .*not_a_folder"):
-        save(folder, {})
-    return dist.get_rank()
-
-
+@on_ranks(3)
 def test_a_failure_to_write_is_raised_on_every_rank(tmp_path):
     (tmp_path / "not_a_folder").write_text("")
-    assert run_ranks(3, save_nowhere, str(tmp_path / "not_a_folder")) == [0, 1, 2]
+    with pytest.raises(OSError, match=r"rank 0 could not write to .*not_a_folder"):
+        save(tmp_path / "not_a_folder", {})
 
 
 def test_a_dtype_that_files_do_not_have_is_refused_by_name(tmp_path):
@@ -78,9 +73,7 @@ def averaged(model):
     """Train a model that each rank gives the same batch; its EMA, and the loss that follows."""
     ema, optimizer = EMA(model, 0.9), torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(3):
-        loss_of(model, tokens(step, rank=0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(model, optimizer, step, rank=0)
         ema.update()
     return ema
 
@@ -177,11 +170,8 @@ def test_a_fifo_instead_of_config_json_is_refused(tmp_path):
         read_safetensors(tmp_path)
 
 
-def save_without_codes(folder):
-    with pytest.raises(ValueError, match=r"weights with tiles \[\] in this module"):
-        save_safetensors(shard(seeded()), folder, quantized=True)
-
-
+@on_ranks(2)
 def test_a_model_without_fp8_weights_is_not_written_as_fp8(tmp_path):
-    run_ranks(2, save_without_codes, tmp_path)
+    with pytest.raises(ValueError, match=r"weights with tiles \[\] in this module"):
+        save_safetensors(shard(seeded()), tmp_path, quantized=True)
     assert not list(tmp_path.iterdir())

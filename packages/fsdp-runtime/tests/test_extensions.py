@@ -2,13 +2,13 @@
 
 import gc
 import itertools
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from extended_tensors import Halved, Wrapper, extend
+from runtime_helpers import BrokenTransport
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -292,26 +292,9 @@ def test_block_optimizers_write_into_the_subclass(name):
     assert not torch.equal(pairs[0][0][0].full_tensor(), linears(32, 48, 64)[0].weight)
 
 
-class Broken:
-    """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
-
-    name = "broken"
-    quiet, under_way = False, False
-
-    def all_gather(self, pairs, label):
-        self.sent = [weakref.ref(send.untyped_storage()) for _, send in pairs]
-        return self
-
-    def is_completed(self):
-        return True
-
-    def wait(self):
-        raise RuntimeError("a peer died")
-
-
 @on_ranks(2)
 def test_what_a_failed_gather_sent_is_kept_for_good():
-    broken: Any = Broken()
+    broken: Any = BrokenTransport()
     model: Any = fully_shard(extend(linears(8, 6, bias=False), Halved), transport=lambda _: broken)
     with pytest.raises(RuntimeError, match="a peer died"):
         model(torch.ones(2, 8))

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from runtime_helpers import device, loss_of, seeded, tokens
+from runtime_helpers import BF16, device, locals_of, loss_of, mesh_of, same_bits, seeded, step_of, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
 from fsdp_runtime import (
-    MixedPrecisionPolicy,
     OffloadPolicy,
     clip_grad_norm_,
     fully_shard,
@@ -18,7 +16,6 @@ from fsdp_runtime.memory import SelectiveOffloadPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 POLICY, NONE = SelectiveOffloadPolicy(gradients=True), OffloadPolicy()
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OPTIMIZERS = {
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
     "no states": lambda params: torch.optim.SGD(params, lr=0.01),
@@ -37,13 +34,8 @@ def build(policy, **options):
     return model
 
 
-def shards(model):
-    return [param.to_local().detach().clone() for param in model.parameters()]
-
-
 def train(policy, kind="torch", clip=None, syncs=(True,), shape=(4,), **options):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model = build(policy, mesh=mesh, mp_policy=BF16, **options)
+    model = build(policy, mesh=mesh_of(*shape), mp_policy=BF16, **options)
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     if policy is POLICY:
         optimizer = OffloadedOptimizer(optimizer, **({"bucket_bytes": 3000} if "torch" in kind else {}))
@@ -56,15 +48,13 @@ def train(policy, kind="torch", clip=None, syncs=(True,), shape=(4,), **options)
             norms.append(clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
         optimizer.zero_grad()
-    return shards(model), norms
+    return locals_of(model), norms
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_parameters_are_the_same_bits_with_every_kind_of_optimizer_and_no_access_is_a_race(kind):
     with device("at random", device="cpu:0"):
-        expected, _ = train(NONE, kind)
-        values, _ = train(POLICY, kind)
-    assert all(map(torch.equal, values, expected))
+        assert same_bits(train(POLICY, kind)[0], train(NONE, kind)[0])
 
 
 @pytest.mark.parametrize("options", [
@@ -74,7 +64,7 @@ def test_clipping_accumulation_and_replicas_give_the_same_bits(options):
     with device("late", device="cpu:0"):
         expected, norms = train(NONE, **options)
         values, same = train(POLICY, **options)
-    assert all(map(torch.equal, values, expected))
+    assert same_bits(values, expected)
     assert norms == same
 
 
@@ -104,10 +94,10 @@ def test_a_gradient_shows_nan_and_other_users_of_it_raise():
             RuntimeError, match=r"AdamW: the gradients of .* are in CPU memory .*OffloadedOptimizer"
         ):
             optimizer.step()
-        before = shards(model)
+        before = locals_of(model)
         model.zero_grad()
         optimizer.step()
-        assert all(map(torch.equal, before, shards(model)))
+        assert same_bits(before, locals_of(model))
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step():
@@ -115,13 +105,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
         model = build(POLICY)
         optimizer = OffloadedOptimizer(OPTIMIZERS["a bucket each"](list(model.parameters())))
         (loss_of(model, tokens()) * float("inf")).backward()
-        before = shards(model)
+        before = locals_of(model)
         optimizer.step()
-        assert all(map(torch.equal, before, shards(model)))
+        assert same_bits(before, locals_of(model))
         optimizer.zero_grad()
-        loss_of(model, tokens()).backward()
-        optimizer.step()
-        assert not all(map(torch.equal, before, shards(model)))
+        step_of(model, optimizer)
+        assert not same_bits(before, locals_of(model))
 
 
 def test_the_reduction_hook_sees_values_in_cpu_memory():

@@ -1,64 +1,186 @@
-"""Optimizer states in CPU memory, updates on the (simulated) device, the next bucket's copy in flight."""
+"""Optimizer states in CPU memory, updates on the (simulated) device: the next bucket's copy is in flight.
+
+torch's optimizers update buckets of bytes; block_optim's take block after block, and those that exchange matrices all.
+"""
+
+from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import device, loss_of, seeded, tokens
+from runtime_helpers import device, locals_of, loss_of, same_bits, seeded, step_of, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import block_optim
 from fsdp_runtime import fully_shard
 from fsdp_runtime.checkpoint import OffloadedOptimizer
+from layout_planner import Elements
 from ragged_shard.testing import RaceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
-KINDS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "foreach": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=True),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-    "plain": lambda params: torch.optim.SGD(params, lr=0.01),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
+EIGHT_BIT: dict[str, Any] = {"block": Elements(16), "min_8bit_numel": 64}
+TORCH = {
+    "torch adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "foreach": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "plain": lambda groups: torch.optim.SGD(groups, lr=0.01),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True),
 }
+BLOCKS = {
+    "adamw": lambda groups: block_optim.AdamW(groups, lr=0.01),
+    "adamw8bit": lambda groups: block_optim.AdamW8bit(groups, lr=0.01, **EIGHT_BIT),
+    "muon": lambda groups: block_optim.Muon(groups, lr=0.01),
+    "shampoo": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=2),
+    "overlapped": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=1, overlap=True),
+    "soap": lambda groups: block_optim.SOAP(groups, lr=0.01, precondition_frequency=2),
+}
+KINDS = TORCH | BLOCKS
+ALONE = (*TORCH, "adamw", "adamw8bit")
+# Of block_optim's those that update alone, that exchange matrices, and that work next to the step; the others are long.
+SOME = ("adamw8bit", "muon", "overlapped")
 
 
-def sharded(blocks=4):
-    model = seeded(width=16, blocks=blocks)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+def kinds(*short):
+    """Kinds for a test; those of block_optim that are not in SOME are long."""
+    found = (*short, *BLOCKS)
+    return [k if k in (*TORCH, *SOME) else pytest.param(k, marks=pytest.mark.long) for k in found]
 
 
-def train(kind, offloaded, steps=3, bucket_bytes=3000, schedule=False):
-    model = sharded()
-    groups = [
-        {"params": list(model.blocks.parameters())},
-        {"params": [model.head.weight, model.embed.weight], "lr": 0.1},
+def device_for(kind):
+    """A simulated device; of ranks that exchange matrices there is one, since the others are not there."""
+    return device() if kind in ALONE else device(ranks=1, rank=0)
+
+
+def prepared(kind, offloaded, bucket_bytes=3000):
+    """A sharded model and its optimizer, with a group for each unit."""
+    model = seeded(width=16, blocks=4)
+    policy = block_optim.AdamW8bit.block_policy(**EIGHT_BIT) if kind == "adamw8bit" else None
+    for module in (*model.blocks, model):
+        fully_shard(module, block_policy=policy)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in unit.parameters() if p.ndim == 2 or kind != "muon"]}
+        for unit in (*model.blocks, model.embed, model.head)
     ]
+    groups[-1]["lr"] = 0.1
     optimizer = KINDS[kind](groups)
-    if offloaded:
-        optimizer = OffloadedOptimizer(optimizer, bucket_bytes=bucket_bytes)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if schedule else None
-    for step in range(steps):
-        loss_of(model, tokens(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    return model, optimizer
+    options = {"bucket_bytes": bucket_bytes} if kind in TORCH else {}
+    return model, OffloadedOptimizer(optimizer, **options) if offloaded else optimizer
 
 
-def locals_of(model):
-    return [param.to_local().detach().clone() for param in model.parameters()]
+def train(model, optimizer, steps=range(4)):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in steps:
+        step_of(model, optimizer, step)
+        scheduler.step()
+    return locals_of(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def tensors_in(tree):
+    return [
+        local(value) for value in torch.utils._pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)
+    ]
+
+
+def same_states(one, two):
+    assert one["state"].keys() == two["state"].keys()
+    for index, state in one["state"].items():
+        assert state.keys() == two["state"][index].keys()
+        for key, value in state.items():
+            other = two["state"][index][key]
+            same = local(value).equal(local(other)) if isinstance(value, torch.Tensor) else value == other
+            assert same, key
+
+
 @pytest.mark.parametrize(
-    "bucket_bytes", [3000, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 1 << 28))]
+    ("kind", "bucket_bytes"),
+    [
+        *((kind, 3000) for kind in TORCH),
+        *(pytest.param(kind, n, marks=pytest.mark.long) for kind in TORCH for n in (1, 1 << 28)),
+        *(
+            (kind, None) if kind in SOME else pytest.param(kind, None, marks=pytest.mark.long)
+            for kind in BLOCKS
+        ),
+    ],
 )
 def test_values_are_those_of_the_optimizer_itself_and_no_access_is_a_race(kind, bucket_bytes):
+    with device_for(kind):
+        plain, optimizer = prepared(kind, False)
+        model, offloaded = prepared(kind, True, bucket_bytes)
+        assert same_bits(train(plain, optimizer), train(model, offloaded))
+        same_states(optimizer.state_dict(), offloaded.state_dict())
+        theirs = dict(zip(model.parameters(), plain.parameters(), strict=True))
+        for param, state in offloaded.state.items():
+            assert state.keys() == optimizer.state[theirs[param]].keys()
+
+
+@pytest.mark.parametrize("kind", kinds("torch adamw"))
+def test_an_update_that_does_not_wait_for_its_states_is_a_race(kind, monkeypatch):
+    with device_for(kind) as simulated:
+        model, optimizer = prepared(kind, True)
+        train(model, optimizer, range(1))
+        loss_of(model, tokens(2)).backward()
+        monkeypatch.setattr(simulated, "wait", lambda *_: None)
+        with pytest.raises(RaceError):
+            optimizer.step()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", kinds("torch adamw"))
+def test_between_steps_no_states_are_on_the_device_and_in_a_step_three_buckets_at_most(kind, monkeypatch):
+    with device_for(kind) as simulated:
+        model, optimizer = prepared(kind, True, 700)
+        inner, theirs, most = type(optimizer._inner), type(optimizer._inner).step, []
+
+        def step(self, *args, **named):
+            buckets = optimizer._offloaded._buckets
+            most.append(sum(any(copy.storage.nbytes() for copy in bucket.copies) for bucket in buckets))
+            return theirs(self, *args, **named)
+
+        monkeypatch.setattr(inner, "step", step)
+        train(model, optimizer, range(2))
+        buckets = optimizer._offloaded._buckets
+        assert len(buckets) >= 4 if kind in ALONE else len(buckets) == 1
+        assert max(most) == (3 if kind in ALONE else 1)
+        assert all(copy.storage.nbytes() == 0 for bucket in buckets for copy in bucket.copies)
+        if kind in TORCH:  # one storage a bucket, which all states share
+            assert {len(bucket.copies) for bucket in buckets} == {1}
+            states = [value for value in tensors_in(dict(optimizer._inner.state)) if value.numel() > 1]
+            assert all(value.untyped_storage().nbytes() == 0 for value in states)
+        assert simulated.accesses
+
+
+@pytest.mark.parametrize("kind", ["torch adamw", "adamw"])
+def test_the_host_waits_for_the_copies_and_the_updates_before_it_reads_states(kind, monkeypatch):
+    with device() as simulated:
+        model, optimizer = prepared(kind, True)
+        train(model, optimizer, range(1))
+        waited = []
+        monkeypatch.setattr(simulated, "wait_on_host", lambda event: waited.append(event is not None))
+        optimizer.state_dict()
+        assert waited == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["torch adamw", "adamw"])
+def test_parameters_that_begin_to_train_and_groups_that_are_added_are_offloaded_too(kind):
     with device():
-        plain, _ = train(kind, False, schedule=True)
-        model, _ = train(kind, True, bucket_bytes=bucket_bytes, schedule=True)
-        for one, two in zip(locals_of(plain), locals_of(model), strict=True):
-            assert one.equal(two)
+        found = []
+        for with_it in (False, True):
+            model, optimizer = prepared(kind, with_it)
+            model.embed.weight.requires_grad_(False)
+            train(model, optimizer, range(1))
+            model.embed.weight.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.norm.parameters()), "lr": 0.5})
+            found.append(train(model, optimizer, range(1, 3)))
+        assert same_bits(*found)
+        for param, state in optimizer._inner.state.items():
+            assert local(state["exp_avg"]).untyped_storage().nbytes() == 0
+            assert optimizer.state[param]["exp_avg"].shape == param.shape
+
+
+# -- torch's: buckets of bytes -----------------------------------------------------------------------------------------
 
 
 class Log(TorchDispatchMode):
@@ -79,7 +201,8 @@ class Log(TorchDispatchMode):
 
 def test_a_bucket_is_one_copy_each_way_and_the_next_one_is_queued_before_an_update():
     with device() as simulated:
-        model, optimizer = train("adamw", True, steps=2, bucket_bytes=700)
+        model, optimizer = prepared("torch adamw", True, 700)
+        train(model, optimizer, range(2))
         loss_of(model, tokens(2)).backward()
         with Log(simulated) as log:
             optimizer.step()
@@ -94,102 +217,16 @@ def test_a_bucket_is_one_copy_each_way_and_the_next_one_is_queued_before_an_upda
         assert names == "cc" + "ucc" * (buckets - 2) + "uc" + "uc"
 
 
-def test_an_update_that_does_not_wait_for_its_states_is_a_race(monkeypatch):
-    with device() as simulated:
-        model, optimizer = train("adamw", True, steps=2)
-        loss_of(model, tokens(2)).backward()
-        monkeypatch.setattr(simulated, "wait", lambda *_: None)
-        with pytest.raises(RaceError):
-            optimizer.step()
-        monkeypatch.undo()
-
-
-def test_states_are_on_the_device_three_buckets_at_a_time_and_between_steps_not_at_all(monkeypatch):
-    with device():
-        most: list[int] = []
-        step = torch.optim.AdamW.step
-
-        def watched(self, *args):
-            if hasattr(optimizer, "_offloaded"):
-                copies = [copy for bucket in optimizer._offloaded._buckets for copy in bucket.copies]
-                most.append(sum(copy.storage.nbytes() > 0 for copy in copies))
-            return step(self, *args)
-
-        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-        model, optimizer = sharded(), None
-        optimizer = OffloadedOptimizer(KINDS["adamw"](list(model.parameters())), bucket_bytes=700)
-        for number in range(3):
-            loss_of(model, tokens(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        copies = [copy for bucket in optimizer._offloaded._buckets for copy in bucket.copies]
-        assert len(copies) == len(optimizer._offloaded._buckets) >= 4  # one storage each
-        assert max(most) <= 3
-        assert all(copy.storage.nbytes() == 0 for copy in copies)
-        states = [
-            value
-            for state in optimizer._inner.state.values()
-            for value in state.values()
-            if value.numel() > 1
-        ]
-        assert all(value.to_local().untyped_storage().nbytes() == 0 for value in states)
-
-
-def test_parameters_that_are_added_go_into_buckets_with_their_states():
-    with device():
-        results = []
-        for offloaded in (False, True):
-            model = sharded()
-            optimizer = KINDS["adamw"](list(model.blocks.parameters()))
-            if offloaded:
-                optimizer = OffloadedOptimizer(optimizer, bucket_bytes=3000)
-            for step in range(4):
-                if step == 2:
-                    optimizer.add_param_group({"params": [model.head.weight, model.embed.weight], "lr": 0.1})
-                loss_of(model, tokens(step)).backward()
-                optimizer.step()
-                model.zero_grad()
-            results.append(locals_of(model))
-        assert all(one.equal(two) for one, two in zip(*results, strict=True))
-
-
-def test_state_dicts_go_on_elsewhere_and_come_back():
-    with device():
-        model, optimizer = train("adamw", True)
-        state = optimizer.state_dict()
-        plain, other = train("adamw", False)
-        wanted = other.state_dict()["state"]
-        for index, found in state["state"].items():
-            assert found["exp_avg"].to_local().equal(wanted[index]["exp_avg"].to_local())
-        again = sharded()
-        again.load_state_dict(model.state_dict())
-        groups = [
-            {"params": list(again.blocks.parameters())},
-            {"params": [again.head.weight, again.embed.weight]},
-        ]
-        loaded = OffloadedOptimizer(torch.optim.AdamW(groups), bucket_bytes=2000)
-        loaded.load_state_dict(state)
-        for one, with_it in ((plain, other), (again, loaded)):
-            loss_of(one, tokens(9)).backward()
-            with_it.step()
-        assert all(a.equal(b) for a, b in zip(locals_of(plain), locals_of(again), strict=True))
-
-
-def test_the_host_waits_for_the_copies_and_the_updates_before_it_reads_states(monkeypatch):
-    with device() as simulated:
-        _, optimizer = train("adamw", True)
-        waited = []
-        monkeypatch.setattr(simulated, "wait_on_host", lambda event: waited.append(event is not None))
-        optimizer.state_dict()
-        assert waited == [True, True]
-
-
-def test_what_it_cannot_do_is_refused():
+def test_what_does_not_apply_is_refused():
     param = [torch.nn.Parameter(torch.zeros(2, 2))]
     with pytest.raises(TypeError, match=r"LBFGS may look at several parameters at a time"):
         OffloadedOptimizer(torch.optim.LBFGS(param))
     with pytest.raises(ValueError, match="bucket_bytes is 0"):
         OffloadedOptimizer(torch.optim.SGD(param), bucket_bytes=0)
+    with pytest.raises(ValueError, match="bucket_bytes does not apply to AdamW of block_optim"):
+        OffloadedOptimizer(block_optim.AdamW(param), bucket_bytes=1 << 20)
+    with pytest.raises(TypeError, match="step got grad_norm, which SGD of torch does not take"):
+        OffloadedOptimizer(torch.optim.SGD(param)).step(grad_norm=1.0)
 
 
 def test_on_the_cpu_it_is_the_optimizer_itself():
@@ -205,3 +242,65 @@ def test_on_the_cpu_it_is_the_optimizer_itself():
     assert optimizer.step(closure) == 4
     assert param.eq(0.5).all()
     assert other.eq(0.5).all()
+
+
+# -- block_optim's: work next to the steps, states that are replaced ---------------------------------------------------
+
+
+def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some():
+    with device_for("overlapped"):
+        found = []
+        for with_it in (False, True):
+            model, optimizer = prepared("overlapped", False)
+            train(model, optimizer, range(2))
+            found.append(train(model, OffloadedOptimizer(optimizer) if with_it else optimizer, range(2, 4)))
+        assert same_bits(*found)
+
+
+def test_work_next_to_the_steps_has_ended_before_its_states_move(monkeypatch):
+    with device_for("overlapped"):
+        model, optimizer = prepared("overlapped", False)
+        train(model, optimizer, range(2))
+        sizes, theirs = [], type(optimizer).synchronize
+
+        def synchronize(self):
+            states = [value for value in tensors_in(dict(self.state)) if value.numel() > 1]
+            sizes.append(min(value.untyped_storage().nbytes() for value in states))
+            theirs(self)
+
+        monkeypatch.setattr(type(optimizer), "synchronize", synchronize)
+        OffloadedOptimizer(optimizer)
+        assert sizes
+        assert sizes[0] > 0
+
+
+class Renewing(block_optim.BlockOptimizer):
+    """Momentum, in another tensor after each step."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    def init_states(self, group, params):
+        for p in params:
+            self.state[p.tensor] = {"momentum": p.zeros()}
+
+    def update(self, active):
+        for p, grad in active:
+            state = self.state[p.tensor]
+            momentum = block_optim.local_of(state["momentum"]) * 0.9 + grad
+            del state["momentum"]  # the next tensor may get its address
+            state["momentum"] = p.zeros()
+            block_optim.local_of(state["momentum"]).copy_(momentum)
+            p.local.sub_(p.group["lr"] * momentum)
+
+
+def test_a_state_that_an_optimizer_replaces_is_offloaded_and_saved(monkeypatch):
+    monkeypatch.setitem(KINDS, "renewing", Renewing)
+    with device_for("renewing"):
+        plain, optimizer = prepared("renewing", False)
+        model, offloaded = prepared("renewing", True)
+        for step in range(4):
+            assert same_bits(train(plain, optimizer, (step,)), train(model, offloaded, (step,)))
+            same_states(optimizer.state_dict(), offloaded.state_dict())
+            held = [block_optim.local_of(state["momentum"]) for state in offloaded._inner.state.values()]
+            assert not any(tensor.untyped_storage().nbytes() for tensor in held)

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from partial_steps import WIDTH, alone, check, inputs, trained
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime import FSDPModule, fully_shard
-from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
-WIDTH = 7
 PARTS = ("tower", "experts.0", "experts.1")
 
 
@@ -83,14 +83,6 @@ def made(**options):
     return Model(**options)
 
 
-def inputs(step, rank):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def full(tensor):
-    return None if tensor is None else tensor.full_tensor()
-
-
 # What each rank runs, step by step; the same on one process for all ranks in turn.
 STEPS: list[list[tuple[str, ...]]] = [
     [("tower", "experts.0"), ("experts.0", "experts.1"), ()],
@@ -101,78 +93,34 @@ STEPS: list[list[tuple[str, ...]]] = [
 ]
 
 
-def ran(steps, *, recompute=False, accumulate=False, mesh_shape=None, **options):
-    """Gradients after each step (None where there is none), and parameters at the end, of this rank's parts."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def run(steps, ends, *, recompute=False, mesh_shape=None, **options):
     if mesh_shape:
-        options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = rank_mesh(*mesh_shape, names=("replicate", "shard"))
     model: Any = sharded(made(recompute=recompute), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    gradients = []
-    for number, parts in enumerate(steps):
-        model.set_requires_gradient_sync(not accumulate or number % 2 == 1 or number == len(steps) - 1)
-        model(inputs(number, rank), parts[rank]).square().mean().backward()
-        if not accumulate or number % 2 == 1 or number == len(steps) - 1:
-            gradients.append({n: full(p.grad) for n, p in model.named_parameters()})
-            locally = {n: p.grad is None for n, p in model.named_parameters()}
-            everywhere: list[Any] = [None] * world
-            dist.all_gather_object(everywhere, locally)
-            assert everywhere == [locally] * world
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, {n: full(p.detach()) for n, p in model.named_parameters()}
-
-
-def alone(steps, world, *, accumulate=False):
-    model = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    gradients = []
-    for number, parts in enumerate(steps):
-        for rank in range(world):
-            (model(inputs(number, rank), parts[rank]).square().mean() / world).backward()
-        if not accumulate or number % 2 == 1 or number == len(steps) - 1:
-            gradients.append(
-                {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, dict(model.named_parameters())
-
-
-def check(results, expected):
-    for gradients, params in results:
-        for own, reference in zip(gradients, expected[0], strict=True):
-            assert {n for n, g in own.items() if g is None} == {n for n, g in reference.items() if g is None}
-            for name, grad in reference.items():
-                if grad is not None:
-                    torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-7, msg=name)
-        for name, param in expected[1].items():
-            torch.testing.assert_close(params[name], param, rtol=1e-4, atol=1e-5, msg=name)
+    return trained(model, steps, ends, model.set_requires_gradient_sync)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "collectives": {"transport": "collectives"},
     "recomputed blocks": {"recompute": True},
-    "accumulated": {"accumulate": True},
+    "accumulated": {},
     "kept after forward": {"reshard_after_forward": False},
     "HSDP": {"mesh_shape": (2, 2)},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_process_and_none_where_no_rank_used_a_parameter(case):
-    world = 4 if "mesh_shape" in CASES[case] else 3
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        *((case, 4 if "mesh_shape" in CASES[case] else 3) for case in CASES),
+        *(pytest.param("defaults", world, marks=pytest.mark.long) for world in (2, 4)),
+    ],
+)
+def test_gradients_are_those_of_one_process_and_none_where_no_rank_used_a_parameter(case, world):
     steps = [[*parts, ("tower",)][:world] for parts in STEPS]
-    expected = alone(steps, world, accumulate=CASES[case].get("accumulate", False))
-    check(run_ranks(world, ran, steps, **CASES[case]), expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_at_other_world_sizes(world):
-    steps = [[*parts, ("tower",)][:world] for parts in STEPS]
-    check(run_ranks(world, ran, steps), alone(steps, world))
+    ends = (1, 3, 4) if case == "accumulated" else range(len(STEPS))
+    check(run_ranks(world, run, steps, ends, **CASES[case]), alone(made(), steps, ends, world))
 
 
 @on_ranks(3)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import device, loss_of, seeded, shard, tokens
+from runtime_helpers import BrokenTransport, device, locals_of, loss_of, same_bits, seeded, shard, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import block_optim
@@ -58,7 +58,7 @@ def train(kind, sleeps):
 def test_training_with_naps_gives_the_same_bits(kind, ranks):
     losses, values = train(kind, sleeps=False)
     again, same = train(kind, sleeps=True)
-    assert all(a.equal(b) for a, b in zip(losses + values, again + same, strict=True))
+    assert same_bits(losses + values, again + same)
 
 
 @on_ranks(2)
@@ -202,25 +202,9 @@ def test_shards_that_are_in_cpu_memory_anyway_stay_where_they_are():
         reload(model)
 
 
-class Broken:
-    """A transport whose gathers fail, and of which nobody knows whether anything still reads what was sent."""
-
-    name = "broken"
-    quiet, under_way = False, False
-
-    def all_gather(self, pairs, label):
-        return self
-
-    def is_completed(self):
-        return True
-
-    def wait(self):
-        raise RuntimeError("a peer died")
-
-
 @on_ranks(2)
 def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
-    broken: Any = Broken()
+    broken: Any = BrokenTransport()
     model: Any = fully_shard(torch.nn.Linear(8, 6), transport=lambda _: broken)
     with pytest.raises(RuntimeError, match="a peer died"):
         model(torch.ones(2, 8))
@@ -236,5 +220,5 @@ def test_an_offload_policy_changes_nothing_on_a_cpu():
         model = shard(seeded(), **options)
         loss_of(model, tokens()).backward()
         torch.optim.AdamW(model.parameters(), lr=0.01).step()
-        values.append([param.to_local().clone() for param in model.parameters()])
-    assert all(map(torch.equal, *values))
+        values.append(locals_of(model))
+    assert same_bits(*values)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import full_values, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 
 from fsdp_runtime import QuantizationPolicy, offload
@@ -16,7 +16,7 @@ from ragged_shard.testing import on_ranks, record_collectives
 
 
 def values(model):
-    return {name: t.full_tensor().detach().clone() for name, t in model.state_dict().items()}
+    return {name: value.clone() for name, value in full_values(model).items()}
 
 
 def check(taken, wanted):
@@ -72,9 +72,7 @@ def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing(
 def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
     model = shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loss_of(model, tokens()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_of(model, optimizer)
     wanted = values(model)
     moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
     model.set_reshard_after_forward(False)
@@ -163,7 +161,5 @@ def test_a_snapshot_that_would_not_be_consistent_is_refused_by_name():
     offload(model)
     with pytest.raises(RuntimeError, match="are offloaded"):
         snapshot(model)
-    with torch.device("meta"):
-        empty = seeded()
     with pytest.raises(ValueError, match=r"model embed\.weight is on meta"):
-        snapshot(shard(empty))
+        snapshot(shard(on_meta()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import full_values, seeded, shard, step_of
 
 from fsdp_runtime.checkpoint import StoreReader, StoreWriter, snapshot
 from ragged_shard.testing import run_ranks
@@ -24,42 +24,32 @@ def client(port):
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def whole(model):
-    return {name: tensor.full_tensor().detach().clone() for name, tensor in model.state_dict().items()}
-
-
 def trained():
     model = shard(seeded(width=16))
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def step(model, optimizer, number=0):
-    loss_of(model, tokens(number)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def put(port):
     """Step while another thread puts a snapshot; the values at the time of the snapshot."""
     model, optimizer = trained()
-    step(model, optimizer)
-    wanted, taken, group = whole(model), snapshot(model), dist.new_group()
+    step_of(model, optimizer)
+    wanted, taken, group = full_values(model), snapshot(model), dist.new_group()
     writer = StoreWriter(client(port), "weights")
     thread = threading.Thread(
         target=dcp.save, args=(taken.model,), kwargs={"storage_writer": writer, "process_group": group}
     )
     thread.start()
     for number in range(3):
-        step(model, optimizer, number)
+        step_of(model, optimizer, number)
     thread.join()
-    assert not whole(model)["embed.weight"].equal(wanted["embed.weight"])
+    assert not full_values(model)["embed.weight"].equal(wanted["embed.weight"])
     return wanted
 
 
 def pull(port):
     model = shard(seeded(width=16, seed=1))
     dcp.load(model.state_dict(), storage_reader=StoreReader(client(port), "weights"))
-    return whole(model)
+    return full_values(model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -73,20 +63,20 @@ def test_another_number_of_ranks_gets_the_values_at_the_time_of_the_snapshot(por
 def put_with_states(port, key, steps):
     model, optimizer = trained()
     for number in range(steps):
-        step(model, optimizer, number)
+        step_of(model, optimizer, number)
     taken = snapshot(model, optimizer)
     state = {"model": taken.model, "step": steps, "moments": taken.optimizer["state"][0]["exp_avg"]}
     dcp.save(state, storage_writer=StoreWriter(client(port)), checkpoint_id=key)
-    return taken.optimizer["state"][0]["exp_avg"].full_tensor(), whole(model)
+    return taken.optimizer["state"][0]["exp_avg"].full_tensor(), full_values(model)
 
 
 def pull_with_states(port, key):
     model, optimizer = trained()
-    step(model, optimizer)
+    step_of(model, optimizer)
     moments = optimizer.state[model.embed.weight]["exp_avg"]
     state = {"model": model.state_dict(), "step": 0, "moments": moments}
     dcp.load(state, storage_reader=StoreReader(client(port)), checkpoint_id=key)
-    return state["step"], moments.full_tensor(), whole(model)
+    return state["step"], moments.full_tensor(), full_values(model)
 
 
 def test_a_key_that_is_put_again_has_the_newer_checkpoint_with_states_and_numbers(port):

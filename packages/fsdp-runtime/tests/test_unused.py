@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from partial_steps import WIDTH, alone, check, inputs, same_on_all_ranks, trained
 from runtime_helpers import device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +20,6 @@ from fsdp_runtime._plan.mesh import DataMesh
 from fsdp_runtime.block_policies import whole
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
-WIDTH = 6
 BRANCHES = 4
 
 
@@ -63,10 +63,6 @@ def sharded(**options) -> Any:
     return fully_shard(model, **options)
 
 
-def inputs(step, rank):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 # Branches that each rank uses, step by step: by one rank, by none, by all but one, by all.
 STEPS: list[list[tuple[int, ...]]] = [
     [(0,), (), (1,), ()],
@@ -80,65 +76,16 @@ EVERY = tuple(range(len(STEPS)))
 KINDS = [("branches", ".weight"), ("branches", ".bias"), ("scalars", "")]
 
 
-def full(tensor):
-    return None if tensor is None else tensor.full_tensor()
-
-
-def same_on_all_ranks(model):
-    own = {name: p.grad is None for name, p in model.named_parameters()}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return everywhere == [own] * dist.get_world_size()
-
-
-def trained(ends, *, partial_sums=False, reduce_each=False, mesh_shape=None, **options):
-    """Gradients after each step, and the parameters at the end; other steps than `ends` are accumulated."""
-    rank = dist.get_rank()
+def run(ends=EVERY, *, partial_sums=False, reduce_each=False, mesh_shape=None, **options):
     if mesh_shape:
         options["mesh"] = rank_mesh(*mesh_shape, names=("replicate", "shard"))
     model = sharded(**options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    gradients = []
-    for number, chosen in enumerate(STEPS):
-        if partial_sums:
-            model.set_requires_all_reduce(number in ends)
-        elif not reduce_each:
-            model.set_requires_gradient_sync(number in ends)
-        model(inputs(number, rank), chosen[rank]).square().mean().backward()
-        if number in ends:
-            assert same_on_all_ranks(model)
-            gradients.append({n: full(p.grad) for n, p in model.named_parameters()})
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, {n: full(p.detach()) for n, p in model.named_parameters()}
+    sync = model.set_requires_all_reduce if partial_sums else model.set_requires_gradient_sync
+    return trained(model, STEPS, ends, (lambda last: None) if reduce_each else sync)
 
 
-def alone(ends, world):
-    """The same of one process that sees the batches of all ranks."""
-    model = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    gradients = []
-    for number, chosen in enumerate(STEPS):
-        for rank in range(world):
-            (model(inputs(number, rank), chosen[rank]).square().mean() / world).backward()
-        if number in ends:
-            gradients.append(
-                {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, dict(model.named_parameters())
-
-
-def check(results, expected):
-    for gradients, params in results:
-        for own, reference in zip(gradients, expected[0], strict=True):
-            assert {n for n, g in own.items() if g is None} == {n for n, g in reference.items() if g is None}
-            for name, grad in reference.items():
-                if grad is not None:
-                    torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-7, msg=name)
-        for name, param in expected[1].items():
-            torch.testing.assert_close(params[name], param, rtol=1e-4, atol=1e-5, msg=name)
+def check_runs(world, ends=EVERY, **options):
+    check(run_ranks(world, run, ends, **options), alone(made(), STEPS, ends, world))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -153,14 +100,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_adamw_with_weight_decay_is_that_of_one_process(case):
-    ends = CASES[case].get("ends", EVERY)
-    check(run_ranks(3, trained, **{"ends": EVERY, **CASES[case]}), alone(ends, 3))
+    check_runs(3, **CASES[case])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_at_other_world_sizes(world):
-    check(run_ranks(world, trained, EVERY), alone(EVERY, world))
+    check_runs(world)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +115,13 @@ def test_at_other_world_sizes(world):
     ids=["", "accumulated", "partial"],
 )
 def test_with_hsdp_the_replicas_count_too(options):
-    options = {"ends": EVERY, **options}
-    check(run_ranks(4, trained, mesh_shape=(2, 2), **options), alone(options["ends"], 4))
+    check_runs(4, mesh_shape=(2, 2), **options)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh_shape", [(4, 1), (1, 4)])
 def test_with_hsdp_of_other_shapes(mesh_shape):
-    check(run_ranks(4, trained, EVERY, mesh_shape=mesh_shape), alone(EVERY, 4))
+    check_runs(4, mesh_shape=mesh_shape)
 
 
 def backward(model, chosen, step=0):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import full_values, seeded, shard, step_of
 from vllm_contract import FOLDER, interface
 
 from fsdp_runtime import full_params
@@ -22,17 +22,9 @@ def model_with_a_buffer():
 
 def values(model, dtype=torch.float32):
     """Whole tensors by names, gathered one by one; of tied parameters the first name."""
-    state = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()
-    }
+    state = full_values(model)
     del state["head.weight"]
-    return {name: t.detach().to(dtype, copy=True) for name, t in state.items()}
-
-
-def step(optimizer, model, number=0):
-    loss_of(model, tokens(number)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return {name: t.to(dtype, copy=True) for name, t in state.items()}
 
 
 @on_ranks(3)
@@ -53,7 +45,7 @@ def test_each_pass_has_the_tensors_of_the_state_dict_as_metadata_says():
             assert (tensor.dtype, tuple(tensor.shape)) == (meta.dtype, meta.shape)
             assert tensor.equal(wanted[meta.name])
         assert wanted.keys() == passes[-1].keys()
-        step(optimizer, model, number)
+        step_of(model, optimizer, number)
     assert not passes[0]["blocks.0.weight"].equal(passes[1]["blocks.0.weight"])
 
 
@@ -76,7 +68,7 @@ def test_a_pass_over_weights_that_an_optimizer_changes_raises():
         source = weight_source(model, bucket_bytes=1)
     iterator = source.iter_full()
     next(iterator)
-    step(optimizer, model)
+    step_of(model, optimizer)
     with pytest.raises(RuntimeError, match=r"iter_full: \S+ was written to since iter_full was called"):
         list(iterator)
     wanted = values(model)
@@ -141,7 +133,7 @@ def test_patches_bring_an_old_copy_to_the_new_values_bit_for_bit():
                 assert all(engine[name].equal(value) for name, value in wanted.items())
             else:
                 assert patches == []
-            step(optimizer, model, number)
+            step_of(model, optimizer, number)
             model.router_bias[2] += 1
     if dist.get_rank() == 0:
         (first, _), *others = sent
