@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from quantized_steps import quantized
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,12 +26,8 @@ POLICY = QuantizationPolicy(weights=MX_ROWS, compute="scaled")
 
 def coded(values, fmt):
     """A whole matrix as codes."""
-    grid = fmt.grid(tuple(values.shape))
-    codes = torch.zeros(values.numel(), dtype=torch.uint8)
-    scales = torch.zeros(grid.num_scales, dtype=torch.uint8)
-    made = BlockQuantizedTensor(codes, scales, fmt, RowRun(grid, 0, grid.rows), values.shape, torch.float32)
-    made.copy_(values.detach())
-    return made
+    codes, scales, run = quantized(fmt, values)
+    return BlockQuantizedTensor(codes, scales, fmt, run, values.shape, torch.float32)
 
 
 def read_back(values, fmt=MX_ROWS):

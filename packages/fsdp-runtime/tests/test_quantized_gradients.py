@@ -3,60 +3,36 @@
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from quantized_steps import Plain, accumulate, assert_equal_bits, descend
+from runtime_helpers import loss_of, same_bits, seeded, shard, tokens
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockInt8
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 BF16 = QuantizationPolicy(gradients="bf16")
-STEPS = 2
 
 
-def plain_gradients(model, step, ranks):
-    """The mean over ranks of gradients as they travel: rounded to bf16, added in fp32 in the order of ranks."""
-    sums: dict[str, torch.Tensor] = {}
-    for rank in range(ranks):
-        loss_of(model, tokens(step, rank=rank)).backward()
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"),
+    [(2, 1), (3, 1), (4, 1), pytest.param(3, 2, id="added up before they are rounded")],
+)
+@on_ranks("ranks")
+def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks, microbatches):
+    plain, model = Plain(seeded), shard(seeded(), quantization_policy=BF16)
+    for step in range(2):
+        plain.step(step)  # of two equal microbatches the sum is exact, and the mean is the gradient itself
+        accumulate(model, step, microbatches)
         for name, param in model.named_parameters():
-            sent = param.grad.bfloat16().float()
-            sums[name] = sums[name] + sent if rank else sent
-            param.grad = None
-    return {name: one * (1 / ranks) for name, one in sums.items()}
+            assert param.grad.full_tensor().equal(plain.gradients[name]), name
+        descend(model.parameters())
+    assert_equal_bits(model, plain.masters)
 
 
-def train(microbatches):
-    ranks, plain = dist.get_world_size(), seeded()
-    model = shard(seeded(), quantization_policy=BF16)
-    full = dict(plain.named_parameters())
-    for step in range(STEPS):
-        wanted = plain_gradients(plain, step, ranks)
-        for micro in range(microbatches):
-            model.set_requires_gradient_sync(micro == microbatches - 1)
-            (loss_of(model, tokens(step)) / microbatches).backward()
-        for name, param in model.named_parameters():
-            # Of equal microbatches the mean is the gradient itself, where the sum is exact: 2 of them.
-            assert param.grad.full_tensor().equal(wanted[name]), name
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.sub_(0.1 * param.grad)
-                full[name].sub_(0.1 * wanted[name])
-                param.grad = None
-    for name, param in model.named_parameters():
-        assert param.full_tensor().equal(full[name]), name
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks):
-    run_ranks(ranks, train, 1)
-
-
-def test_gradients_of_microbatches_are_added_up_before_they_are_rounded():
-    run_ranks(3, train, 2)
-
-
-def count(precision):
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+@on_ranks(3)
+def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all(precision):
     ranks = dist.get_world_size()
     model = shard(seeded(), quantization_policy=BF16, mp_policy=MixedPrecisionPolicy(**precision))
     loss = loss_of(model, tokens())
@@ -71,11 +47,6 @@ def count(precision):
         copies = 1 if precision.get("param_dtype") == torch.bfloat16 else 2
         assert memory.scratch == copies * 2 * ranks * sum(memory.shards)
     assert model.head.weight.grad.dtype == torch.float32
-
-
-def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all():
-    run_ranks(3, count, {})
-    run_ranks(3, count, {"param_dtype": torch.bfloat16})
 
 
 @on_ranks(4)
@@ -104,7 +75,8 @@ def test_the_all_reduce_over_replicas_stays_fp32():
     assert replicated == 4 * shards
 
 
-def refused():
+@on_ranks(1)
+def test_what_cannot_travel_so_is_named_before_anything_changes():
     model = seeded(blocks=1)
     model.norm = model.norm.double()
     with pytest.raises(
@@ -114,10 +86,6 @@ def refused():
     assert type(model.head.weight.data) is torch.Tensor
     with pytest.raises(TypeError, match=r"expected a fsdp_runtime\.QuantizationPolicy"):
         fully_shard(model, quantization_policy="bf16")  # type: ignore[call-overload]
-
-
-def test_what_cannot_travel_so_is_named_before_anything_changes():
-    run_ranks(1, refused)
     with pytest.raises(ValueError, match="expected 'bf16', BlockInt8 or None"):
         QuantizationPolicy(gradients="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing is quantized"):
@@ -135,24 +103,18 @@ def gradients_of(model, step):
     return [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
 
 
-def resumed():
-    uninterrupted, other = (
-        shard(seeded(), quantization_policy=INT8),
-        shard(seeded(), quantization_policy=INT8),
-    )
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it(ranks):
+    uninterrupted, other = (shard(seeded(), quantization_policy=INT8) for _ in range(2))
     steps = [gradients_of(uninterrupted, step) for step in range(3)]
     for step in (2, 0):
-        assert all(map(torch.equal, gradients_of(other, step), steps[step]))
-        assert not all(map(torch.equal, steps[step], steps[1]))
+        assert same_bits(gradients_of(other, step), steps[step])
+        assert not same_bits(steps[step], steps[1])
     for model in (uninterrupted, other):  # what is reduced changes, and with it the memory
         model.norm.weight.requires_grad_(False)
     gradients_of(uninterrupted, 1)
-    assert all(map(torch.equal, gradients_of(uninterrupted, 3), gradients_of(other, 3)))
+    assert same_bits(gradients_of(uninterrupted, 3), gradients_of(other, 3))
     for wrong, kind in ((1.0, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(kind, match="set_reduction_step: step"):
             other.set_reduction_step(wrong)
-
-
-def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it():
-    run_ranks(2, resumed)
-    run_ranks(3, resumed)

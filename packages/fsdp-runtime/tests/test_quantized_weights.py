@@ -1,18 +1,21 @@
 """Weights that are gathered as codes: against one process that computes with weights read back from whole tensors."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from quantized_steps import Plain, accumulate, assert_equal_bits, descend, read_back
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 
-import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4, matrices_only, meet_tiles
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FP8, INT8, MXFP8 = BlockFP8((4, 4)), BlockInt8(4), BlockFP8((1, 32), "e8m0")
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
@@ -23,46 +26,8 @@ def body():
     return seeded(width=WIDTH, blocks=2)
 
 
-def read_back(fmt, tensor):
-    """A matrix quantized whole, and dequantized."""
-    grid = fmt.grid(tuple(tensor.shape))
-    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
-    runs = [dbuffer.RowRun(grid, 0, grid.rows)]
-    fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
-    out = torch.zeros(tensor.numel())
-    fmt.dequantize(runs, codes, scales, out)
-    return out.view(tensor.shape)
-
-
-class Plain:
-    """Masters, and a model that computes with what codes of the blocks' weights say."""
-
-    def __init__(self, fmt):
-        self.fmt, self.masters, self.model = fmt, dict(body().named_parameters()), body()
-
-    def step(self, step, microbatches=1):
-        """One step of SGD on the mean over ranks, as gradients="bf16" takes it."""
-        ranks = dist.get_world_size()
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                chosen = name.startswith("blocks") and param.ndim == 2
-                param.copy_(read_back(self.fmt, self.masters[name]) if chosen else self.masters[name])
-        sums: dict[str, torch.Tensor] = {}
-        for rank in range(ranks):
-            for _ in range(microbatches):
-                (loss_of(self.model, tokens(step, rank=rank)) / microbatches).backward()
-            for name, param in self.model.named_parameters():
-                sent = param.grad.bfloat16().float()
-                sums[name] = sums[name] + sent if rank else sent
-                param.grad = None
-        with torch.no_grad():
-            for name, total in sums.items():
-                self.masters[name].sub_(0.1 * (total * (1 / ranks)))
-
-
 def train(fmt, cut, steps=2, microbatches=1, **options):
-    plain = Plain(fmt)
+    plain = Plain(body, partial(read_back, fmt))
     policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
     model = shard(body(), quantization_policy=policy, **options)
     encoders = [
@@ -72,32 +37,28 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
         if group.plan.wire is not None
     ]
     assert len(encoders) == 2
+    versions: list[Any] = []
+    model.register_forward_hook(lambda *_: versions.append([each.codes[0]._version for each in encoders]))
     for step in range(steps):
         plain.step(step, microbatches)
-        for micro in range(microbatches):
-            model.set_requires_gradient_sync(micro == microbatches - 1)
-            (loss_of(model, tokens(step)) / microbatches).backward()
-            if step == 0 and micro == 0:
-                versions = [encoder.codes[0]._version for encoder in encoders]
-        if step == 0:
-            assert versions == [encoder.codes[0]._version for encoder in encoders]  # quantized once a step
-        with torch.no_grad():
-            for param in model.parameters():
-                param.sub_(0.1 * param.grad)
-                param.grad = None
-    for name, param in model.named_parameters():
-        assert param.full_tensor().equal(plain.masters[name]), name
+        versions.clear()
+        accumulate(model, step, microbatches)
+        assert (
+            versions == [[each.codes[0]._version for each in encoders]] * microbatches
+        )  # quantized once a step
+        descend(model.parameters())
+    assert_equal_bits(model, plain.masters)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def assert_loss_of_codes(model):
+    plain = Plain(body, partial(read_back, FP8))
+    plain.bring_weights()
+    assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
 def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):
-    if ranks == 1:
-        run_ranks(1, alone)
-    else:
-        run_ranks(ranks, train_all)
-
-
-def train_all():
     train(FP8, "whole")
     train(CUT, "shared")
     train(INT8, "auto", microbatches=2)
@@ -105,22 +66,16 @@ def train_all():
     train(BlockNVFP4(), "shared")
 
 
-def alone():
-    """One rank sends nothing, and computes with the same values; its gradients are not rounded."""
-    plain, model = Plain(FP8), shard(body(), quantization_policy=QuantizationPolicy(weights=FP8))
-    plain.step(0)  # brings the weights into its model
-    loss = loss_of(model, tokens())
-    assert loss.equal(loss_of(plain.model, tokens()))
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_computes_with_the_same_values():
+    assert_loss_of_codes(shard(body(), quantization_policy=QuantizationPolicy(weights=FP8)))
 
 
 @on_ranks(4)
 def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
     train(FP8, "auto", reshard_after_forward=2)
     mesh = rank_mesh(2, 2, names=("replicas", "shards"))
-    model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh)
-    plain = Plain(FP8)
-    plain.step(0)
-    assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
+    assert_loss_of_codes(shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh))
 
 
 @on_ranks(4)
@@ -144,7 +99,9 @@ def test_resharding_to_neighbors_keeps_codes():
     assert coded.buffer.encoder.kept() is None
 
 
-def count(fmt, cut):
+@pytest.mark.parametrize(("fmt", "cut"), [(FP8, "whole"), (CUT, "shared")], ids=["whole", "shared"])
+@on_ranks(3)
+def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call(fmt, cut):
     ranks = dist.get_world_size()
     model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
     seen = []
@@ -152,10 +109,7 @@ def count(fmt, cut):
         with record_collectives() as record:
             loss_of(model, tokens(step)).backward()
         seen.append([event for event in record.events if event.kind != "reduce_scatter"])
-        with torch.no_grad():
-            for param in model.parameters():
-                param.sub_(0.1 * param.grad)
-                param.grad = None
+        descend(model.parameters())
     for events in seen:
         shared = [event for event in events if event.kind == "all_reduce"]
         assert len(shared) == (cut == "shared")
@@ -168,11 +122,6 @@ def count(fmt, cut):
     assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
     biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
     assert unit_memory(model.blocks[0]).given == rows.row_bytes + biases
-
-
-def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
-    run_ranks(3, count, FP8, "whole")
-    run_ranks(3, count, CUT, "shared")
 
 
 @on_ranks(2)
@@ -215,9 +164,7 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     policy = QuantizationPolicy(weights=FP8, gradients="bf16")
     model = shard(body(), quantization_policy=policy)
     loss_of(model, tokens()).backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.sub_(0.1 * param.grad)
+    descend(model.parameters())
     full = {name: value.full_tensor() for name, value in model.state_dict().items()}
     assert all(value.dtype == torch.float32 for value in full.values())
     assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
@@ -237,17 +184,12 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     assert loss_of(others[1], tokens()).equal(loss_of(plain, tokens()))
 
 
-def auto():
-    chosen = []
-    for tile in (8, 24):
-        model = shard(body(), quantization_policy=QuantizationPolicy(weights=BlockFP8((tile, tile))))
-        chosen.append([g.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire])
-        loss_of(model, tokens()).backward()
-    return chosen
-
-
+@on_ranks(3)
 def test_auto_cuts_tiles_where_whole_ones_outgrow_the_shards():
-    assert run_ranks(3, auto)[0] == [[False], [True]]
+    for tile, cut in ((8, False), (24, True)):
+        model = shard(body(), quantization_policy=QuantizationPolicy(weights=BlockFP8((tile, tile))))
+        assert [g.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire] == [cut]
+        loss_of(model, tokens()).backward()
 
 
 @on_ranks(1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from quantized_steps import Plain, accumulate, assert_equal_bits, descend, quantized
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import dbuffer
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._params.kinds import scaled as scaled
 from fsdp_runtime._schedule.model import member_of
@@ -27,10 +27,7 @@ EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 def coded(values, fmt=FP8, dtype=torch.float32):
     """A whole matrix as a weight of codes."""
-    grid = fmt.grid(tuple(values.shape))
-    codes, scales = torch.zeros(values.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
-    run = dbuffer.RowRun(grid, 0, grid.rows)
-    fmt.quantize([run], values.detach().reshape(-1).contiguous(), codes, scales)
+    codes, scales, run = quantized(fmt, values)
     return scaled.ScaledWeight(codes, scales, fmt, run, values.shape, dtype)
 
 
@@ -164,37 +161,6 @@ def test_scaled_mm_gives_the_cpus_product_on_a_gpu(shape, dtype):
 # -- units -------------------------------------------------------------------------------------------------------------
 
 
-class Plain:
-    """Masters, and a model of one process whose blocks compute with the codes of whole weights."""
-
-    def __init__(self, make):
-        self.masters, self.model = dict(make().named_parameters()), make()
-
-    def bring_weights(self):
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                if not (name.startswith("blocks") and param.ndim == 2):
-                    param.copy_(self.masters[name])
-        for index, block in enumerate(self.model.blocks):
-            block.weight = nn.Parameter(coded(self.masters[f"blocks.{index}.weight"]))
-
-    def step(self, step, microbatches=1):
-        """One step of SGD on the mean over ranks, as gradients="bf16" takes it."""
-        self.bring_weights()
-        sums: dict[str, torch.Tensor] = {}
-        ranks = dist.get_world_size()
-        for rank in range(ranks):
-            for _ in range(microbatches):
-                (loss_of(self.model, tokens(step, rank=rank)) / microbatches).backward()
-            for name, param in self.model.named_parameters():
-                sent = param.grad.bfloat16().float() if ranks > 1 else param.grad
-                sums[name] = sums[name] + sent if rank else sent
-                param.grad = None
-        with torch.no_grad():
-            for name, total in sums.items():
-                self.masters[name].sub_(0.1 * (total * (1 / ranks)))
-
-
 def body():
     return seeded(width=WIDTH, blocks=2)
 
@@ -213,20 +179,14 @@ def checkpointed():
 
 
 def train(cut="whole", make=body, microbatches=1, **options):
-    plain = Plain(body)
+    plain = Plain(body, coded)
     policy = QuantizationPolicy(weights=FP8, gradients="bf16", cut=cut, compute="scaled")
     model = shard(make(), quantization_policy=policy, **options)
     for step in range(2):
-        plain.step(step, microbatches)
-        for micro in range(microbatches):
-            model.set_requires_gradient_sync(micro == microbatches - 1)
-            (loss_of(model, tokens(step)) / microbatches).backward()
-        with torch.no_grad():  # a write outside of training: the codes of the next gather follow
-            for param in model.parameters():
-                param.sub_(0.1 * param.grad)
-                param.grad = None
-    for name, param in model.named_parameters():
-        assert param.full_tensor().equal(plain.masters[name]), name
+        plain.step(step, microbatches, rounded=dist.get_world_size() > 1)
+        accumulate(model, step, microbatches)
+        descend(model.parameters())  # a write outside of training: the codes of the next gather follow
+    assert_equal_bits(model, plain.masters)
     with torch.no_grad():
         plain.masters["blocks.1.weight"].mul_(2)
         model.blocks[1].weight.mul_(2)
@@ -298,10 +258,7 @@ def test_a_compiled_block_computes_the_same():
             loss = loss_of(model, tokens(step))
             loss.backward()
             losses.append(loss.detach())
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.sub_(0.1 * param.grad)
-                    param.grad = None
+            descend(model.parameters())
     assert losses[0].equal(losses[2])
     assert losses[1].equal(losses[3])
 

@@ -1,15 +1,16 @@
 """Frozen weights that are kept as codes only: against one process that computes with what the codes say."""
 
 import pytest
+import quantized_steps
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from quantized_steps import quantized
 from runtime_helpers import loss_of, seeded, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-import dbuffer
 import ragged_shard
 from dbuffer import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
@@ -58,13 +59,12 @@ def is_base(name):
 
 def whole(fmt, tensor):
     """A matrix as codes: rows of bytes, rows of scales, and the values that they say."""
-    grid = fmt.grid(tuple(tensor.shape))
-    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, out = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype), torch.zeros(tensor.numel())
-    runs = [dbuffer.RowRun(grid, 0, grid.rows)]
-    fmt.quantize(runs, tensor.detach().reshape(-1).contiguous(), codes, scales)
-    fmt.dequantize(runs, codes, scales, out)
-    return codes.view(grid.rows, -1), scales.view(-1, grid.across), out.view(tensor.shape)
+    codes, scales, run = quantized(fmt, tensor)
+    return (
+        codes.view(run.grid.rows, -1),
+        scales.view(-1, run.grid.across),
+        quantized_steps.read_back(fmt, tensor),
+    )
 
 
 def read_back(fmt, model):
