@@ -1,13 +1,14 @@
 """Collectives of the user's own, and reductions in a process group of their own: the values stay the same."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import BF16, loss_of, same_bits, seeded, shard, tokens
 
 from dbuffer.transport import collectives
-from fsdp_runtime import MixedPrecisionPolicy
-from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class Comm:
@@ -51,18 +52,12 @@ def two_steps(prepare, **options):
     return model, losses + [p.grad.to_local() for p in model.parameters()]
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 @on_ranks(3)
 def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
     """One unit of the model gathers and reduces by the user's objects."""
     gather, reduction = OwnGather(), OwnReduction()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
-    options = {"mp_policy": policy} if bf16 else {}
+    options = {"mp_policy": BF16} if bf16 else {}
 
     def prepare(model):
         model.blocks[1].set_custom_all_gather(gather)
@@ -70,7 +65,7 @@ def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
 
     _, expected = two_steps(lambda _: None, **options)
     _, found = two_steps(prepare, **options)
-    assert_equal(found, expected)
+    assert same_bits(found, expected)
     size = dist.get_world_size()
     travels = "torch.bfloat16" if bf16 else "torch.float32"
     assert len(gather.calls) == 4  # forward and backward of each step
@@ -100,7 +95,7 @@ def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
             made.blocks[1].set_custom_reduce_scatter(reduction)
         loss_of(made, tokens()).backward()
         found.append([p.grad.to_local() for p in made.parameters()])
-    assert_equal(*found)
+    assert same_bits(*found)
     assert [dtype for dtype, *_ in gather.calls] == ["torch.uint8"] * 2
     assert sorted(dtype for dtype, *_ in reduction.calls) == ["torch.float32", "torch.float64"]
 
@@ -118,8 +113,9 @@ def test_what_does_not_keep_to_the_protocol_is_refused():
         two_steps(lambda model: model.set_custom_all_gather(dist.all_gather_into_tensor))
 
 
-def groups_used(shape):
-    """Which groups reductions go through; rank order of an HSDP mesh's shard axis included."""
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@on_ranks("shape")
+def test_reductions_go_through_a_group_of_their_own_while_it_is_asked_for(shape):
     mesh = rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     seen, usual = [], collectives.compat.reduce_scatter
 
@@ -127,14 +123,13 @@ def groups_used(shape):
         seen.append(group)
         return usual(receive, send, group=group, **options)
 
-    collectives.compat.reduce_scatter = noted
-    try:
+    with mock.patch.object(collectives.compat, "reduce_scatter", noted):
         model, expected = two_steps(lambda _: None, mesh=mesh)
         shards = mesh.get_group(mesh.ndim - 1)
         assert set(seen) == {shards}
         seen.clear()
         model, found = two_steps(lambda model: model.set_separate_reduce_scatter_group(), mesh=mesh)
-        assert_equal(found, expected)
+        assert same_bits(found, expected)
         (own,) = set(seen)
         assert own is not shards
         assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(shards)
@@ -143,16 +138,6 @@ def groups_used(shape):
         model.blocks[0].set_separate_reduce_scatter_group()
         loss_of(model, tokens()).backward()
         assert set(seen) == {shards, own}
-    finally:
-        collectives.compat.reduce_scatter = usual
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_reductions_go_through_a_group_of_their_own_while_it_is_asked_for(shape):
-    ranks = 1
-    for size in shape:
-        ranks *= size
-    run_ranks(ranks, groups_used, shape)
 
 
 @on_ranks(2)
@@ -164,7 +149,6 @@ def test_an_own_reduction_and_an_own_group_go_together():
         model.set_separate_reduce_scatter_group()
 
     _, expected = two_steps(lambda _: None)
-    model, found = two_steps(prepare)
-    assert_equal(found, expected)
+    _, found = two_steps(prepare)
+    assert same_bits(found, expected)
     assert len(reduction.calls) == 2
-    return [model is not None]

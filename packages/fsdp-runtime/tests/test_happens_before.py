@@ -1,12 +1,24 @@
 """The whole runtime on a simulated device, where an access to memory without an order between streams raises."""
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from runtime_helpers import BF16, COMPLETES, Net, Watch, device, loss_of, mesh_of, seeded, shard, tokens
+from runtime_helpers import (
+    BF16,
+    COMPLETES,
+    Net,
+    Watch,
+    device,
+    loss_of,
+    mesh_of,
+    seeded,
+    shard,
+    step_of,
+    tokens,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -15,7 +27,6 @@ from dbuffer import BlockFP8, BlockInt8, device_layer
 from dbuffer.transport import Collectives, collectives
 from fsdp_runtime import (
     CPUOffloadPolicy,
-    MixedPrecisionPolicy,
     QuantizationPolicy,
     _torch_compat,
     offload,
@@ -42,9 +53,30 @@ class OwnGather:
 def train(model, steps=3, optimizer=None, **options):
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
-        loss_of(model, tokens(step), **options).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(model, optimizer, step, **options)
+
+
+def vectors_on(mesh):
+    """A choice of meshes: vectors are on this one."""
+    return lambda param: mesh if param.ndim == 1 else None
+
+
+# Options of units, whose steps must not race.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "in fp32": {},
+    "in bf16": {"mp_policy": BF16},
+    "weights as codes": {"mp_policy": BF16, "quantization_policy": FP8},
+    "weights as codes, kept by neighbors": {
+        "mp_policy": BF16,
+        "quantization_policy": FP8,
+        "reshard_after_forward": 2,
+    },
+    "gradients exchanged in bf16": {"quantization_policy": QuantizationPolicy(gradients="bf16")},
+    "gradients exchanged in int8": {
+        "mp_policy": BF16,
+        "quantization_policy": QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic")),
+    },
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
@@ -52,11 +84,15 @@ class TestNoRace:
     """Each raises RaceError where an order is missing."""
 
     @pytest.mark.parametrize("completes", COMPLETES)
-    @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
-    def test_in_steps_of_a_dense_model(self, precision, completes):
+    @pytest.mark.parametrize("case", OPTIONS)
+    def test_in_steps_of_units_with_options(self, case, completes):
         with device(completes) as found:
-            train(shard(seeded(Net), mesh=mesh_of(4), mp_policy=precision))
+            train(shard(seeded(Net, width=16), mesh=mesh_of(4), **OPTIONS[case]))
             assert found.accesses > 500
+
+    def test_when_blocks_are_recomputed_in_backward(self):
+        with device():
+            train(shard(seeded(Net, recompute=True), mesh=mesh_of(4), mp_policy=BF16))
 
     @pytest.mark.parametrize("depth", [0, 1, 2, 3])
     def test_at_every_prefetch_depth(self, depth):
@@ -141,40 +177,23 @@ class TestNoRace:
     @pytest.mark.parametrize("shape", [(4,), (2, 2)])
     def test_with_shards_in_cpu_memory(self, shape):
         with device("at random", device="cpu:0"):
-            model = shard(
-                seeded(Net), mesh=mesh_of(*shape), mp_policy=BF16, offload_policy=CPUOffloadPolicy()
-            )
-            assert model.blocks[0].weight.device.type == "cpu"
-            train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
+            for options in ({"mp_policy": BF16}, {"shard_placement_fn": vectors_on(mesh_of(2, 2))}):
+                offload = CPUOffloadPolicy()
+                model = shard(seeded(Net), mesh=mesh_of(*shape), offload_policy=offload, **options)
+                assert model.blocks[0].weight.device.type == "cpu"
+                train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
     @pytest.mark.parametrize("completes", COMPLETES)
     @pytest.mark.parametrize("reshard", [True, 2])
     def test_with_units_on_two_meshes(self, completes, reshard):
         with device(completes):
-            hybrid = mesh_of(2, 2)
-            model = shard(
-                seeded(Net),
-                mesh=mesh_of(4),
-                mp_policy=BF16,
-                reshard_after_forward=reshard,
-                shard_placement_fn=lambda param: hybrid if param.ndim == 1 else None,
-            )
+            options = {"reshard_after_forward": reshard, "shard_placement_fn": vectors_on(mesh_of(2, 2))}
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16, **options)
             model.set_reduce_scatter_max_input_buffers(2)
             for step in range(3):
                 loss_of(model, tokens(step)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 torch.optim.AdamW(model.parameters(), lr=0.1).step()
-
-    def test_with_units_on_two_meshes_whose_shards_are_in_cpu_memory(self):
-        with device("at random", device="cpu:0"):
-            hybrid = mesh_of(2, 2)
-            model = shard(
-                seeded(Net),
-                mesh=mesh_of(4),
-                offload_policy=CPUOffloadPolicy(),
-                shard_placement_fn=lambda param: hybrid if param.ndim == 1 else None,
-            )
-            train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
     def test_with_parameters_that_stay_after_forward_or_backward(self):
         with device():
@@ -193,10 +212,6 @@ class TestNoRace:
             model.set_keep_unsharded_storage(True)
             train(model)
             train(model, order=[0, 1, 0, 2, 1], steps=2)
-
-    def test_when_blocks_are_recomputed_in_backward(self):
-        with device():
-            train(shard(seeded(Net, recompute=True), mesh=mesh_of(4), mp_policy=BF16))
 
     def test_with_frozen_and_unused_parameters(self):
         with device():
@@ -283,29 +298,6 @@ class TestNoRace:
                 loss_of(model, tokens(step)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    @pytest.mark.parametrize("neighbors", [True, 2])
-    def test_when_weights_travel_as_codes(self, neighbors):
-        with device():
-            model = shard(
-                seeded(Net, width=16),
-                mesh=mesh_of(4),
-                mp_policy=BF16,
-                quantization_policy=FP8,
-                reshard_after_forward=neighbors,
-            )
-            train(model, steps=2)
-
-    @pytest.mark.parametrize(
-        "gradients", ["bf16", BlockInt8(64, rounding="stochastic")], ids=["bf16", "int8"]
-    )
-    def test_when_gradients_are_exchanged(self, gradients):
-        with device("at random"):
-            policy = QuantizationPolicy(gradients=gradients)
-            train(
-                shard(seeded(Net, width=16), mesh=mesh_of(4), mp_policy=BF16, quantization_policy=policy),
-                steps=2,
-            )
 
     @pytest.mark.parametrize("quantize", [None, FP8], ids=["as they are", "as codes"])
     def test_when_a_unit_is_gathered_by_hand(self, quantize):

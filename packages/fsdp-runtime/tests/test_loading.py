@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from runtime_helpers import BF16, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,7 +29,7 @@ from fsdp_runtime import (
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from layout_planner import Elements
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
@@ -206,9 +206,9 @@ def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_w
         trained(model, optimizer, range(1))
 
 
-def write():
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model, wanted = shard(seeded(tied=True), mp_policy=bf16), seeded(tied=True)
+@on_ranks(3)
+def test_what_is_written_goes_into_the_shards_without_rounding():
+    model, wanted = shard(seeded(tied=True), mp_policy=BF16), seeded(tied=True)
     params = list(model.parameters())
     with record_collectives() as record, full_params(model):
         for one, two in zip(model.parameters(), wanted.parameters(), strict=True):
@@ -229,14 +229,6 @@ def write():
     loss_of(model, tokens()).backward()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_written_goes_into_the_shards_without_rounding(ranks):
-    if ranks > 1:
-        run_ranks(ranks, write)
-    else:
-        run_ranks(ranks, only_reading)
-
-
 def broken_off(model):
     with full_params(model):
         model.head.weight.data.zero_()
@@ -248,7 +240,8 @@ def reshaped(model):
         model.head.weight = nn.Parameter(torch.zeros(2))
 
 
-def only_reading():
+@on_ranks(1)
+def test_what_is_written_is_dropped_on_request_and_after_a_failure():
     model = shard(seeded())
     with full_params(model, writeback=False):
         model.head.weight.data.zero_()
@@ -260,11 +253,6 @@ def only_reading():
     offload(model)
     with pytest.raises(RuntimeError, match="are offloaded"), full_params(model):
         pass
-
-
-def on_meta():
-    with torch.device("meta"):
-        return Body()
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
@@ -302,18 +290,10 @@ OPTIMIZERS = {
 @on_ranks(2)
 def test_training_goes_on_from_full_state_dicts(kind):
     rank0_only = kind != "torch"
-
-    def step(model, optimizer, number):
-        loss = loss_of(model, tokens(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     model = shard(seeded(width=16))
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     for number in range(2):
-        step(model, optimizer, number)
+        step_of(model, optimizer, number)
     weights = get_full_state_dict(model, rank0_only=rank0_only)
     states = get_full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
     again = shard(seeded(width=16, seed=1))
@@ -321,7 +301,7 @@ def test_training_goes_on_from_full_state_dicts(kind):
     other = OPTIMIZERS[kind](list(again.parameters()))
     set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
     for number in range(2, 4):
-        assert step(model, optimizer, number).equal(step(again, other, number))
+        assert step_of(model, optimizer, number).equal(step_of(again, other, number))
 
 
 @on_ranks(2)

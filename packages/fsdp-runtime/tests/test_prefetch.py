@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp_runtime._params.unit import UnitState
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
 def gathered(block):
@@ -31,42 +31,27 @@ def ahead(model, **options):
     return seen
 
 
-def depths():
-    model = shard(seeded(blocks=4))
-    with torch.no_grad():
-        first, second = ahead(model), ahead(model)
-        model.set_prefetch_depth(2)
-        deeper = ahead(model)
-        model.set_prefetch_depth(0)
-        none = ahead(model)
-    return first, second, deeper, none
-
-
+@on_ranks(2)
 def test_the_first_pass_gathers_on_demand_and_later_ones_as_deep_as_asked():
-    first, second, deeper, none = run_ranks(2, depths)[0]
-    on_demand = [[0], [1], [2], [3]]
-    assert first == none == on_demand
-    assert second == [[0, 1], [1, 2], [2, 3], [3]]
-    assert deeper == [[0, 1, 2], [1, 2, 3], [2, 3], [3]]
+    model, on_demand = shard(seeded(blocks=4)), [[0], [1], [2], [3]]
+    with torch.no_grad():
+        assert ahead(model) == on_demand
+        assert ahead(model) == [[0, 1], [1, 2], [2, 3], [3]]
+        model.set_prefetch_depth(2)
+        assert ahead(model) == [[0, 1, 2], [1, 2, 3], [2, 3], [3]]
+        model.set_prefetch_depth(0)
+        assert ahead(model) == on_demand
 
 
-def changes():
-    model = shard(seeded(blocks=4))
+@on_ranks(2)
+def test_another_order_is_gathered_on_demand_and_known_the_next_time():
+    model, order = shard(seeded(blocks=4)), [3, 2, 1, 0]
     with torch.no_grad():
         ahead(model)
-        backwards = ahead(model, order=[3, 2, 1, 0])
-        again = ahead(model, order=[3, 2, 1, 0])
-        shorter = ahead(model, order=[3, 1])
-        left = [gathered(block) for block in model.blocks]
-    return backwards, again, shorter, left
-
-
-def test_another_order_is_gathered_on_demand_and_known_the_next_time():
-    backwards, again, shorter, left = run_ranks(2, changes)[0]
-    assert [set(seen) & {i} for i, seen in zip([3, 2, 1, 0], backwards, strict=True)] == [{3}, {2}, {1}, {0}]
-    assert again == [[2, 3], [1, 2], [0, 1], [0]]
-    assert shorter[0] == [2, 3]
-    assert not any(left)  # what was gathered in vain is freed
+        assert all(index in seen for index, seen in zip(order, ahead(model, order=order), strict=True))
+        assert ahead(model, order=order) == [[2, 3], [1, 2], [0, 1], [0]]
+        assert ahead(model, order=[3, 1])[0] == [2, 3]
+        assert not any(gathered(block) for block in model.blocks)  # what was gathered in vain is freed
 
 
 class Block(nn.Linear):
@@ -74,7 +59,8 @@ class Block(nn.Linear):
         return super().forward(Watch.apply(x, self.look)) * 1
 
 
-def in_backward():
+@on_ranks(2)
+def test_backward_gathers_the_unit_before():
     model = seeded(blocks=3)
     model.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
     seen = []
@@ -86,8 +72,4 @@ def in_backward():
     for _ in range(2):
         seen.clear()
         loss_of(model, tokens()).backward()
-    return seen
-
-
-def test_backward_gathers_the_unit_before():
-    assert run_ranks(2, in_backward)[0] == [(2, [1, 2]), (1, [0, 1]), (0, [0])]
+    assert seen == [(2, [1, 2]), (1, [0, 1]), (0, [0])]

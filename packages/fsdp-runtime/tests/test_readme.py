@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,10 @@ import pytest
 import torch
 from runtime_helpers import seeded, shard
 
-from ragged_shard.testing import run_ranks
+from ragged_shard import gather_from_ranks
+from ragged_shard.testing import on_ranks
 
 README = Path(__file__).parent.parent / "README.md"
-# Where the examples are, in the order in which the tests below take them.
-SECTIONS = [
-    ("README", "In two minutes"),
-    ("WEIGHTS", "Weights for an inference engine"),
-    ("quantization", "Quantized on the wire"),
-    ("quantization", "Tensor subclasses"),
-    ("parallelism", "Experts"),
-    ("parallelism", "Tensor parallelism"),
-    ("parallelism", "Pipelines"),
-    ("guide", "Updates inside backward"),
-    ("loss", "The right way"),
-]
 
 
 def page(name):
@@ -35,58 +25,52 @@ def page(name):
     return README.read_text() if README.is_file() else metadata.metadata("fsdp-runtime")["Description"]
 
 
-def examples():
-    found = []
-    for name, title in SECTIONS:
-        section = page(name).split(f"\n## {title}\n")[1].split("\n## ")[0]
-        found += re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    return found
-
-
-def run_example(code):
-    namespace: dict = {}
+def run(name, title, **namespace):
+    """Run the example of a section, on a rank, with these names; returns all names."""
+    section = page(name).split(f"\n## {title}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     exec(code, namespace)
-    assert torch.isfinite(namespace["loss"])
-    return [name for name, _ in namespace["model"].named_parameters()]
+    return namespace
+
+
+def assert_equal_on_ranks(value):
+    assert gather_from_ranks(value) == [value] * torch.distributed.get_world_size()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@on_ranks("ranks")
 def test_the_example_runs(ranks):
-    names = run_ranks(ranks, run_example, examples()[0])
-    assert all(len(found) == 11 for found in names)
+    names = run("README", "In two minutes")
+    assert torch.isfinite(names["loss"])
+    assert len(list(names["model"].parameters())) == 11
 
 
-def run_quantized(code):
-    block = torch.nn.Linear(256, 384)
-    exec(code, {"block": block})
-    block(torch.ones(2, 256)).sum().backward()
-    return bool(block.weight.grad.to_local().isfinite().all())
-
-
+@on_ranks(2)
 def test_the_quantized_example_runs():
-    assert all(run_ranks(2, run_quantized, examples()[2]))
+    block = torch.nn.Linear(256, 384)
+    run("quantization", "Quantized on the wire", block=block)
+    block(torch.ones(2, 256)).sum().backward()
+    grad: Any = block.weight.grad
+    assert grad.to_local().isfinite().all()
 
 
-def run_experts(code):
+@on_ranks(4)
+def test_the_example_with_experts_runs():
     from fsdp_runtime.train.model import PRESETS, Transformer
 
     torch.manual_seed(0)
     model = Transformer(replace(PRESETS["tiny-moe"], num_experts=6))
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.1)
-    namespace: dict = {"model": model, "tokens": torch.zeros(2, 4, dtype=torch.long)}
-    exec(code, namespace)
-    return namespace["norm"].item()
+    norm = run("parallelism", "Experts", model=model, tokens=torch.zeros(2, 4, dtype=torch.long))[
+        "norm"
+    ].item()
+    assert norm > 0
+    assert_equal_on_ranks(norm)
 
 
-def test_the_example_with_experts_runs():
-    code = next(code for code in examples() if "apply_expert_parallel" in code)
-    first, *others = run_ranks(4, run_experts, code)
-    assert first > 0
-    assert others == [first] * 3
-
-
-def run_tensor_parallel(code):
+@on_ranks(4)
+def test_the_example_with_tensor_parallelism_runs():
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -100,68 +84,46 @@ def run_tensor_parallel(code):
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(Block(), Block())
     model.blocks = model[:]
-    namespace: dict = {"model": model, "x": torch.ones(2, 8)}
-    exec(code, namespace)
-    return namespace["loss"].item(), model[0].down.weight.detach().full_tensor().sum().item()
+    loss = run("parallelism", "Tensor parallelism", model=model, x=torch.ones(2, 8))["loss"].item()
+    assert_equal_on_ranks((loss, model[0].down.weight.detach().full_tensor().sum().item()))
 
 
-def test_the_example_with_tensor_parallelism_runs():
-    code = next(code for code in examples() if "parallelize_module" in code)
-    first, *others = run_ranks(4, run_tensor_parallel, code)
-    assert others == [first] * 3
-
-
-def run_pipeline(code):
+@on_ranks(4)
+def test_the_example_with_a_pipeline_runs():
     torch.manual_seed(0)
     stages = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2)]
-    namespace: dict = {"stages": stages, "x": torch.ones(8, 8), "y": torch.zeros(8, 8)}
-    exec(code, namespace)
-    return namespace["norm"].item()
+    norm = run("parallelism", "Pipelines", stages=stages, x=torch.ones(8, 8), y=torch.zeros(8, 8))[
+        "norm"
+    ].item()
+    assert norm > 0
+    assert_equal_on_ranks(norm)
 
 
-def test_the_example_with_a_pipeline_runs():
-    first, *others = run_ranks(4, run_pipeline, next(code for code in examples() if "PipelineStage" in code))
-    assert first > 0
-    assert others == [first] * 3
-
-
-def run_at_rest(code):
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@on_ranks(2)
+def test_the_example_with_a_base_of_four_bits_runs():
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=12, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
-    namespace: dict = {"model": transformers.LlamaForCausalLM(config)}
-    exec(code, namespace)
+    names = run("quantization", "Tensor subclasses", model=transformers.LlamaForCausalLM(config))
     batch = torch.zeros(1, 4, dtype=torch.long)
-    namespace["model"](input_ids=batch, labels=batch).loss.backward()
-    namespace["optimizer"].step()
-    return len(namespace["optimizer"].param_groups[0]["params"])
+    names["model"](input_ids=batch, labels=batch).loss.backward()
+    names["optimizer"].step()
+    assert len(names["optimizer"].param_groups[0]["params"]) == 14
 
 
-def test_the_example_with_a_base_of_four_bits_runs():
-    pytest.importorskip("peft", reason="peft is not installed")
-    assert run_ranks(2, run_at_rest, examples()[3]) == [14, 14]
-
-
-def run_token_loss(code):
+@on_ranks(2)
+def test_the_example_of_a_loss_by_tokens_runs():
     rank = torch.distributed.get_rank()
     model = shard(seeded())
     text = torch.arange(10).view(2, 5)
     microbatches = [(text, text.masked_fill(text < 2 + 3 * rank + part, -100)) for part in range(2)]
-    namespace: dict = {
-        "model": model,
-        "microbatches": microbatches,
-        "optimizer": torch.optim.SGD(model.parameters()),
-    }
-    exec(code, namespace)
-    return namespace["step"].total, namespace["mean"].item()
-
-
-def test_the_example_of_a_loss_by_tokens_runs():
-    first, second = run_ranks(2, run_token_loss, examples()[-1])
-    assert first == second
-    assert first[0] == 8 + 7 + 5 + 4
+    optimizer = torch.optim.SGD(model.parameters())
+    names = run("loss", "The right way", model=model, microbatches=microbatches, optimizer=optimizer)
+    assert names["step"].total == 8 + 7 + 5 + 4
+    assert_equal_on_ranks(names["mean"].item())
 
 
 class Engine:
@@ -178,26 +140,16 @@ class Engine:
         return self.written[name]
 
 
-def run_engine(code):
-    model, engine = shard(seeded()), Engine()
-    exec(code, {"model": model, "engine": engine})
-    values = {name: w.bfloat16() for name, w in seeded().state_dict().items()}
-    for name, value in values.items():
-        assert engine.loaded[name].equal(value), name
-        assert engine.written[name].equal(value), name
-    return len(engine.loaded)
-
-
+@on_ranks(2)
 def test_the_example_of_weights_for_an_engine_runs():
-    assert run_ranks(2, run_engine, examples()[1]) == [len(seeded().state_dict())] * 2
+    engine = Engine()
+    run("WEIGHTS", "Weights for an inference engine", model=shard(seeded()), engine=engine)
+    for name, value in seeded().state_dict().items():
+        assert engine.loaded[name].equal(value.bfloat16()), name
+        assert engine.written[name].equal(value.bfloat16()), name
 
 
-def run_backward(code):
-    namespace: dict = {}
-    exec(code, namespace)
-    return [p.grad for p in namespace["model"].parameters()]
-
-
+@on_ranks(2)
 def test_the_example_of_updates_inside_backward_leaves_no_gradients():
-    code = next(code for code in examples() if "optimizer_in_backward" in code)
-    assert run_ranks(2, run_backward, code) == [[None] * 4] * 2
+    model = run("guide", "Updates inside backward")["model"]
+    assert [param.grad for param in model.parameters()] == [None] * 4

@@ -1,5 +1,7 @@
 """What can be exchanged from outside: the transport, the planner, when gradients are copied."""
 
+from unittest import mock
+
 import pytest
 import torch
 from runtime_helpers import loss_of, seeded, shard, tokens
@@ -8,7 +10,7 @@ from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import not_at_rest
 from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
-from ragged_shard.testing import on_ranks, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 
 class Counting:
@@ -36,7 +38,8 @@ class Counting:
         return self.inner.all_reduce(tensors, op, label)
 
 
-def through_an_own_transport():
+@on_ranks(2)
+def test_all_gathers_and_reductions_go_through_the_transport_that_was_given():
     from dbuffer.transport.collectives import Collectives
 
     made = []
@@ -48,18 +51,14 @@ def through_an_own_transport():
     model = shard(seeded(blocks=2), transport=make)
     loss_of(model, tokens()).backward()
     (transport,) = made
-    return transport.calls
+    gathered = [label for kind, label in transport.calls if kind == "all_gather"]
+    reduced = [label for kind, label in transport.calls if kind == "reduce_scatter"]
+    assert gathered == ["Body", "blocks.0", "blocks.1", "blocks.1", "blocks.0"]
+    assert reduced == ["gradients of blocks.1", "gradients of blocks.0", "gradients of Body"]
 
 
-def test_all_gathers_and_reductions_go_through_the_transport_that_was_given():
-    for calls in run_ranks(2, through_an_own_transport):
-        gathered = [label for kind, label in calls if kind == "all_gather"]
-        reduced = [label for kind, label in calls if kind == "reduce_scatter"]
-        assert gathered == ["Body", "blocks.0", "blocks.1", "blocks.1", "blocks.0"]
-        assert reduced == ["gradients of blocks.1", "gradients of blocks.0", "gradients of Body"]
-
-
-def planned_elsewhere():
+@on_ranks(2)
+def test_a_planner_of_the_callers_packs_every_group():
     seen = []
 
     def planner(tensors, world_size, *, align):
@@ -68,13 +67,8 @@ def planned_elsewhere():
 
     model = shard(seeded(blocks=1), planner=planner)
     loss_of(model, tokens()).backward()
-    return seen, member_of(model).unit.groups[0].plan.layout.align
-
-
-def test_a_planner_of_the_callers_packs_every_group():
-    seen, align = run_ranks(2, planned_elsewhere)[0]
     assert seen == [["weight", "bias"], ["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
-    assert align == 32
+    assert member_of(model).unit.groups[0].plan.layout.align == 32
 
 
 @on_ranks(1)
@@ -101,8 +95,8 @@ def test_gradients_that_are_copied_late_are_the_same(accumulate):
     assert all(not g.gradients._kept for b in model.blocks for g in member_of(b).unit.groups)
 
 
-def memory_while_late():
-    """In the backward of a block: what the block's gradient buffer holds, and what is kept for it."""
+@on_ranks(2)
+def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
     model = shard(seeded(blocks=1))
     model.set_copy_gradients_late(True)
     group = member_of(model.blocks[0]).unit.groups[0]
@@ -114,16 +108,9 @@ def memory_while_late():
             seen.append((len(gradients._kept), gradients.buffer.gathered.present))
         return close(gradients)
 
-    type(group.gradients).close = closing
-    try:
+    with mock.patch.object(type(group.gradients), "close", closing):
         loss_of(model, tokens()).backward()
-    finally:
-        type(group.gradients).close = close
-    return seen
-
-
-def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
-    assert run_ranks(2, memory_while_late)[0] == [(2, False)]
+    assert seen == [(2, False)]
 
 
 def layouts_of_blocks(**options):
