@@ -6,12 +6,12 @@ With math kernels and without a causal mask it runs, as ops on DTensors. The oth
 heads, by public API: `DTensor.redistribute`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Outcome, case, train
+from harness import Outcome, case, counts, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -152,47 +152,27 @@ def run(
     )
 
 
-@case(
-    CP,
-    "gathered keys and values, causal, fsdp = dp 2 x cp 2",
-    counts={"all_gather": 9, "reduce_scatter": 7, "all_reduce": 1},
-)
-def cp_gathered(fsdp: Any) -> Outcome:
-    return run(fsdp, gathered_keys)
+def enter(
+    text: str,
+    expected: Mapping[str, int],
+    attend: Callable[[DeviceMesh], Attend],
+    since: tuple[int, int] = (2, 11),
+    **options: Any,
+) -> None:
+    """A case of `run`."""
+
+    @case(CP, text, counts=expected, since=since, name=text)
+    def entered(fsdp: Any) -> Outcome:
+        return run(fsdp, attend, **options)
 
 
-@case(
-    CP,
-    "gathered keys and values, causal, fsdp = dp 1 x cp 4",
-    counts={"all_gather": 9, "reduce_scatter": 7, "all_reduce": 1},
-)
-def cp_gathered4(fsdp: Any) -> Outcome:
-    return run(fsdp, gathered_keys, (1, 4))
-
-
-@case(
-    CP,
-    "all-to-all of heads and sequence, causal, fsdp = dp 2 x cp 2",
-    counts={"all_gather": 21, "reduce_scatter": 3, "all_reduce": 1},
-)
-def cp_heads(fsdp: Any) -> Outcome:
-    return run(fsdp, heads_for_stretches)
-
-
-@case(
-    CP,
-    "all-to-all of heads and sequence, causal, fsdp = dp 1 x cp 4",
-    counts={"all_gather": 21, "reduce_scatter": 3, "all_reduce": 1},
-)
-def cp_heads4(fsdp: Any) -> Outcome:
-    return run(fsdp, heads_for_stretches, (1, 4))
-
-
-@case(
-    CP,
-    "torch's `context_parallel`, math kernels, bidirectional, fsdp = dp 2 x cp 2",
-    since=(2, 13),
-    counts={"all_gather": 13, "reduce_scatter": 7, "all_reduce": 1},
-)
-def cp_torchs(fsdp: Any) -> Outcome:
-    return run(fsdp, torchs, plain=bidirectional)
+for _text, _attend, _counts in (
+    ("gathered keys and values", gathered_keys, counts(9, 7, 1)),
+    ("all-to-all of heads and sequence", heads_for_stretches, counts(21, 3, 1)),
+):
+    for _dp, _cp in ((2, 2), (1, 4)):
+        enter(f"{_text}, causal, fsdp = dp {_dp} x cp {_cp}", _counts, _attend, shape=(_dp, _cp))
+enter(
+    "torch's `context_parallel`, math kernels, bidirectional, fsdp = dp 2 x cp 2", counts(13, 7, 1), torchs, (2, 13),
+    plain=bidirectional,
+)  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Outcome, case, full, record_collectives, train
+from harness import Outcome, case, counts, full, record_collectives, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -193,160 +193,60 @@ def run(
         )
 
 
-@case(
-    TP,
-    "column-wise and row-wise layers, tp 2 x fsdp 2",
-    counts={"all_gather": 5, "all_reduce": 4, "reduce_scatter": 3},
-)
-def tp2(fsdp: Any) -> Outcome:
-    return run(fsdp, layers_only)
-
-
-@case(TP, "the same, tp 4 x fsdp 1", counts={"all_reduce": 4})
-def tp4(fsdp: Any) -> Outcome:
-    return run(fsdp, layers_only, (1, 4))
-
-
-@case(TP, "the same, tp 1 x fsdp 4", counts={"all_gather": 5, "reduce_scatter": 3})
-def tp1(fsdp: Any) -> Outcome:
-    return run(fsdp, layers_only, (4, 1))
-
-
-@case(
-    TP,
-    "vocabulary-parallel embedding and head, tp 2 x fsdp 2",
-    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
-)
-def vocabulary2(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary)
-
-
-@case(
-    TP,
-    "vocabulary-parallel embedding and head, tied, tp 2 x fsdp 2",
-    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
-)
-def vocabulary_tied(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, build=lambda: Model(tied=True))
-
-
-@case(TP, "vocabulary-parallel embedding and head, tp 4 x fsdp 1", counts={"all_reduce": 6, "all_gather": 1})
-def vocabulary4(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, (1, 4))
-
-
-@case(TP, "sequence-parallel, tp 2 x fsdp 2", counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6})
-def sequence2(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence)
-
-
-@case(TP, "sequence-parallel, tp 4 x fsdp 1", counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 6})
-def sequence4(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, (1, 4))
-
-
-@case(TP, "loss-parallel, tp 2 x fsdp 2", counts={"all_gather": 11, "reduce_scatter": 9, "all_reduce": 9})
-def loss2(fsdp: Any) -> Outcome:
-    return run(fsdp, loss_too, context=loss_parallel)
-
-
-@case(
-    TP,
-    "sequence-parallel, replicate 2 x fsdp 1 x tp 2",
-    counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 9},
-)
-def replicated_shards_of_one(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, (2, 1, 2))
-
-
-@case(
-    TP,
-    "sequence-parallel, replicate 1 x fsdp 2 x tp 2",
-    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
-)
-def one_replica(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, (1, 2, 2))
-
-
-@case(
-    TP,
-    "vocabulary-parallel, replicate 2 x fsdp 2 x tp 1",
-    counts={"all_gather": 5, "reduce_scatter": 3, "all_reduce": 3},
-)
-def replicated_tp1(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, (2, 2, 1))
-
-
-@case(
-    TP,
-    "clipped to a norm, sequence-parallel, tp 2 x fsdp 2",
-    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 8},
-)
-def clipped(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, clip=0.5)
-
-
-@case(
-    TP,
-    "clipped to a norm, sequence-parallel, replicate 2 x fsdp 1 x tp 2",
-    counts={"reduce_scatter": 6, "all_gather": 7, "all_reduce": 10},
-)
-def clipped_replicas(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, (2, 1, 2), clip=0.5)
-
-
 def freeze(model: Any) -> None:
     """Of layers that are cut: a bias, a whole layer."""
     model.layers[0].mlp.up.bias.requires_grad_(False)
     model.layers[1].mlp.requires_grad_(False)
 
 
-@case(
-    TP,
-    "frozen parameters that are cut, tp 2 x fsdp 2",
-    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+def enter(
+    name: str,
+    text: str,
+    expected: Mapping[str, int],
+    cut: Parallelize,
+    *shape: int,
+    only_ours: str = "",
+    **options: Any,
+) -> None:
+    """A case of `run`, by default on a mesh of tp 2 x fsdp 2."""
+
+    @case(TP, text, counts=expected, name=name, only_ours=only_ours)
+    def entered(fsdp: Any) -> Outcome:
+        return run(fsdp, cut, shape or (2, 2), **options)
+
+
+SEQUENCE = counts(12, 9, 6)
+enter("tp2", "column-wise and row-wise layers, tp 2 x fsdp 2", counts(5, 3, 4), layers_only)
+enter("tp4", "the same, tp 4 x fsdp 1", counts(all_reduce=4), layers_only, 1, 4)
+enter("tp1", "the same, tp 1 x fsdp 4", counts(5, 3), layers_only, 4, 1)
+enter("vocabulary2", "vocabulary-parallel embedding and head, tp 2 x fsdp 2", counts(6, 3, 6), vocabulary)
+enter(
+    "vocabulary_tied", "vocabulary-parallel embedding and head, tied, tp 2 x fsdp 2", counts(6, 3, 6), vocabulary,
+    build=lambda: Model(tied=True),
+)  # fmt: skip
+enter(
+    "vocabulary4", "vocabulary-parallel embedding and head, tp 4 x fsdp 1", counts(1, 0, 6), vocabulary, 1, 4
 )
-def frozen(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, prepare=freeze)
-
-
-@case(
-    TP,
-    "a vocabulary of 25, which tp does not divide, tp 2 x fsdp 2",
-    counts={"all_gather": 6, "all_reduce": 6, "reduce_scatter": 3},
+enter("sequence2", "sequence-parallel, tp 2 x fsdp 2", SEQUENCE, sequence)
+enter("sequence4", "sequence-parallel, tp 4 x fsdp 1", counts(7, 6, 6), sequence, 1, 4)
+enter("loss2", "loss-parallel, tp 2 x fsdp 2", counts(11, 9, 9), loss_too, context=loss_parallel)
+enter("replicated1", "sequence-parallel, replicate 2 x fsdp 1 x tp 2", counts(7, 6, 9), sequence, 2, 1, 2)
+enter("one_replica", "sequence-parallel, replicate 1 x fsdp 2 x tp 2", SEQUENCE, sequence, 1, 2, 2)
+enter(
+    "replicated_tp1", "vocabulary-parallel, replicate 2 x fsdp 2 x tp 1", counts(5, 3, 3), vocabulary, 2, 2, 1
 )
-def uneven(fsdp: Any) -> Outcome:
-    return run(fsdp, vocabulary, build=lambda: Model(vocabulary=25))
-
-
-@case(
-    TP,
-    "block policy rows(4)",
-    only_ours=ONLY_OURS,
-    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
-)
-def rows4(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, block=Rows(4))
-
-
-@case(
-    TP,
-    "block policy tiles(4, 4)",
-    only_ours=ONLY_OURS,
-    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
-)
-def tiles4(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, block=Tile(4, 4))
-
-
-@case(
-    TP,
-    "block policy whole",
-    only_ours=ONLY_OURS,
-    counts={"all_gather": 12, "reduce_scatter": 9, "all_reduce": 6},
-)
-def whole(fsdp: Any) -> Outcome:
-    return run(fsdp, sequence, block=Whole())
+enter("clipped", "clipped to a norm, sequence-parallel, tp 2 x fsdp 2", counts(12, 9, 8), sequence, clip=0.5)
+enter(
+    "clipped_replicas", "clipped to a norm, sequence-parallel, replicate 2 x fsdp 1 x tp 2", counts(7, 6, 10), sequence,
+    2, 1, 2, clip=0.5,
+)  # fmt: skip
+enter("frozen", "frozen parameters that are cut, tp 2 x fsdp 2", counts(6, 3, 6), vocabulary, prepare=freeze)
+enter(
+    "uneven", "a vocabulary of 25, which tp does not divide, tp 2 x fsdp 2", counts(6, 3, 6), vocabulary,
+    build=lambda: Model(vocabulary=25),
+)  # fmt: skip
+for _name, _block in (("rows(4)", Rows(4)), ("tiles(4, 4)", Tile(4, 4)), ("whole", Whole())):
+    enter(_name, f"block policy {_name}", SEQUENCE, sequence, only_ours=ONLY_OURS, block=_block)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -383,107 +283,51 @@ def matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
 
 
-@case(
-    OPTIMIZERS,
-    "Muon, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 3, "all_to_all": 2},
-)
-def muon(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02))
+def enter_optimizer(
+    name: str,
+    text: str,
+    expected: Mapping[str, int],
+    make: Callable[[Any], Any],
+    *shape: int,
+    policy: Any = None,
+) -> None:
+    """A case of `bits`, by default on a mesh of tp 2 x fsdp 2."""
+
+    @case(OPTIMIZERS, text, counts=expected, name=name, bound=0.0, only_ours=NOT_FSDP2)
+    def entered(fsdp: Any) -> Outcome:
+        return bits(fsdp, make, shape or (2, 2), policy)
 
 
-@case(
-    OPTIMIZERS,
-    "Muon, tp 4 x fsdp 1",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 2, "all_to_all": 2},
-)
-def muon4(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (1, 4))
+def make_muon(model: nn.Module) -> Muon:
+    return Muon(matrices(model), lr=0.02)
 
 
-@case(
-    OPTIMIZERS,
-    "Muon, tp 1 x fsdp 4",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 2, "all_to_all": 2},
-)
-def muon1(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (4, 1))
+def of_names(kind: Any, **options: Any) -> Callable[[Any], Any]:
+    """Makes an optimizer of named parameters."""
+    return lambda model: kind(model.named_parameters(), **options)
 
 
-@case(
-    OPTIMIZERS,
-    "Muon, replicate 2 x fsdp 1 x tp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 2, "all_to_all": 2},
-)
-def muon_replicas(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), (2, 1, 2))
-
-
-@case(
-    OPTIMIZERS,
-    "Muon, its block policy, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 3, "all_to_all": 2},
-)
-def muon_whole(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Muon(matrices(model), lr=0.02), policy=Muon.block_policy())
-
-
-@case(
-    OPTIMIZERS,
-    "Muon and AdamW by `mixed_optimizer_for`, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 3, "all_to_all": 2},
-)
-def mixed(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: mixed_optimizer_for(model, lr=0.02, verbose=False))
-
-
-@case(
-    OPTIMIZERS,
-    "Shampoo, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 4, "all_to_all": 4},
-)
-def shampoo(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: Shampoo(model.named_parameters(), max_preconditioner_dim=8))
-
-
-@case(
-    OPTIMIZERS,
-    "SOAP, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 4, "all_to_all": 4},
-)
-def soap(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: SOAP(model.named_parameters(), max_preconditioner_dim=8))
-
-
-@case(OPTIMIZERS, "AdamW, tp 2 x fsdp 2", bound=0.0, only_ours=NOT_FSDP2, counts={"all_reduce": 2})
-def adamw(fsdp: Any) -> Outcome:
-    return bits(fsdp, lambda model: AdamW(model.named_parameters(), lr=0.02))
-
-
-@case(
-    OPTIMIZERS,
-    "AdamW8bit of tiles, its block policy, tp 2 x fsdp 2",
-    bound=0.0,
-    only_ours=NOT_FSDP2,
-    counts={"all_reduce": 2},
-)
-def adamw8bit(fsdp: Any) -> Outcome:
-    options: Mapping[str, Any] = {"block": Tile(4, 4), "min_8bit_numel": 1}
-    policy = AdamW8bit.block_policy(**options)
-    return bits(fsdp, lambda model: AdamW8bit(model.named_parameters(), **options), policy=policy)
+EIGHT_BIT: Mapping[str, Any] = {"block": Tile(4, 4), "min_8bit_numel": 1}
+TWO_ALL_TO_ALLS = counts(all_reduce=2, all_to_all=2)
+enter_optimizer("muon", "Muon, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2), make_muon)
+enter_optimizer("muon4", "Muon, tp 4 x fsdp 1", TWO_ALL_TO_ALLS, make_muon, 1, 4)
+enter_optimizer("muon1", "Muon, tp 1 x fsdp 4", TWO_ALL_TO_ALLS, make_muon, 4, 1)
+enter_optimizer("muon_replicas", "Muon, replicate 2 x fsdp 1 x tp 2", TWO_ALL_TO_ALLS, make_muon, 2, 1, 2)
+enter_optimizer(
+    "muon_whole", "Muon, its block policy, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2), make_muon,
+    policy=Muon.block_policy(),
+)  # fmt: skip
+enter_optimizer(
+    "mixed", "Muon and AdamW by `mixed_optimizer_for`, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2),
+    lambda model: mixed_optimizer_for(model, lr=0.02, verbose=False),
+)  # fmt: skip
+for _kind in (Shampoo, SOAP):
+    enter_optimizer(
+        _kind.__name__, f"{_kind.__name__}, tp 2 x fsdp 2", counts(all_reduce=4, all_to_all=4),
+        of_names(_kind, max_preconditioner_dim=8),
+    )  # fmt: skip
+enter_optimizer("adamw", "AdamW, tp 2 x fsdp 2", counts(all_reduce=2), of_names(AdamW, lr=0.02))
+enter_optimizer(
+    "adamw8bit", "AdamW8bit of tiles, its block policy, tp 2 x fsdp 2", counts(all_reduce=2),
+    of_names(AdamW8bit, **EIGHT_BIT), policy=AdamW8bit.block_policy(**EIGHT_BIT),
+)  # fmt: skip

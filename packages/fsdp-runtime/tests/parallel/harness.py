@@ -94,6 +94,19 @@ def case(
     return enter
 
 
+def counts(
+    all_gather: int = 0, reduce_scatter: int = 0, all_reduce: int = 0, all_to_all: int = 0
+) -> dict[str, int]:
+    """Collectives by kind, those that there are."""
+    kinds = {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "all_to_all": all_to_all,
+    }
+    return {kind: count for kind, count in kinds.items() if count}
+
+
 def all_cases() -> dict[str, Case]:
     """Every case, in the order of the page."""
     for module in MODULES:
