@@ -199,32 +199,7 @@ def counts_of(gathers: int, reductions: int, all_reduces: int = 1, layers: int =
     return {**found, "all_to_all": 5 * layers} if layers else found
 
 
-def enter_layout(ep: int, experts: int) -> None:
-    """torchtitan's layout of experts for one size."""
-    balance = Shard(1) if experts < RANKS else Shard(0)
-    # Two blocks and a root; again in backward but for the root. With ep 2 a block has two meshes that cut something.
-    counts = {1: counts_of(5, 3, layers=0), 2: counts_of(9, 5), 4: counts_of(5, 3)}[ep]
-
-    @case(LAYOUT, f"ep {ep}, {experts} experts, `{balance}`", counts=counts, name=f"titan_{ep}_{experts}")
-    def titan(fsdp: Any) -> Outcome:
-        def wrap(fsdp: Any, model: Any) -> None:
-            wrap_blocks(fsdp, model, meshes(ep), placement=balance)
-            divide_nothing(model)
-
-        return train_experts(fsdp, transformer(experts), wrap, scale=1 / RANKS)
-
-
-for _ep, _experts in ((1, 2), (1, 4), (1, 6), (2, 2), (2, 4), (2, 6), (4, 4)):
-    enter_layout(_ep, _experts)
-
-
-@case(LAYOUT, "ep 2, 6 experts, parameters kept after forward", counts=counts_of(5, 5))
-def kept_after_forward(fsdp: Any) -> Outcome:
-    def wrap(fsdp: Any, model: Any) -> None:
-        wrap_blocks(fsdp, model, meshes(2), reshard_after_forward=False)
-        divide_nothing(model)
-
-    return train_experts(fsdp, transformer(6), wrap, scale=1 / RANKS)
+# -- changes of a block ------------------------------------------------------------------------------------------------
 
 
 class WithShared(nn.Module):
@@ -242,67 +217,6 @@ class WithShared(nn.Module):
 def share_an_expert(block: Any) -> None:
     """Add an expert for all tokens."""
     block.ff = WithShared(block.ff, ModelConfig(dim=16, num_heads=2, num_kv_heads=1, ff_dim=24))
-
-
-# -- scaling -----------------------------------------------------------------------------------------------------------
-
-
-@case(SCALING, "divide factor 1.0 on all units, losses scaled, without forced sums", counts=counts_of(9, 5))
-def factor_one(fsdp: Any) -> Outcome:
-    def wrap(fsdp: Any, model: Any) -> None:
-        wrap_blocks(fsdp, model, meshes(2))
-        for module in (*model.blocks, model):
-            module.set_gradient_divide_factor(1.0)
-
-    return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS)
-
-
-def enter_factor(ep: int, reductions: int) -> None:
-    """transformers' way: the number of ranks as factor on the units with experts."""
-
-    @case(
-        SCALING,
-        f"factor {RANKS} and forced sums on units with experts, efsdp {RANKS // ep}",
-        counts=counts_of(4 * reductions + 5, 2 * reductions + 3),
-        name=f"factor_with_ep{ep}",
-    )
-    def factor(fsdp: Any) -> Outcome:
-        def wrap(fsdp: Any, model: Any) -> None:
-            for unit in wrap_blocks(fsdp, model, meshes(ep), apart=True):
-                unit.set_gradient_divide_factor(float(RANKS))
-                unit.set_force_sum_reduction_for_comms(True)
-
-        return train_experts(fsdp, transformer(4, share_an_expert), wrap)
-
-
-enter_factor(2, 2)
-enter_factor(4, 1)
-
-
-# -- replicas ----------------------------------------------------------------------------------------------------------
-
-
-def enter_replicas(text: str, dense: int, ep: int, expert: int, counts: dict[str, int]) -> None:
-    """Numbers of replicas of dense parameters and of experts."""
-
-    @case(REPLICAS, text, counts=counts, name=f"replicas_{dense}_{ep}_{expert}")
-    def replicas(fsdp: Any) -> Outcome:
-        def wrap(fsdp: Any, model: Any) -> None:
-            for unit in wrap_blocks(fsdp, model, meshes(ep, dense, expert)):
-                unit.set_gradient_divide_factor(float(RANKS))
-                unit.set_force_sum_reduction_for_comms(True)
-
-        return train_experts(fsdp, transformer(4), wrap)
-
-
-enter_replicas("dense (replicate 2, fsdp 2); experts efsdp 2, ep 2", 2, 2, 1, counts_of(9, 5, 3 + 2))
-enter_replicas("dense fsdp 4; experts (replicate 2, efsdp 1), ep 2", 1, 2, 2, counts_of(5, 3, 2 + 2))
-enter_replicas(
-    "dense (replicate 2, fsdp 2); experts (replicate 2, efsdp 1), ep 2", 2, 2, 2, counts_of(5, 3, 5 + 1)
-)
-
-
-# -- what tokens do ----------------------------------------------------------------------------------------------------
 
 
 def freeze_experts(block: Any) -> None:
@@ -323,24 +237,86 @@ def idle(*which: int) -> Callable[[Any], None]:
     return change
 
 
-def enter_routing(text: str, name: str, change: Callable[[Any], None], counts: dict[str, int]) -> None:
-    """Four experts, ep 2 and efsdp 2."""
+# -- cases -------------------------------------------------------------------------------------------------------------
 
-    @case(ROUTING, text, counts=counts, name=name)
-    def routing(fsdp: Any) -> Outcome:
+
+def enter(
+    section: str,
+    text: str,
+    expected: dict[str, int],
+    *mesh: int,
+    name: str,
+    experts: int = 4,
+    change: Callable[[Any], None] | None = None,
+    factor: bool = False,
+    **options: Any,
+) -> None:
+    """A case of a mixture of experts.
+
+    Args:
+        mesh: ranks of ep, replicas of dense parameters, replicas of experts.
+        factor: gradients of units with experts are sums divided by the number of ranks, as in transformers. Else losses
+            are scaled and nothing is divided, as in torchtitan.
+        options: of `wrap_blocks`.
+    """
+
+    @case(section, text, counts=expected, name=name)
+    def entered(fsdp: Any) -> Outcome:
         def wrap(fsdp: Any, model: Any) -> None:
-            wrap_blocks(fsdp, model, meshes(2))
-            divide_nothing(model)
+            units = wrap_blocks(fsdp, model, meshes(*mesh), **options)
+            if not factor:
+                divide_nothing(model)
+                return
+            for unit in units:
+                unit.set_gradient_divide_factor(float(RANKS))
+                unit.set_force_sum_reduction_for_comms(True)
 
-        return train_experts(fsdp, transformer(4, change), wrap, scale=1 / RANKS)
+        return train_experts(fsdp, transformer(experts, change), wrap, scale=1.0 if factor else 1 / RANKS)
 
 
-enter_routing("a shared expert for all tokens", "shared_expert", share_an_expert, counts_of(9, 5))
-enter_routing(
-    "frozen experts: they are gathered, and not reduced", "frozen_experts", freeze_experts, counts_of(9, 3)
-)
-enter_routing("an expert that no token chooses", "idle_expert", idle(2), counts_of(9, 5))
-enter_routing("a rank of ep whose experts get no token", "idle_rank", idle(2, 3), counts_of(9, 5))
+# Two blocks and a root; again in backward but for the root. With ep 2 a block has two meshes that cut something.
+LAID_OUT = {1: counts_of(5, 3, layers=0), 2: counts_of(9, 5), 4: counts_of(5, 3)}
+for _ep, _experts in ((1, 2), (1, 4), (1, 6), (2, 2), (2, 4), (2, 6), (4, 4)):
+    _balance, _name = Shard(1) if _experts < RANKS else ROWS, f"titan_{_ep}_{_experts}"
+    _text = f"ep {_ep}, {_experts} experts, `{_balance}`"
+    enter(LAYOUT, _text, LAID_OUT[_ep], _ep, name=_name, experts=_experts, placement=_balance)
+enter(
+    LAYOUT, "ep 2, 6 experts, parameters kept after forward", counts_of(5, 5), 2, name="kept_after_forward", experts=6,
+    reshard_after_forward=False,
+)  # fmt: skip
+
+
+@case(SCALING, "divide factor 1.0 on all units, losses scaled, without forced sums", counts=counts_of(9, 5))
+def factor_one(fsdp: Any) -> Outcome:
+    def wrap(fsdp: Any, model: Any) -> None:
+        wrap_blocks(fsdp, model, meshes(2))
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(1.0)
+
+    return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS)
+
+
+for _ep, _reductions in ((2, 2), (4, 1)):
+    enter(
+        SCALING, f"factor {RANKS} and forced sums on units with experts, efsdp {RANKS // _ep}",
+        counts_of(4 * _reductions + 5, 2 * _reductions + 3), _ep, name=f"factor_with_ep{_ep}", change=share_an_expert,
+        factor=True, apart=True,
+    )  # fmt: skip
+
+for _text, _mesh, _counts in (
+    ("dense (replicate 2, fsdp 2); experts efsdp 2, ep 2", (2, 2, 1), counts_of(9, 5, 3 + 2)),
+    ("dense fsdp 4; experts (replicate 2, efsdp 1), ep 2", (2, 1, 2), counts_of(5, 3, 2 + 2)),
+    ("dense (replicate 2, fsdp 2); experts (replicate 2, efsdp 1), ep 2", (2, 2, 2), counts_of(5, 3, 5 + 1)),
+):
+    enter(REPLICAS, _text, _counts, *_mesh, name=f"replicas_{_mesh}", factor=True)
+
+for _text, _change, _counts in (
+    ("a shared expert for all tokens", share_an_expert, counts_of(9, 5)),
+    ("frozen experts: they are gathered, and not reduced", freeze_experts, counts_of(9, 3)),
+    ("an expert that no token chooses", idle(2), counts_of(9, 5)),
+    ("a rank of ep whose experts get no token", idle(2, 3), counts_of(9, 5)),
+):
+    enter(ROUTING, _text, _counts, 2, name=_text, change=_change)
 
 
 @case(ROUTING, "the norm by `fsdp_runtime.clip_grad_norm_`, for FSDP2 by torch's", counts=counts_of(9, 5))
