@@ -3,25 +3,22 @@
 import torch.nn as nn
 from conformance_models import (
     MLP,
-    Stack,
     all_sharded,
     assert_same_gradients,
+    backward_both,
     batch,
+    check_backward,
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
-    shard_stack,
 )
 from conformance_registry import case
 
 from ragged_shard.testing import record_collectives
 
 MULTI = "Accumulation and microbatches"
-
-
-def pair(fsdp, **options):
-    return shard_stack(fsdp, seeded(Stack), **options), seeded(Stack)
 
 
 @case(
@@ -53,15 +50,11 @@ def no_sync(fsdp):
 def no_sync_here(fsdp):
     model, reference = pair(fsdp)
     model.set_requires_gradient_sync(False, recurse=False)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
+    backward_both(model, reference)
     assert model.head.weight.grad is None
     assert_same_gradients(model.blocks, reference.blocks)
     model.set_requires_gradient_sync(True)
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
 
 
 @case(
@@ -125,9 +118,7 @@ def sync_each(fsdp):
     model, reference = pair(fsdp)
     for micro in range(3):
         model.set_is_last_backward(micro == 2)
-        whole = batch(micro)
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
+        backward_both(model, reference, micro)
     assert_same_gradients(model, reference)
 
 

@@ -1,5 +1,7 @@
 """Cases: beside activation checkpointing, torch.compile, tensor parallelism, clipping, optimizers, profilers."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 from conformance_models import (
@@ -8,15 +10,19 @@ from conformance_models import (
     all_sharded,
     assert_same,
     assert_same_gradients,
+    backward_both,
     batch,
+    check_backward,
     check_training,
     close,
     full,
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
     shard_stack,
+    stack_of,
 )
 from conformance_registry import Raises, case
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -81,25 +87,13 @@ def checkpoint_wrapped(fsdp):
 
     model = seeded(Stack)
     wrap(model)
-    plain = seeded(Stack)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(plain, whole).backward()
-    for p, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        close(full(p.grad), wanted.grad, "gradient")
-
-    def noisy():
-        model = Stack()
-        for i in range(3):
-            model.blocks[i] = Noisy()
-        return model
-
+    check_backward(model, seeded(Stack))
     gradients = []
     for apply in (wrap, lambda model: shard_stack(fsdp, model)):
-        model = seeded(noisy)
+        model = seeded(partial(stack_of, Noisy))
         apply(model)
         torch.manual_seed(5)
-        mean_square(model, mine(whole)).backward()
+        mean_square(model, mine(batch())).backward()
         gradients.append([full(p.grad) for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         close(one, other, "with dropout")
@@ -111,13 +105,7 @@ def checkpoint_inside(fsdp):
         def forward(self, x):
             return self.down(checkpoint(self.up, x, use_reentrant=False).tanh())
 
-    def build():
-        model = Stack()
-        for i in range(3):
-            model.blocks[i] = Inside()
-        return model
-
-    check_training(build, lambda model: shard_stack(fsdp, model))
+    check_training(partial(stack_of, Inside), lambda model: shard_stack(fsdp, model))
 
 
 @case(COMPOSE, "`torch.compile` of blocks before sharding", timeout=120)
@@ -180,7 +168,7 @@ def tensor_parallel(fsdp):
 
 @case(COMPOSE, "autocast around a sharded model")
 def autocast(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     x = torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         found, wanted = model(x), reference(x)
@@ -207,10 +195,8 @@ def pipeline(fsdp):
 def clip(fsdp):
     for foreach in (None, True, False):
         for norm in (2.0, float("inf"), 1.0):
-            model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
-            whole = batch()
-            mean_square(model, mine(whole)).backward()
-            mean_square(reference, whole).backward()
+            model, reference = pair(fsdp)
+            backward_both(model, reference)
             found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
             wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
             close(full(found), wanted, f"norm {norm}")
@@ -219,10 +205,8 @@ def clip(fsdp):
 
 @case(OPTIMIZE, "`clip_grad_norm_` with HSDP: replicas are counted once", ranks=4)
 def clip_hsdp(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s"))), seeded(Stack)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
+    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
+    backward_both(model, reference)
     found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
     close(full(found), nn.utils.clip_grad_norm_(reference.parameters(), 1e-2), "norm")
     assert_same_gradients(model, reference)
@@ -291,7 +275,7 @@ def optimizer_before(fsdp):
 
 @case(OPTIMIZE, "learning-rate schedules and several parameter groups", ranks=2)
 def schedule(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     runs = []
     for one in (model, reference):
         groups = [

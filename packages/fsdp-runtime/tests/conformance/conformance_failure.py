@@ -10,11 +10,12 @@ from conformance_models import (
     MLP,
     Stack,
     all_sharded,
-    assert_same_gradients,
     batch,
+    check_backward,
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
     shard_stack,
 )
@@ -58,19 +59,16 @@ def attempt(model, x, where):
 
 def good_steps(model, reference):
     for step in range(2):
-        whole = batch(step)
         model.zero_grad()
         reference.zero_grad()
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
-        assert_same_gradients(model, reference)
+        check_backward(model, reference, step)
     assert all_sharded(model)
 
 
 @case(FAILURE, "`reset_iter_state()` after an exception in forward: the next step is right", ranks=3)
 def reset_after_forward(fsdp):
     for reshard in (True, False):
-        model, reference = shard_stack(fsdp, seeded(Fragile), reshard_after_forward=reshard), seeded(Fragile)
+        model, reference = pair(fsdp, Fragile, reshard_after_forward=reshard)
         for warm in (False, True):
             if warm:
                 good_steps(model, reference)
@@ -90,7 +88,7 @@ def reset_after_forward(fsdp):
 )
 def reset_after_backward(fsdp):
     for reshard in (True, False):
-        model, reference = shard_stack(fsdp, seeded(Fragile), reshard_after_forward=reshard), seeded(Fragile)
+        model, reference = pair(fsdp, Fragile, reshard_after_forward=reshard)
         for warm in (False, True):
             if warm:
                 good_steps(model, reference)
@@ -108,7 +106,7 @@ def reset_after_backward(fsdp):
     note="it adds them to the next gradient",
 )
 def reset_discards(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Fragile)), seeded(Fragile)
+    model, reference = pair(fsdp, Fragile)
     model.set_requires_gradient_sync(False)
     mean_square(model, torch.randn(4, 8)).backward()
     attempt(model, torch.randn(4, 8), "backward")

@@ -11,12 +11,14 @@ from conformance_models import (
     assert_same,
     assert_same_gradients,
     batch,
+    check_backward,
     check_training,
     close,
     is_sharded,
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
     shard_stack,
     world,
@@ -30,10 +32,6 @@ def run(model, x=None):
     return model(torch.randn(4, 8) if x is None else x)
 
 
-def gathers(record):
-    return record.kinds.count("all_gather")
-
-
 @dataclasses.dataclass
 class Output:
     hidden: torch.Tensor
@@ -42,11 +40,6 @@ class Output:
 
 @case(FORWARD, "a module that is called twice in a forward", ranks=3)
 def called_twice(fsdp):
-    def loss(model, x):
-        h = model.blocks[0](x)
-        h = model.blocks[1](model.blocks[0](h))
-        return model.head(h).square().mean()
-
     class Twice(Stack):
         def forward(self, x):
             for block in (*self.blocks, self.blocks[0]):
@@ -63,12 +56,9 @@ def several_forwards(fsdp):
         first, second = x.chunk(2)
         return (model(first) - model(second)).square().mean()
 
-    def batches(step):  # pairs stay together when the rows are dealt to ranks
-        return batch(step)
-
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     for step in range(3):
-        whole = batches(step)
+        whole = batch(step)
         loss(model, mine(whole)).backward()
         (sum(loss(reference, part) for part in whole.chunk(world())) / world()).backward()
         assert_same_gradients(model, reference)
@@ -78,13 +68,10 @@ def several_forwards(fsdp):
 
 @case(FORWARD, "a nested unit's forward trains it alone once the root has run")
 def not_the_root(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     run(model).sum().backward()
     model.zero_grad()
-    whole = batch()
-    mean_square(model.blocks[1], mine(whole)).backward()
-    mean_square(reference.blocks[1], whole).backward()
-    assert_same_gradients(model.blocks[1], reference.blocks[1])
+    check_backward(model.blocks[1], reference.blocks[1])
     assert all(p.grad is None for p in model.blocks[0].parameters())
     assert all_sharded(model.blocks[0])
 
@@ -97,7 +84,7 @@ def not_the_root(fsdp):
     note="order does not matter",
 )
 def nested_first(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     whole = batch()
     for one, x in ((model, mine(whole)), (reference, whole)):
         mean_square(one.blocks[1], x).backward()
@@ -107,7 +94,7 @@ def nested_first(fsdp):
 
 @case(FORWARD, "evaluation: the same output, sharded after it; training continues")
 def evaluation(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     x = torch.randn(4, 8)
     for _ in range(2):
         with torch.no_grad():
@@ -126,7 +113,7 @@ def input_gradients(fsdp):
         def forward(self, x):
             return super().forward(x), self.blocks[0](x)
 
-    model, reference = shard_stack(fsdp, seeded(Pair)), seeded(Pair)
+    model, reference = pair(fsdp, Pair)
     x = torch.randn(4, 8)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     model(a)[0].square().sum().backward()
@@ -168,7 +155,7 @@ def structures(fsdp):
 
 @case(FORWARD, "`backward` twice through one graph (`retain_graph=True`) adds up")
 def backward_twice(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     whole = batch()
     for one, x in ((model, mine(whole)), (reference, whole)):
         loss = mean_square(one, x)
@@ -206,7 +193,7 @@ def forward_method(fsdp):
             model.blocks[i] = Block()
         return model
 
-    model, reference = shard_stack(fsdp, seeded(build)), seeded(build)
+    model, reference = pair(fsdp, build)
     for part in (*model.blocks, model):
         fsdp.register_fsdp_forward_method(part, "encode")
     whole = batch()
@@ -258,7 +245,7 @@ def changing_order(fsdp):
                 x = x + self.blocks[i](x)
             return self.head(x)
 
-    model, reference = shard_stack(fsdp, seeded(Ordered)), seeded(Ordered)
+    model, reference = pair(fsdp, Ordered)
     for step, order in enumerate([(0, 1, 2), (0, 1, 2), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
         whole = batch(step)
         for one, x in ((model, mine(whole)), (reference, whole)):
@@ -271,22 +258,19 @@ def changing_order(fsdp):
 
 @case(FORWARD, "`autograd.grad` with respect to the input alone, then a normal step")
 def input_gradient_alone(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     x = torch.randn(4, 8)
     found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
     (a,) = torch.autograd.grad(model(found).square().sum(), found)
     (b,) = torch.autograd.grad(reference(wanted).square().sum(), wanted)
     close(a, b, "input gradient")
     model.zero_grad()
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
 
 
 @case(FORWARD, "full backward hooks of units and inner modules get the right gradients")
 def backward_hooks(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     seen: dict = {model: [], reference: []}
     for one in (model, reference):
         for part in (one.blocks[1], one.blocks[1].up, one.head):
@@ -336,7 +320,7 @@ def one_rank(fsdp):
 
 @case(FORWARD, "a `no_grad` forward before the trained one")
 def nested_evaluation(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     whole = batch()
     for one, x in ((model, mine(whole)), (reference, whole)):
         with torch.no_grad():
@@ -347,7 +331,7 @@ def nested_evaluation(fsdp):
 
 @case(FORWARD, "an evaluation between forward and backward")
 def evaluation_between(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     whole = batch()
     for one, x in ((model, mine(whole)), (reference, whole)):
         loss = mean_square(one, x)

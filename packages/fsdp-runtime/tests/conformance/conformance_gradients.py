@@ -1,23 +1,22 @@
 """Cases: what a gradient is, over what it is divided, and who is told."""
 
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from conformance_models import (
     MLP,
-    Stack,
     assert_same,
     assert_same_gradients,
-    batch,
+    backward_both,
+    check_backward,
     close,
     full,
     is_sharded,
-    mean_square,
     mesh,
-    mine,
+    pair,
     seeded,
-    shard_stack,
     world,
 )
 from conformance_registry import Raises, case
@@ -28,10 +27,6 @@ GRADIENTS = "Gradients"
 
 def units(model):
     return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
-
-
-def pair(fsdp, **options):
-    return shard_stack(fsdp, seeded(Stack), **options), seeded(Stack)
 
 
 NO_PREMUL: dict = {
@@ -47,10 +42,7 @@ def divide(fsdp, force):
         for unit in units(model):
             unit.set_gradient_divide_factor(factor)
             unit.set_force_sum_reduction_for_comms(force)
-        whole = batch()
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
-        assert_same_gradients(model, reference, scale=world() / factor)
+        check_backward(model, reference, scale=world() / factor)
 
 
 @case(
@@ -60,9 +52,7 @@ def divide(fsdp, force):
 )
 def gradient(fsdp):
     model, reference = pair(fsdp)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
+    backward_both(model, reference)
     for name, p in model.named_parameters():
         assert type(p.grad) is type(p.data), name
         assert p.grad.placements == p.placements, name
@@ -76,16 +66,11 @@ def gradient(fsdp):
 def no_zero_grad(fsdp):
     model, reference = pair(fsdp)
     for step in range(3):
-        whole = batch(step)
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
-        assert_same_gradients(model, reference)
+        check_backward(model, reference, step)
     model.zero_grad(set_to_none=False)
     assert all((full(p.grad) == 0).all() for p in model.parameters())
-    mean_square(model, mine(whole)).backward()
     reference.zero_grad()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference, 2)
 
 
 @case(
@@ -99,10 +84,7 @@ def accumulate_hooks(fsdp):
         p.register_post_accumulate_grad_hook(
             lambda p, name=name: calls[name].append(p.grad.to_local().clone())
         )
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
     for name, p in model.named_parameters():
         assert len(calls[name]) == 1, name
         assert torch.equal(calls[name][0], p.grad.to_local()), name
@@ -121,9 +103,7 @@ def optimizer_in_backward(fsdp):
         p.register_post_accumulate_grad_hook(step)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for i in range(3):
-        whole = batch(i)
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
+        backward_both(model, reference, i)
         plain.step()
         plain.zero_grad()
     assert_same(model, reference)
@@ -151,10 +131,7 @@ def divide_factor_hsdp(fsdp):
     for unit in units(model):
         unit.set_gradient_divide_factor(8.0)
         unit.set_force_sum_reduction_for_comms(True)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference, scale=world() / 8)
+    check_backward(model, reference, scale=world() / 8)
 
 
 @case(GRADIENTS, "`set_reduce_scatter_divide_factor`, deprecated, is the same with a warning")
@@ -166,10 +143,7 @@ def old_divide_factor(fsdp):
         model.set_reduce_scatter_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)
     assert any("set_gradient_divide_factor" in str(w.message) for w in caught)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference, scale=world())
+    check_backward(model, reference, scale=world())
 
 
 @case(GRADIENTS, "`set_force_sum_reduction_for_comms`: the same gradients", ranks=3)
@@ -179,10 +153,7 @@ def force_sum(fsdp):
         model, reference = pair(fsdp, mp_policy=policy)
         for unit in units(model):
             unit.set_force_sum_reduction_for_comms(True)
-        whole = batch()
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
-        assert_same_gradients(model, reference, **({} if low is None else {"rtol": 5e-3, "atol": 1e-4}))
+        check_backward(model, reference, **({} if low is None else {"rtol": 5e-3, "atol": 1e-4}))
 
 
 @case(
@@ -201,10 +172,7 @@ def all_reduce_hook(fsdp):
 
     for unit in units(model):
         unit.set_all_reduce_hook(hook)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference, scale=2)
+    check_backward(model, reference, scale=2)
     assert len(sizes) == 4
     assert sum(sizes) >= sum(p.to_local().numel() for p in model.parameters())
 
@@ -215,10 +183,7 @@ def all_reduce_hook_hsdp(fsdp):
     calls = []
     for unit in units(model):
         unit.set_all_reduce_hook(lambda reduced: calls.append(reduced.mul_(3)))
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference, scale=3)
+    check_backward(model, reference, scale=3)
     assert len(calls) == 4
 
 
@@ -280,10 +245,7 @@ def custom_reduce_scatter(fsdp):
 
     model, reference = fsdp.fully_shard(seeded(MLP), mesh=mesh()), seeded(MLP)
     model.set_custom_reduce_scatter(Mine())
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
     assert Mine.calls == 1
 
 
@@ -297,10 +259,7 @@ def max_input_buffers(fsdp):
         except error:
             continue
         raise AssertionError(f"{wrong!r} was taken")
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
 
 
 @case(
@@ -315,19 +274,13 @@ def separate_group(fsdp):
         made.append(usual(*arguments, **options))
         return made[-1]
 
-    dist.new_group = new_group
-    try:
+    with mock.patch.object(dist, "new_group", new_group):
         model.set_separate_reduce_scatter_group(True)
         model.set_separate_reduce_scatter_group(True)
-    finally:
-        dist.new_group = usual
     assert [dist.get_process_group_ranks(group) for group in made] == [list(range(dist.get_world_size()))]
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
     model.set_separate_reduce_scatter_group(False)
-    mean_square(model, mine(whole)).backward()
+    backward_both(model, reference)
 
 
 @case(

@@ -40,6 +40,14 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+def stack_of(block: Callable[[], nn.Module], blocks: int = 3) -> Stack:
+    """A stack of other blocks."""
+    model = Stack()
+    for i in range(blocks):
+        model.blocks[i] = block()
+    return model
+
+
 class Tied(nn.Module):
     """A token model whose output layer is its embedding."""
 
@@ -79,6 +87,11 @@ def shard_stack(fsdp: Any, model: Any, **options: Any) -> Any:
         fsdp.fully_shard(block, **options)
     fsdp.fully_shard(model, **options)
     return model
+
+
+def pair(fsdp: Any, build: Callable[[], Any] = Stack, **options: Any) -> tuple[Any, Any]:
+    """A sharded model, and the same one as it was."""
+    return shard_stack(fsdp, seeded(build), **options), seeded(build)
 
 
 def batch(step: int = 0, rows: int = 4, width: int = WIDTH) -> torch.Tensor:
@@ -156,6 +169,19 @@ def assert_same_gradients(
         else:
             assert parameter.grad is not None, name
             close(full(parameter.grad), wanted.grad * scale, f"{name}.grad", **tolerance)
+
+
+def backward_both(model: nn.Module, reference: nn.Module, step: int = 0) -> None:
+    """Backward of this rank's rows of a step's batch, and of all of them in one process."""
+    whole = batch(step)
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole).backward()
+
+
+def check_backward(model: nn.Module, reference: nn.Module, step: int = 0, **tolerance: float) -> None:
+    """As `backward_both`, after which gradients are the same."""
+    backward_both(model, reference, step)
+    assert_same_gradients(model, reference, **tolerance)
 
 
 def average(value: torch.Tensor) -> float:

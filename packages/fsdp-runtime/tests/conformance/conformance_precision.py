@@ -8,6 +8,7 @@ from conformance_models import (
     MLP,
     Stack,
     assert_same_gradients,
+    backward_both,
     batch,
     check_training,
     close,
@@ -262,10 +263,8 @@ def cpu_offload_accumulates(fsdp):
             seeded(Stack),
         )
         for micro in range(3):
-            whole = batch(micro)
             model.set_requires_gradient_sync(micro != 0)
-            mean_square(model, mine(whole)).backward()
-            mean_square(reference, whole).backward()
+            backward_both(model, reference, micro)
         assert_same_gradients(model, reference, **({} if mp is not mixed else {"rtol": 0.05, "atol": 0.02}))
 
 

@@ -17,13 +17,16 @@ from conformance_models import (
     all_sharded,
     assert_same,
     assert_same_gradients,
+    backward_both,
     batch,
+    check_backward,
     check_training,
     full,
     is_sharded,
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
     shard_stack,
     train,
@@ -116,10 +119,7 @@ def load_assign(fsdp):
     model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=True)
     assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
     reference = seeded(Stack, 7)
-    whole = batch()
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
-    assert_same_gradients(model, reference)
+    check_backward(model, reference)
 
 
 @case(
@@ -141,7 +141,7 @@ def load_plain(fsdp):
     since=FULL_STATE_DICTS,
 )
 def get_model(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     assert all(is_sharded(v) for v in get_model_state_dict(model).values())
     whole: dict = get_model_state_dict(model, options=FULL)
     for name, value in reference.state_dict().items():
@@ -201,7 +201,7 @@ def optimizer_state(fsdp):
     since=FULL_STATE_DICTS,
 )
 def optimizer_state_full(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     optimizer, plain = adamw(model), adamw(reference)
     train(model, optimizer)
     train_plain(reference, plain)
@@ -376,19 +376,17 @@ def load_wrong_shape(fsdp):
 
 @case(STATE, "`state_dict` while gradients wait for a sync keeps them", since=FULL_STATE_DICTS)
 def state_between(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     for micro in range(2):
-        whole = batch(micro)
         model.set_requires_gradient_sync(micro == 1)
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
+        backward_both(model, reference, micro)
         get_model_state_dict(model, options=FULL)
     assert_same_gradients(model, reference)
 
 
 @case(STATE, "a moving average (EMA) of the sharded parameters")
 def moving_average(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     runs = []
     for one in (model, reference):
         average = [p.detach().clone() for p in one.parameters()]

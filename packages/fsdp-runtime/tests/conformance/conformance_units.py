@@ -15,8 +15,10 @@ from conformance_models import (
     mesh,
     mine,
     none_sharded,
+    pair,
     seeded,
     shard_stack,
+    stack_of,
     world,
 )
 from conformance_registry import IMPLEMENTATIONS, Raises, Wrong, case
@@ -149,7 +151,7 @@ def set_reshard_after_forward_number(fsdp):
     better="modules hold the sharded parameters meanwhile, FSDP2's hold copies",
 )
 def set_reshard_after_backward(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
     whole = batch()
@@ -202,7 +204,7 @@ def unshard_async(fsdp):
 
 @case(UNITS, "the next forward waits for `unshard(async_op=True)`")
 def unshard_unwaited(fsdp):
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     for block in model.blocks:
         block.unshard(async_op=True)
     x = torch.randn(4, 8)
@@ -264,10 +266,9 @@ def forward_prefetch(fsdp):
             begun[self.index] = gathers(records[-1])
             return super().forward(x)
 
-    model = seeded(Stack)
-    for i in range(3):
-        model.blocks[i] = Spy()
-        model.blocks[i].index = i
+    model = stack_of(Spy)
+    for i, spy in enumerate(model.blocks):
+        spy.index = i
     shard_stack(fsdp, model)
     model.set_modules_to_forward_prefetch([model.blocks[0]])
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
@@ -302,9 +303,8 @@ def backward_prefetch(fsdp):
             return self.down(hidden)
 
     def build():
-        model = Stack()
-        for i in range(3):
-            model.blocks[i] = spy = Spy()
+        model = stack_of(Spy)
+        for i, spy in enumerate(model.blocks):
             spy.index = i
         return model
 
@@ -352,7 +352,7 @@ def unshard_in_backward(fsdp):
 
 def evaluated_after_a_backward(fsdp):
     """A sharded stack with gradients of one backward, then an evaluation; and the whole model it is equal to."""
-    model, reference = shard_stack(fsdp, seeded(Stack)), seeded(Stack)
+    model, reference = pair(fsdp)
     mean_square(model, mine(batch())).backward()
     mean_square(reference, batch()).backward()
     with torch.no_grad():
