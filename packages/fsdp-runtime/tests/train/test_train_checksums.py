@@ -4,7 +4,7 @@ import random
 import shutil
 
 import pytest
-from train_helpers import newest, text_folder, tiny, train, with_changes
+from train_helpers import newest, tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.__main__ import main
@@ -14,10 +14,8 @@ from ragged_shard.testing import run_ranks
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    made = tmp_path_factory.mktemp("checksums")
-    text_folder(made)
-    return tiny(made, steps=6, save_every=3)
+def config(folder):
+    return tiny(folder, steps=6, save_every=3)
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,13 @@ def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_fold
         (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
         (["--dim", "wide"], "argument --dim: invalid int value: 'wide'"),
         (["--hf-config", "a.json", "--dim", "64"], "--dim: sizes are those of --hf-config a.json"),
+        (["compare", "--seed", "1", "--seeds", "0,1"], "--seeds and --seed: give one of the two"),
+        (["compare", "--seeds", "a,b"], "expected numbers with commas"),
+        (["compare", "--rounds", "0"], "--rounds 0: expected at least 1"),
+        (["compare", "--vary", "dim=1,2"], "--vary dim=1,2: expected system=A,B,..."),
+        (["compare", "--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
+        (["compare", "--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
+        (["compare", "--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
     ],
 )
 def test_what_can_be_told_at_once_is_told_before_any_rank_starts(argv, message, capsys, monkeypatch):

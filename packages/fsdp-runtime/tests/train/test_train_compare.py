@@ -3,19 +3,17 @@
 import json
 
 import pytest
-from train_helpers import text_folder, tiny
+from train_helpers import tiny
 
 from fsdp_runtime.train import TrainError, compare
-from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.compare import GATHERS, Way, compare_losses, table
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def config(tmp_path):
-    text_folder(tmp_path)
-    return tiny(tmp_path, steps=12, out=str(tmp_path / "out"))
+def config(folder, tmp_path):
+    return tiny(folder, steps=12, out=str(tmp_path / "out"))
 
 
 def recorded(loss_of):
@@ -62,26 +60,6 @@ def test_a_way_further_from_the_first_than_its_seeds_are_apart_fails(config, off
 def test_one_seed_has_no_spread(config, seeds):
     with pytest.raises(TrainError, match="expected two different ones or more"):
         compare.compare(config, "optimizer=adamw", 1, seeds, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seed", "1", "--seeds", "0,1"], "--seeds and --seed: give one of the two"),
-        (["--seeds", "a,b"], "expected numbers with commas"),
-        (["--rounds", "0"], "--rounds 0: expected at least 1"),
-        (["--vary", "dim=1,2"], "--vary dim=1,2: expected system=A,B,..."),
-        (["--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
-        (["--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
-        (["--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["compare", *arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]
 
 
 def test_a_system_that_is_not_installed_is_reported_and_the_others_are_compared(config, capsys, monkeypatch):

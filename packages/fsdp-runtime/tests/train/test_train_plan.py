@@ -147,15 +147,7 @@ def test_live_bytes_count_storages_once_until_they_are_freed():
 def test_the_plan_command_prints_the_table(folder):
     command = [
         sys.executable,
-        "-m",
-        "fsdp_runtime.train",
-        "plan",
-        "--preset",
-        "tiny",
-        "--ranks",
-        "2",
-        "--seq-len",
-        "32",
+        *["-m", "fsdp_runtime.train", "plan", "--preset", "tiny", "--ranks", "2", "--seq-len", "32"],
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

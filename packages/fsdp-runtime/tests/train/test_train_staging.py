@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
-from train_helpers import newest, text_folder, tiny
+from train_helpers import newest, tiny
 
 from fsdp_runtime.train import Trainer, checkpoint
 from ragged_shard.testing import SimulatedDevice
@@ -43,14 +43,11 @@ class Stager:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(folder, tmp_path, monkeypatch):
     """A run that saves after its second step, its stager, and the weights at that moment."""
     monkeypatch.setattr(checkpoint, "DefaultStager", Stager)
-    text_folder(tmp_path)
-    out = tmp_path / "run"
-    out.mkdir()
     with SimulatedDevice():
-        trainer = Trainer(tiny(tmp_path, system="one", steps=3, save_every=2), out, quiet=True)
+        trainer = Trainer(tiny(folder, system="one", steps=3, save_every=2), tmp_path, quiet=True)
     checkpoints = trainer.checkpoints
     stager, wait, saved = checkpoints._stager, checkpoints.wait_for_copies, {}
     trainer.model.register_buffer("count", torch.zeros(()))
@@ -75,16 +72,16 @@ def run(tmp_path, monkeypatch):
     trainer.model.register_forward_pre_hook(count)
     next(trainer.model.parameters()).register_hook(watch)
     trainer.optimizer.register_step_pre_hook(before_step)
-    return trainer, stager, saved, out
+    return trainer, stager, saved
 
 
-def test_a_checkpoint_has_the_values_of_its_step_although_training_goes_on(run):
-    trainer, stager, saved, out = run
+def test_a_checkpoint_has_the_values_of_its_step_although_training_goes_on(run, tmp_path):
+    trainer, stager, saved = run
     with SimulatedDevice():
         trainer.checkpoints.keep = 9
         trainer.run()
     assert stager.log[:8] == ["backward", "step", "backward", "step", "backward", "copied", "step", "copied"]
-    path = newest(out).with_name("step-00000002")
+    path = newest(tmp_path).with_name("step-00000002")
     read = {"model": {name: torch.empty_like(value) for name, value in saved.items()}}
     read["model"]["count"] = torch.zeros(())
     load(read, checkpoint_id=path)
@@ -93,7 +90,7 @@ def test_a_checkpoint_has_the_values_of_its_step_although_training_goes_on(run):
 
 
 def test_a_copy_that_fails_is_the_saves_failure(run):
-    trainer, stager, _, _ = run
+    trainer, stager, _ = run
     stager.fails = True
     with (
         SimulatedDevice(),

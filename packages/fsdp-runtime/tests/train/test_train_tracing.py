@@ -44,18 +44,6 @@ def test_a_profile_that_the_end_cuts_off_is_written(folder, tmp_path):
     assert "ProfilerStep#1" in names(tmp_path / "trace-rank-0.json")
 
 
-@pytest.mark.parametrize("profile", ["3", "3:", "3:3", "4:3", "-1:3", "a:b"])
-def test_a_profile_without_steps_is_refused(folder, profile):
-    with pytest.raises(TrainError, match=f"--profile {profile}: expected START:STOP"):
-        tiny(folder, profile=profile).check(1)
-
-
-def test_a_profile_beyond_the_last_step_is_refused(folder):
-    tiny(folder, steps=8, profile="7:8").check(1)
-    with pytest.raises(TrainError, match="--profile 7:9: the last step of --steps 8 is 7"):
-        tiny(folder, steps=8, profile="7:9").check(1)
-
-
 @pytest.fixture
 def allocator(monkeypatch):
     """An allocator in place of CUDA's; returns the list of what it was asked for."""
@@ -108,9 +96,7 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(allocator, tm
     assert error.value.__notes__[0].startswith("No memory snapshot: FileNotFoundError: ")
 
 
-def test_a_memory_snapshot_of_the_cpu_is_refused(folder, tmp_path):
-    with pytest.raises(TrainError, match="--memory-snapshot 2: torch records no allocations of cpu devices"):
-        tiny(folder, memory_snapshot=2).check(1)
+def test_a_memory_snapshot_of_the_cpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match="torch has no memory snapshots of cpu"):
         save_memory_snapshot(tmp_path / "x", CPU)
 

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from fsdp_runtime.train import PRESETS, RunConfig, Trainer, TrainError
@@ -26,6 +27,11 @@ TINY = [
     "--device",
     "cpu",
 ]
+MODELS = {
+    "dense": PRESETS["tiny"],
+    "deep": dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False),
+    "moe": dataclasses.replace(PRESETS["tiny-moe"], num_experts=4),
+}
 
 
 def text_folder(folder):
@@ -61,6 +67,11 @@ def train(config, out, stop=None):
         return Trainer(config, Path(out), quiet=True, stop=stop or (lambda: False)).run()
     except TrainError as error:
         return str(error)
+
+
+def train_each(runs, out):
+    """Runs one after the other on the same ranks; a summary or the message it ended with for each."""
+    return {name: train(config, f"{out}/{name}") for name, config in runs.items()}
 
 
 def train_and_stop(config, out, step, rank):
@@ -107,6 +118,14 @@ def apart(a, b):
     """The largest relative distance of two curves over the same steps."""
     assert a.keys() == b.keys()
     return max(abs(a[step] - b[step]) / abs(b[step]) for step in b)
+
+
+def assert_curve_of_one(out, found, curve, held_out):
+    """The run in `out`, whose summaries on all ranks were found, has the losses of one process."""
+    assert apart(losses(out), curve) < 1e-5, out
+    assert [summary["held_out_loss"] for summary in found] == pytest.approx(
+        [held_out] * len(found), rel=1e-5
+    ), out
 
 
 def with_changes(config, **changes):
