@@ -57,6 +57,7 @@ def plan(folder, capsys, *options):
 @pytest.mark.long
 def test_a_plan_prints_the_curve_and_marks_what_fits(folder, capsys):
     _, said, _ = plan(folder, capsys)
+    assert "| blocks.0 to blocks." in said  # a line for all units of a size
     rows = [
         line.split("|")[1:-1]
         for line in said.split("| MB sent: fsdp |")[1].splitlines()[2:]

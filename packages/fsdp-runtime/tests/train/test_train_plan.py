@@ -1,9 +1,6 @@
 """What a plan says is what a run holds."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -141,21 +138,6 @@ def test_live_bytes_count_storages_once_until_they_are_freed():
         del a, b
         assert live.now == 0
     assert live.peak == 800
-
-
-@pytest.mark.long
-def test_the_plan_command_prints_the_table(folder):
-    command = [
-        sys.executable,
-        *["-m", "fsdp_runtime.train", "plan", "--preset", "tiny", "--ranks", "2", "--seq-len", "32"],
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--data", str(folder / "text"), "--optimizer", "adamw8bit"],
-        capture_output=True, text=True, timeout=120, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "| blocks.0 to blocks.1 (2, each) |" in done.stdout
 
 
 def test_fake_tensors_that_are_still_there_have_no_bytes():

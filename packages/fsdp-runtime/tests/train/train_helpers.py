@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -15,18 +16,7 @@ from fsdp_runtime.train.report import METRICS, read_metrics
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
 
 # Options of a command that takes seconds.
-TINY = [
-    "--preset",
-    "tiny",
-    "--seq-len",
-    "32",
-    "--batch",
-    "12",
-    "--optimizer",
-    "torch-adamw",
-    "--device",
-    "cpu",
-]
+TINY = shlex.split("--preset tiny --seq-len 32 --batch 12 --optimizer torch-adamw --device cpu")
 MODELS = {
     "dense": PRESETS["tiny"],
     "deep": dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False),
