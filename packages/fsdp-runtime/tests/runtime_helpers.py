@@ -94,6 +94,18 @@ def shard_with_tensor_parallelism(model, mesh, block=None):
     return fully_shard(model, mesh=mesh["dp"], block_policy=lambda name, param: block)
 
 
+def llama(seed=0, **sizes):
+    """A tiny Llama of transformers."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": False, **sizes,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
 def on_meta(make=Body, **options):
     with torch.device("meta"):
         return make(**options)
@@ -156,9 +168,9 @@ def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
             torch.testing.assert_close(full(param.grad), wanted.grad * scale, rtol=rtol, atol=atol, msg=text)
 
 
-def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6):
+def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6, what=""):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        text = f"{name}: {{}}".format
+        text = f"{what}{name}: {{}}".format
         torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
 
 

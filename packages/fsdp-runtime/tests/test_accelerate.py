@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import example_script, tokens, with_examples
+from runtime_helpers import example_script, llama, tokens, with_examples
 from torch import nn
 
 from fsdp_runtime import FSDPModule
@@ -20,17 +20,6 @@ from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
-
-
-def llama(seed=0, tied=False):
-    import transformers
-
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 def accelerator_for(accumulate=1, **options):
@@ -237,8 +226,8 @@ def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
 @on_ranks(3)
 def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffers():
     for tied in (False, True):
-        expected = llama(tied=tied)
-        mine = llama(seed=dist.get_rank(), tied=tied)  # only rank 0 has the values
+        expected = llama(tie_word_embeddings=tied)
+        mine = llama(seed=dist.get_rank(), tie_word_embeddings=tied)  # only rank 0 has the values
         _, plugin = accelerator_for(cpu_ram_efficient_loading=True)
         ours.shard(mine, plugin)
         full = full_state_dict(mine)
@@ -247,9 +236,9 @@ def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffe
         assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
         for name, buffer in expected.named_buffers():
             assert mine.get_buffer(name).equal(buffer), name
-        mine = llama(seed=dist.get_rank(), tied=tied)
+        mine = llama(seed=dist.get_rank(), tie_word_embeddings=tied)
         losses, _ = train(*prepared("ours", model=mine, cpu_ram_efficient_loading=True))
-        theirs, _ = train(*prepared("fsdp2", model=llama(tied=tied)))
+        theirs, _ = train(*prepared("fsdp2", model=llama(tie_word_embeddings=tied)))
         assert losses == pytest.approx(theirs, rel=1e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import seeded, shard
+from runtime_helpers import llama, seeded, shard
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_runtime.checkpoint import STACKED_EXPERTS, Fused, Rename, Split, convert_checkpoint
@@ -158,15 +158,11 @@ def test_converting_takes_little_memory_in_both_directions(tmp_path):
 
 def test_transformers_loads_the_result(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = llama()
     safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
     convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "dcp", entry="model")
     convert_checkpoint(tmp_path / "dcp", tmp_path / "files")
-    config.save_pretrained(tmp_path / "files")
+    model.config.save_pretrained(tmp_path / "files")
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "files").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 

@@ -25,7 +25,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.checkpoint import ExportedParams
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard import distribute_like
+from ragged_shard import distribute_like, gather_from_ranks
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory, run_ranks
 
 
@@ -116,23 +116,29 @@ class Wide(nn.Module):
         self.layers = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(8)])
 
 
-def peak(bucket_bytes, ranks, dtype):
-    model = fully_shard(seeded(Wide))
+def peak(model, pause, **options):
+    """The most bytes alive on a rank. gloo's thread lets go of a broadcast's tensors a moment after it completed."""
     with record_memory() as live:
-        for _ in iter_full_params(model, bucket_bytes=bucket_bytes, ranks=ranks, dtype=dtype):
-            time.sleep(0.05)  # gloo's thread lets go of a broadcast's tensors a moment after it has completed
-    return live.peak
+        for _ in iter_full_params(model, **options):
+            time.sleep(pause)
+    return max(gather_from_ranks(live.peak))
 
 
 @pytest.mark.parametrize("ranks", [None, (0,)])
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
+@on_ranks(2)
 def test_memory_is_bounded_by_the_bucket(ranks, dtype, size):
-    one = 64 * 64 * size
-    for bucket in (3 * one, 6 * one):
-        for found in run_ranks(2, peak, bucket, ranks, dtype):
-            assert found <= bucket + 1000  # collectives' own small tensors
-    (found, _) = run_ranks(2, peak, 1, None, dtype)
-    assert found <= 2 * one + 1000  # a tensor is the least
+    model, one = fully_shard(seeded(Wide)), 64 * 64 * size
+    cases = [
+        (3 * one, ranks, 3 * one),
+        (6 * one, ranks, 6 * one),
+        (1, None, 2 * one),
+    ]  # a tensor is the least
+    for bucket, receivers, most in cases:
+        limit = most + 1000  # collectives' own small tensors
+        options = {"bucket_bytes": bucket, "ranks": receivers, "dtype": dtype}
+        # A moment is longer on a busy machine.
+        assert any(peak(model, pause, **options) <= limit for pause in (0.05, 0.3, 1.0)), (bucket, limit)
 
 
 def traffic(bucket_bytes, ranks):
@@ -214,7 +220,8 @@ def test_only_changed_blocks_are_sent_and_none_is_missed(ranks, bucket_bytes, po
     return True
 
 
-def random_training():
+@on_ranks(3)
+def test_an_engine_that_takes_only_changes_stays_equal_to_the_model():
     model = shard(seeded(width=16), block_policy=block_policies.tiles(4, 4))
     engine, exported = Engine(seeded(width=16)), ExportedParams(device="cpu")
     for name in engine.tensors:
@@ -227,11 +234,6 @@ def random_training():
         sent.append(engine.elements)
         for name, value in collected(model, dtype=torch.bfloat16).items():
             assert engine.tensors[name].equal(value)
-    return sent
-
-
-def test_an_engine_that_takes_only_changes_stays_equal_to_the_model():
-    sent, _, _ = run_ranks(3, random_training)
     assert sent[0] > max(sent[1:])
 
 
@@ -257,7 +259,8 @@ class Rows(nn.Module):
         self.weight = nn.Parameter(torch.tensor(numbers).view(-1, 1).repeat(1, 64))
 
 
-def other_places():
+@on_ranks(3)
+def test_where_the_layout_is_another_one_since_no_change_is_missed():
     """The second model has on rank 1 what the first had there, but in other rows of the tensor."""
     exported, engine, held = ExportedParams(), torch.empty(5, 64), []
     for numbers, other in (([1.0, 2, 3, 4, 5], False), ([1.0, 3, 4, 7, 8], True)):
@@ -269,12 +272,7 @@ def other_places():
         weight: Any = model.weight
         assert engine.equal(weight.full_tensor())
         held.append(weight.to_local()[:, 0].tolist())
-    return held
-
-
-def test_where_the_layout_is_another_one_since_no_change_is_missed():
-    _, (first, second), _ = run_ranks(3, other_places)
-    assert first == second == [3.0, 4.0]
+    assert dist.get_rank() != 1 or held == [[3.0, 4.0]] * 2
 
 
 @on_ranks(2)

@@ -3,31 +3,23 @@
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import tokens
+from runtime_helpers import BF16, llama, tokens
 from test_weights_at_rest import NF4, whole
 
 from dbuffer import BlockQuantizedTensor
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, full_params, fully_shard
-from ragged_shard.testing import on_ranks, run_ranks
+from fsdp_runtime import QuantizationPolicy, full_params, fully_shard
+from ragged_shard.testing import on_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
 
 
-def llama():
+def adapted():
     """A tiny Llama with LoRA on its projections, every adapter different from zero."""
     import peft
-    import transformers
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    targets = ["q_proj", "v_proj", "down_proj"]
-    model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0)
-    )
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(llama(hidden_size=64, intermediate_size=128), config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, std=0.1)
@@ -44,10 +36,12 @@ def loss_of(model, batch):
     return model(input_ids=batch, labels=batch).loss
 
 
-def train():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_adapters_of_peft_train_on_a_base_of_four_bits(ranks):
     import peft
 
-    reference, model, ranks = llama(), sharded(llama()), dist.get_world_size()
+    reference, model = adapted(), sharded(adapted())
     coded = {
         name for name, param in model.named_parameters() if isinstance(param.local, BlockQuantizedTensor)
     }
@@ -75,14 +69,9 @@ def train():
     assert adapters.keys() == expected.keys()
     for name, value in adapters.items():
         torch.testing.assert_close(value.full_tensor(), expected[name], rtol=1e-4, atol=1e-5)
-    again = sharded(llama())
+    again = sharded(adapted())
     peft.set_peft_model_state_dict(again, adapters)
     assert loss_of(again, tokens()).equal(loss_of(model, tokens()))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_adapters_of_peft_train_on_a_base_of_four_bits(ranks):
-    run_ranks(ranks, train)
 
 
 # -- as users do it: a frozen bf16 base, fp32 adapters, one unit -------------------------------------------------------
@@ -90,9 +79,7 @@ def test_adapters_of_peft_train_on_a_base_of_four_bits(ranks):
 
 def mixed():
     """A Llama in bf16 with adapters in fp32, as peft makes them."""
-    import transformers  # noqa: F401  # as `llama`
-
-    model = llama()
+    model = adapted()
     for name, param in model.named_parameters():
         if "lora_" not in name:
             param.data = param.data.bfloat16()
@@ -101,10 +88,9 @@ def mixed():
 
 
 def sharded_mixed(model):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model.get_base_model(), mp_policy=policy)  # what `merge_and_unload` returns
+        fully_shard(layer, mp_policy=BF16)
+    fully_shard(model.get_base_model(), mp_policy=BF16)  # what `merge_and_unload` returns
     return model
 
 
@@ -159,7 +145,7 @@ def peft_layer():
 
 @on_ranks(2)
 def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes():
-    model, plain = sharded(llama()), llama()
+    model, plain = sharded(adapted()), adapted()
     with pytest.raises(NotImplementedError, match=r"aten\.mm"):
         model.merge_and_unload()
     for layer, same in zip(model.model.model.layers, plain.model.model.layers, strict=True):

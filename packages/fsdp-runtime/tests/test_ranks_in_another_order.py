@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dbuffer import _handle, _order, watch_order
 from fsdp_runtime import fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)
 
@@ -60,35 +60,28 @@ def error_of(call):
     return ""
 
 
-def first_step(replicas):
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+@on_ranks("ranks")
+def test_another_order_in_the_first_step_is_an_error_on_every_rank_before_the_optimizer(ranks, replicas):
     """Odd ranks run their blocks in another order from the start."""
     net = sharded(replicas)
     if dist.get_rank() % 2 == 1:
         net.order = OTHER
-    return error_of(lambda: net(torch.ones(2, 8)).backward())
+    message = error_of(lambda: net(torch.ones(2, 8)).backward())
+    assert re.search(rf"order of collectives: .*rank {dist.get_rank()} start(ed|s) \w+ of ", message)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (2, 2), (4, 2)])
-def test_another_order_in_the_first_step_is_an_error_on_every_rank_before_the_optimizer(ranks, replicas):
-    messages = run_ranks(ranks, first_step, replicas)
-    for rank, message in enumerate(messages):
-        assert re.search(rf"order of collectives: .*rank {rank} start(ed|s) \w+ of ", message)
-
-
-def without_gradients():
+@on_ranks(2)
+def test_another_order_without_gradients_is_an_error_on_every_rank_in_the_first_forward():
     net = sharded()
     if dist.get_rank() == 1:
         net.order = OTHER
     with torch.no_grad():
-        return error_of(lambda: net(torch.ones(2, 8)))
-
-
-def test_another_order_without_gradients_is_an_error_on_every_rank_in_the_first_forward():
-    assert all("do not agree on the order" in message for message in run_ranks(2, without_gradients))
+        assert "do not agree on the order" in error_of(lambda: net(torch.ones(2, 8)))
 
 
 def last_pass(evaluates, known=(USUAL,)):
-    """Rank 1 leaves the order in the last pass before a save, or in an evaluation. Each rank's error in it."""
+    """Rank 1 leaves the order in the last pass before a save, or in an evaluation; this rank's error in it."""
     net = sharded()
     net.set_prefetch_depth(0)  # else blocks are gathered in the usual order, and nothing is wrong
     for net.order in (USUAL, *known):
@@ -103,17 +96,17 @@ def last_pass(evaluates, known=(USUAL,)):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("evaluates", [False, True])
+@on_ranks("ranks")
 def test_every_rank_raises_in_the_pass_in_which_one_leaves_the_order(ranks, evaluates):
-    messages = run_ranks(ranks, last_pass, evaluates)
-    for rank, message in enumerate(messages):
-        assert f"collectives: rank {rank} started all_gather of blocks.{int(rank == 1)} where rank" in message
+    started = f"rank {dist.get_rank()} started all_gather of blocks.{int(dist.get_rank() == 1)}"
+    assert f"collectives: {started} where rank" in last_pass(evaluates)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("evaluates", [False, True])
+@on_ranks("ranks")
 def test_every_rank_raises_in_a_pass_in_which_ranks_run_different_known_orders(ranks, evaluates):
-    messages = run_ranks(ranks, last_pass, evaluates, (OTHER, USUAL))
-    assert all("do not agree on the order" in message for message in messages)
+    assert "do not agree on the order" in last_pass(evaluates, (OTHER, USUAL))
 
 
 @on_ranks(3)
@@ -142,19 +135,15 @@ def test_a_forward_that_failed_on_one_rank_after_it_had_gathered_is_no_disagreem
         net(torch.ones(2, 8)).backward()
 
 
-def freezes_alone():
-    """Rank 1 trains less; its error, and those of the others."""
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
+@on_ranks("ranks")
+def test_ranks_that_train_different_parameters_raise_in_the_first_forward(ranks):
     net = sharded()
     if dist.get_rank() == 1:
         net.blocks[1].bias.requires_grad_(False)
-    return error_of(lambda: net(torch.ones(2, 8)))
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_ranks_that_train_different_parameters_raise_in_the_first_forward(ranks):
-    for message in run_ranks(ranks, freezes_alone):
-        assert "blocks.1, which trains weight, bias" in message
-        assert "blocks.1, which trains weight;" in message or "blocks.1, which trains weight," in message
+    message = error_of(lambda: net(torch.ones(2, 8)))
+    assert "blocks.1, which trains weight, bias" in message
+    assert "blocks.1, which trains weight;" in message or "blocks.1, which trains weight," in message
 
 
 class Counted:

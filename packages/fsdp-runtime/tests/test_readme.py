@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import seeded, shard
+from runtime_helpers import llama, seeded, shard
 
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks
@@ -102,12 +102,8 @@ def test_the_example_with_a_pipeline_runs():
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 @on_ranks(2)
 def test_the_example_with_a_base_of_four_bits_runs():
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    )
-    names = run("quantization", "Tensor subclasses", model=transformers.LlamaForCausalLM(config))
+    model = llama(hidden_size=64, num_hidden_layers=1, num_key_value_heads=4)
+    names = run("quantization", "Tensor subclasses", model=model)
     batch = torch.zeros(1, 4, dtype=torch.long)
     names["model"](input_ids=batch, labels=batch).loss.backward()
     names["optimizer"].step()

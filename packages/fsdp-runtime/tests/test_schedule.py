@@ -84,7 +84,22 @@ def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks():
         assert all(found[case] == kinds for found in others), case
 
 
-def order_on(rank, depth):
+def meshes_of_units(meshes):
+    """A unit after the other on another mesh."""
+    model = seeded(blocks=6)
+    for index, block in enumerate(model.blocks):
+        mesh = (meshes["hybrid"], meshes["flat"], meshes["other way"]["shard"])[index % 3]
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=meshes["hybrid"])
+
+
+def meshes_in_units(meshes):
+    """Matrices of each unit on all ranks, vectors with replicas."""
+    choose = lambda param: meshes["hybrid"] if param.ndim == 1 else None  # noqa: E731
+    return shard(seeded(blocks=6), mesh=meshes["flat"], shard_placement_fn=choose)
+
+
+def order_on(rank, depth, build):
     """Which mesh axis each collective of some steps is on, and its bytes, while completions come at random moments."""
     chance = random.Random(rank)
     with (
@@ -103,12 +118,7 @@ def order_on(rank, depth):
         for name, mesh in meshes.items():
             for axis in mesh.mesh_dim_names:
                 axes.setdefault(mesh.get_group(axis).group_name, f"{name} {axis}")
-        model = seeded(blocks=6)
-        for index, block in enumerate(model.blocks):
-            fully_shard(
-                block, mesh=(meshes["hybrid"], meshes["flat"], meshes["other way"]["shard"])[index % 3]
-            )
-        fully_shard(model, mesh=meshes["hybrid"])
+        model = build(meshes)
         model.set_prefetch_depth(depth)
         model.set_reduce_scatter_max_input_buffers(2)
         start = len(simulation.calls)
@@ -119,8 +129,9 @@ def order_on(rank, depth):
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
 @pytest.mark.parametrize("depth", [1, 3])
-def test_units_on_several_meshes_communicate_in_the_same_order_on_all_ranks(depth):
-    first, *others = [order_on(rank, depth) for rank in range(4)]
+@pytest.mark.parametrize("build", [meshes_of_units, meshes_in_units])
+def test_units_on_several_meshes_communicate_in_the_same_order_on_all_ranks(build, depth):
+    first, *others = [order_on(rank, depth, build) for rank in range(4)]
     assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard", "flat shard"}
     assert all(order == first for order in others)
 

@@ -29,11 +29,9 @@ from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
 from ragged_shard.testing import (
-    SimulatedDevice,
     on_ranks,
     rank_mesh,
     record_collectives,
-    simulated_ranks,
 )
 
 
@@ -334,24 +332,3 @@ def test_a_unit_on_several_meshes_starts_on_the_meta_device():
             param.copy_(distribute_like(wanted.detach(), param, src_data_rank=None))
     accumulated(model)
     check_gradients(model)
-
-
-def order_on(rank):
-    """Bytes and process group of each collective, on a rank of its own simulation."""
-    with SimulatedDevice(), simulated_ranks(4, rank=rank) as simulation:
-        flat, hybrid, choose = two_meshes()
-        names = {flat.get_group().group_name: "fsdp"}
-        names |= {hybrid.get_group(axis).group_name: axis for axis in ("copies", "cut")}
-        model = shard(seeded(blocks=4), mesh=flat, shard_placement_fn=choose)
-        model.set_prefetch_depth(2)
-        start = len(simulation.calls)
-        for step in range(2):
-            loss_of(model, tokens(step, rank=rank)).backward()
-    return [(names[group], nbytes) for group, nbytes in simulation.calls[start:]]
-
-
-@pytest.mark.filterwarnings("ignore:.*returned a view")
-def test_collectives_of_both_meshes_come_in_the_same_order_on_all_ranks():
-    first, *others = [order_on(rank) for rank in range(4)]
-    assert {axis for axis, _ in first} == {"fsdp", "cut", "copies"}
-    assert all(order == first for order in others)

@@ -26,6 +26,7 @@ def check(taken, wanted):
 
 def quietly(model, optimizer=None):
     """A snapshot, which neither communicates nor frees gathered memory."""
+    gc.collect()  # else gathered memory of another test's model may go in between
     before = gathered_memory(model)
     with record_collectives() as record:
         taken = snapshot(model, optimizer)

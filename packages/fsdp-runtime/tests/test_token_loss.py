@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Body, assert_same_gradients, seeded, shard
+from runtime_helpers import Body, assert_same_gradients, llama, seeded, shard
 from torch import nn
 
 from fsdp_runtime import fully_shard
@@ -203,18 +203,10 @@ def test_one_process_without_ranks_counts_its_own_tokens():
         TokenLoss(model).step(halves)
 
 
-def llama():
-    import transformers
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
-    return seeded(lambda: transformers.LlamaForCausalLM(config)).double()
-
-
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @on_ranks(3)
 def test_a_model_of_transformers_takes_the_total():
-    model, plain = llama(), llama()
+    model, plain = llama(num_hidden_layers=1).double(), llama(num_hidden_layers=1).double()
     fully_shard(model.model.layers[0])
     fully_shard(model)
     batches = [batch(0, rank, 0) for rank in range(3)]

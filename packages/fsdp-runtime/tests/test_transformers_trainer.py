@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import example_script, with_examples
-from test_accelerate import llama
+from runtime_helpers import example_script, llama, with_examples
+from test_accelerate import truncate
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
@@ -152,10 +152,6 @@ def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_p
         assert history(theirs) == pytest.approx(expected, rel=1e-5)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 @on_ranks(3)
 def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
     last = dist.get_world_size() - 1
@@ -278,7 +274,7 @@ def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_
     before = [dict(vars(module)) for module in modules]
     for tied in (False, True):
         path = tmp_path / f"tied-{tied}"
-        expected = written(path, llama(tied=tied))
+        expected = written(path, llama(tie_word_embeddings=tied))
         model = pretrained(path, block_policy=block_policies.rows(4))
         assert all(isinstance(param.data, RaggedDTensor) for param in model.parameters())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -323,7 +319,7 @@ def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_pat
 def test_ties_that_the_files_do_not_have_and_other_versions_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    state = written(tmp_path, llama(tied=True))
+    state = written(tmp_path, llama(tie_word_embeddings=True))
     if dist.get_rank() == 0:
         file = tmp_path / "model.safetensors"
         save_file({**load_file(file), "lm_head.weight": state["lm_head.weight"] + 1}, file, {"format": "pt"})

@@ -6,12 +6,13 @@ import weakref
 
 import pytest
 import torch
-from runtime_helpers import Body, loss_of, seeded, shard, tokens
+from runtime_helpers import Body, loss_of, seeded, shard, step_of, tokens
 from torch import nn
 
 from fsdp_runtime import fully_shard, optimizer_in_backward
 from fsdp_runtime.memory import BudgetError, StepMeter, gathered_memory, tune
-from ragged_shard.testing import on_ranks, run_ranks, simulated_ranks
+from ragged_shard import gather_from_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 BLOCK = 4 * 64 * 65  # bytes of a gathered block
 
@@ -144,29 +145,20 @@ def test_slices_kept_among_neighbors_and_a_budget_that_is_not_bytes_are_refused(
 
 def train(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(3):
-        losses.append(backward(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses)
+    return torch.stack([step_of(model, optimizer, step) for step in range(3)])
 
 
-def tuned_and_not():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss(ranks):
     plain, model = sharded(), sharded()
     tuning = [tune(model, lambda: backward(model), memory_budget=1 << 30)]
     budget = tuning[0].least + 2 * BLOCK
     tuning.append(tune(model, lambda: backward(model), memory_budget=budget))
     assert measured(model) <= tuning[1].peak <= budget
     assert train(model).equal(train(plain))
-    return tuning
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss(ranks):
-    first, *others = run_ranks(ranks, tuned_and_not)
-    assert all(other == first for other in others)
-    assert len(first[1].kept) < len(first[0].kept) == 7
+    assert gather_from_ranks(tuning) == [tuning] * ranks
+    assert len(tuning[1].kept) < len(tuning[0].kept) == 7
 
 
 @on_ranks(2)
@@ -178,7 +170,8 @@ def test_ranks_that_run_units_in_different_orders_are_told():
         tune(model, lambda: loss_of(model, tokens(), order=order).backward(), memory_budget=1 << 30)
 
 
-def model_lives_after_tune():
+@on_ranks(2)
+def test_nothing_keeps_a_model_that_was_tuned():
     def tuned():
         model = sharded()
         tune(model, lambda: loss_of(model, tokens()).backward(), memory_budget=1 << 30)
@@ -186,11 +179,7 @@ def model_lives_after_tune():
 
     known = tuned()
     gc.collect()
-    return known() is not None
-
-
-def test_nothing_keeps_a_model_that_was_tuned():
-    assert not any(run_ranks(2, model_lives_after_tune))
+    assert known() is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from test_accelerate import llama, prepared, train
+from runtime_helpers import llama
+from test_accelerate import prepared, train
 
 from fsdp_runtime.integrations import accelerate as ours
 

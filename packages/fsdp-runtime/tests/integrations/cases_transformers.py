@@ -2,7 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from test_transformers_trainer import llama, trainer_for
+from runtime_helpers import llama
+from test_transformers_trainer import trainer_for
 
 PACKAGE, TITLE, RANKS = "transformers", "transformers.Trainer", 2
 

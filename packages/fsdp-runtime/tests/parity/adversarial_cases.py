@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from runtime_helpers import assert_same_parameters
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_runtime
@@ -76,13 +77,6 @@ def step_of(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def compare(model: Any, reference: nn.Module, what: str) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        torch.testing.assert_close(
-            p.full_tensor(), q[1].detach(), rtol=1e-5, atol=1e-6, msg=f"{what}: {name}"
-        )
-
-
 def survives(seed: int) -> None:
     """Failures at random places, each with or without a reset, between good steps: never a trace of them."""
     rng = random.Random(seed)
@@ -108,7 +102,7 @@ def survives(seed: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        compare(model, reference, f"seed {seed}, step {step} after {history}")
+        assert_same_parameters(model, reference, what=f"seed {seed}, step {step} after {history}: ")
 
 
 def survive_many(seeds: list[int]) -> None:
@@ -130,7 +124,7 @@ def evaluation_fails() -> None:
 
 
 def dies(how: str, limit: float) -> None:
-    """Rank 1 leaves, or sleeps, before the third unit's gather; the others' error must say where."""
+    """Rank 1 leaves, or sleeps for good, before the third unit's gather; the others raise, and say where."""
     group = dist.new_group(timeout=timedelta(seconds=limit))
     model = shard(chain(), DeviceMesh.from_group(group, "cpu"))
     step_of(model, whole_batch(0)[:2])
@@ -139,18 +133,11 @@ def dies(how: str, limit: float) -> None:
         if dist.get_rank() == 1:
             if how == "dies":
                 os._exit(3)
-            time.sleep(limit + 3)
-            os._exit(3)
+            time.sleep(600)  # the pool ends it, once the others have failed
 
     model.blocks[2].register_forward_pre_hook(leave, prepend=True)
-    begun = time.monotonic()
-    try:
-        for step in range(3):
-            step_of(model, whole_batch(step)[:2])
-    except RuntimeError as error:
-        took = time.monotonic() - begun
-        assert took < limit + 2.5, took
-        raise RuntimeError(f"after {took:.1f} s: {error}") from error
+    for step in range(3):
+        step_of(model, whole_batch(step)[:2])
     raise AssertionError("nobody noticed")
 
 
