@@ -19,7 +19,7 @@ from test_accelerate import truncate
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
 from ragged_shard import RaggedDTensor, full_state_dict
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
@@ -115,25 +115,22 @@ def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(t
     assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
 
 
-def compiled(folder):
+@on_ranks(2)
+def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
     from safetensors.torch import load_file
 
     found = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
-        trainer = trainer_for("ours", folder, llama(), eval_strategy="steps", eval_steps=2, **options)
+        trainer = trainer_for("ours", tmp_path, llama(), eval_strategy="steps", eval_steps=2, **options)
         trainer.train()
         trainer.evaluate()
         found.append(history(trainer))
-        trainer.save_model(str(folder / str(len(found))))
+        trainer.save_model(str(tmp_path / str(len(found))))
     assert type(trainer.model).__name__ == "OptimizedModule"
     dist.barrier()
-    plain, compiled = (load_file(folder / name / "model.safetensors") for name in ("1", "2"))
+    plain, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "2"))
     torch.testing.assert_close(compiled, plain)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
-    run_ranks(2, compiled, tmp_path)
 
 
 @on_ranks(2)

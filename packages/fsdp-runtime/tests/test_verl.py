@@ -13,7 +13,7 @@ from runtime_helpers import example_script, with_examples
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import verl as ours
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytest.importorskip("verl", reason="verl is not installed (the extra `verl`)")
 
@@ -135,29 +135,6 @@ def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
         engine = engine_of(tmp_path, "ours", options={"block_policy": block_policies.rows(4)}, **case)
         assert FSDPModule in type(engine.module).__mro__
         assert train(engine) == pytest.approx(theirs, rel=1e-5), case
-
-
-@on_ranks(2)
-def test_two_microbatches_reduce_once(tmp_path):
-    engine = engine_of(tmp_path, "ours")
-    with record_collectives() as record:
-        train(engine, range(1))  # two microbatches
-    units = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
-    assert sum("reduce_scatter" in kind for kind in record.kinds) == units
-
-
-def checkpoints(folder):
-    engine = engine_of(folder, "ours")
-    train(engine, range(2))
-    engine.save_checkpoint(str(folder / "saved"))
-    expected = train(engine, range(2, 4))
-    again = engine_of(folder, "ours")
-    again.load_checkpoint(str(folder / "saved"))
-    assert train(again, range(2, 4)) == expected
-
-
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
 
 
 @on_ranks(4)

@@ -1,36 +1,23 @@
 """The command itself, with ranks of its own."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from train_helpers import TINY, losses
+from train_helpers import losses, wait_for
 
 from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import draw_curves, read_metrics
 
 
-def started(folder, *options):
-    command = [sys.executable, "-m", "fsdp_runtime.train", *options, *TINY, "--data", str(folder / "text")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
 @pytest.mark.long
-def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder):
-    running = started(folder, "--ranks", "2", "--steps", "100000", "--eval-every", "0", "--out", "stopped")
-    deadline = time.monotonic() + 120
-    while len(read_metrics(folder / "stopped" / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.1)
+def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder, started):
+    running = started("stopped")
+    wait_for(lambda: len(read_metrics(folder / "stopped" / "metrics.jsonl")) >= 3, running)
     running.send_signal(signal.SIGINT)
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 130, said
@@ -48,22 +35,22 @@ def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_ho
 
 
 @pytest.mark.long
-def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder):
-    running = started(folder, "--ranks", "2", "--steps", "4", "--eval-every", "2", "--out", "whole")
+def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder, started):
+    running = started("whole", "--steps", "4", "--eval-every", "2")
     said = running.communicate(timeout=120)[1]
     assert running.returncode == 0, said
     assert "4 steps in" in said.splitlines()[-2]
     assert (folder / "whole" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     kinds = [entry["kind"] for entry in read_metrics(folder / "whole" / "metrics.jsonl")]
     assert kinds.count("held_out") == 3
-    again = started(folder, "--ranks", "2", "--out", "whole")
+    again = started("whole")
     assert again.communicate(timeout=120)[1].strip().endswith("give another folder")
     assert again.returncode == 2
 
 
 @pytest.mark.long
-def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_folder(folder):
-    running = started(folder, "--ranks", "2", "--dtype", "float99", "--out", "new/runs/first")
+def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_folder(folder, started):
+    running = started("new/runs/first", "--dtype", "float99")
     said = running.communicate(timeout=120)[1]
     assert said.startswith("fsdp-train: --dtype 'float99': expected a type of integers")
     assert said.count("\n") == 1

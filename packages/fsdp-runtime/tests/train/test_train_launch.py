@@ -4,15 +4,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import traceback
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from train_helpers import TINY
+from train_helpers import wait_for
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, lost_contact, named
@@ -65,27 +63,6 @@ def test_an_error_out_of_a_collective_names_it_and_its_caller():
     assert failed_collective(ValueError()) == ""
 
 
-@pytest.fixture
-def started(folder):
-    """Starts a launch that only ends when it is told to; what a test leaves running is killed after it."""
-    running = []
-
-    def start(out, *options):
-        command = [sys.executable, "-m", "fsdp_runtime.train", "--ranks", "2", *TINY, "--out", out, *options]
-        running.append(
-            subprocess.Popen(
-                [*command, "--steps", "100000", "--eval-every", "0", "--data", "text"],
-                cwd=folder, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # else nohup's holds
-            )
-        )  # fmt: skip
-        return running[-1]
-
-    yield start
-    for process in running:
-        process.kill()
-
-
 def ranks_of(running):
     """Process ids of a launch by rank."""
     found = {}
@@ -97,14 +74,6 @@ def ranks_of(running):
         if "RANK" in pairs:  # else it is about to become one
             found[int(pairs["RANK"])] = child
     return found
-
-
-def wait_for(happened, running, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.05)
 
 
 linux_only = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shlex
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,12 @@ def assert_curve_of_one(out, found, curve, held_out):
 
 def with_changes(config, **changes):
     return dataclasses.replace(config, **changes)
+
+
+def wait_for(happened, running, seconds=120.0):
+    """Until it has happened, while a launch runs."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.05)
