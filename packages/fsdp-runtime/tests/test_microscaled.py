@@ -12,7 +12,7 @@ from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dbuffer import BlockQuantizedTensor, CodePlanes, RowRun
+from dbuffer import BlockQuantizedTensor, CodePlanes
 from fsdp_runtime import QuantizationPolicy, fully_shard
 from fsdp_runtime._params.kinds import microscaled
 from fsdp_runtime._schedule.model import member_of
