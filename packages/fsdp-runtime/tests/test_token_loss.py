@@ -41,7 +41,7 @@ def one_process(step, ranks, parts, **options):
     return model, loss.detach(), number
 
 
-same_gradients = partial(assert_same_gradients, **EXACT)
+same_gradients: Any = partial(assert_same_gradients, **EXACT)
 
 
 def accumulated(model, step, batches, sync=None):
