@@ -1,6 +1,7 @@
 """Cases: what a gradient is, over what it is divided, and who is told."""
 
 import warnings
+from typing import Any
 from unittest import mock
 
 import torch
@@ -153,7 +154,8 @@ def force_sum(fsdp):
         model, reference = pair(fsdp, mp_policy=policy)
         for unit in units(model):
             unit.set_force_sum_reduction_for_comms(True)
-        check_backward(model, reference, **({} if low is None else {"rtol": 5e-3, "atol": 1e-4}))
+        tolerance: Any = {} if low is None else {"rtol": 5e-3, "atol": 1e-4}
+        check_backward(model, reference, **tolerance)
 
 
 @case(

@@ -1,5 +1,7 @@
 """Cases: which parameters are registered when, gathers and prefetch."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from conformance_models import (
@@ -266,7 +268,7 @@ def forward_prefetch(fsdp):
             begun[self.index] = gathers(records[-1])
             return super().forward(x)
 
-    model = stack_of(Spy)
+    model: Any = stack_of(Spy)
     for i, spy in enumerate(model.blocks):
         spy.index = i
     shard_stack(fsdp, model)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,14 @@ def test_options_versions_and_parameters_that_differ_are_named_with_the_ranks_th
     model = torch.nn.Sequential(*(torch.nn.Linear(2, size) for size in sizes))
     check_options(config)
     check_options(with_changes(config, out=str(odd), data=(str(odd),)))
-    for check, value, message in (
+    cases: list[tuple[Any, Any, str]] = [
         (check_options, with_changes(config, batch=12 + 6 * odd), "--batch: 12 on ranks 0, 2; 18 on rank 1"),
         (check_options, with_changes(config, resume=odd), "--resume: False on ranks 0, 2; True on rank 1"),
         (check_agreement, {"triton": "3.7"} if odd else {}, "triton: absent on ranks 0, 2; 3.7 on rank 1"),
         (check_model, model, "parameter 2: 1.weight (4, 2) torch.float32 on ranks 0, 2; "
                              "1.weight (5, 2) torch.float32 on rank 1"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for check, value, message in cases:
         with pytest.raises(TrainError) as error:
             check(value)
         assert str(error.value) == f"ranks do not agree on {message}"

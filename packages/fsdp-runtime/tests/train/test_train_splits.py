@@ -3,6 +3,7 @@
 import shutil
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,8 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
 )
 def test_quantized_runs_are_split_too(folder, changes, rel):
     """FP8 makes the same codes; INT8 scales runs of other elements where tp cuts rows."""
-    splits = {"none": {}, "tp 2": {"tp": 2}, "ep 2": {"ep": 2}, "tp 2 x pp 2": PIPELINES["tp 2 x pp 2"]}
+    both = PIPELINES["tp 2 x pp 2"]
+    splits: dict[str, Any] = {"none": {}, "tp 2": {"tp": 2}, "ep 2": {"ep": 2}, "tp 2 x pp 2": both}
     runs = {name: made(folder, "moe", **changes, **split) for name, split in splits.items()}
     out = folder / f"quantized-{changes['quantize']}"
     run_ranks(4, train_each, runs, str(out), timeout=300)
