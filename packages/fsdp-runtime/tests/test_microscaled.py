@@ -224,7 +224,7 @@ def test_units_train_as_one_process_that_multiplies_rows_and_columns(ranks):
 @on_ranks(3)
 def test_a_units_forward_multiplies_rows_and_its_backward_columns():
     torch.manual_seed(0)
-    layer = nn.Linear(64, 96, bias=False)
+    layer: Any = nn.Linear(64, 96, bias=False)
     with torch.no_grad():
         values = layer.weight.mul_(torch.exp(6 * torch.randn(96, 64))).clone()
     fully_shard(layer, quantization_policy=POLICY)
