@@ -2,8 +2,8 @@
 
     nox -s stress -- --runs 20 --busy-runs 5 --busy 4 [arguments for pytest]
 
-Prints a row for each run (seed, tests, failures, seconds), and each test that failed at least once with the seeds of
-these runs. Exit code 1 if there is one.
+Prints a row for each run (seed, tests, failures, seconds) and what its failures printed, and at the end each test that
+failed at least once with the seeds of these runs. Exit code 1 if there is one.
 """
 
 import argparse
@@ -35,11 +35,12 @@ def run_once(seed: int, busy: int, arguments: list[str]) -> tuple[int, list[str]
         if not report.exists():
             return 0, [f"(pytest ended with {done.returncode} and no report)"]
         cases = list(ET.parse(report).getroot().iter("testcase"))
-    failed = [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+    failed = []
+    for case in cases:
+        problem = next((tag for tag in case if tag.tag in ("failure", "error")), None)
+        if problem is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+            print(f"{failed[-1]}\n{problem.text}", file=sys.stderr, flush=True)
     return len(cases), failed
 
 
