@@ -27,10 +27,20 @@ def losses_with(folder, tmp_path):
 
 def test_quantized_runs_learn_as_plain_ones_do(losses_with):
     plain = losses_with()
-    for changes in ({"quantize": "fp8", "reduce": "int8"}, {"quantize": "int8", "reduce": "bf16"}):
+    for changes in (
+        {"quantize": "fp8", "reduce": "int8"},
+        {"quantize": "int8", "reduce": "bf16"},
+        {"quantize": "mxfp8"},
+    ):
         quantized = losses_with(**changes)
         assert quantized != plain
         assert quantized == pytest.approx(plain, rel=5e-3)
+
+
+def test_runs_with_weights_of_four_bits_in_gathers_learn(losses_with):
+    plain, quantized = losses_with(), losses_with(quantize="nvfp4")
+    assert quantized != plain
+    assert quantized == pytest.approx(plain, rel=2e-2)
 
 
 def test_a_run_with_stochastic_reductions_that_is_resumed_has_the_losses_of_one_that_is_not(folder, tmp_path):
@@ -54,6 +64,8 @@ def test_products_of_codes_learn_as_plain_ones_do_and_a_plan_knows_their_memory(
     plain, products = losses_with(**sizes, **read_back), losses_with(**sizes, **scaled)
     assert products != plain
     assert products == pytest.approx(plain, rel=5e-3)
+    by_phase = losses_with(**sizes, quantize="mxfp8", compute="scaled")
+    assert by_phase == pytest.approx(plain, rel=5e-3)
     values, codes = (make_plan(tiny(folder, **sizes, **how), 256, 2) for how in (read_back, scaled))
     matrices = 2 * sum(codes.units[1].shards[1:])
     tiles = matrices / 128**2

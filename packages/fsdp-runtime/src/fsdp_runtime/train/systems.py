@@ -415,12 +415,15 @@ def pool_bytes(modules: Iterable[nn.Module]) -> int:
 def quantization(weights: str, gradients: str, compute: Any) -> Any:
     """The policy of `--quantize`, `--reduce` and `--compute`; None where nothing is quantized."""
     from fsdp_runtime import QuantizationPolicy
-    from fsdp_runtime.quantization import BlockFP8, BlockInt8
+    from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4
 
     if weights == gradients == "none":
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
-    blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
+    blocks: Any = {
+        "none": None, "fp8": BlockFP8((128, 128)), "mxfp8": BlockFP8((1, 32), "e8m0"), "nvfp4": BlockNVFP4(),
+        "int8": BlockInt8(256),
+    }  # fmt: skip
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
 
 
