@@ -76,14 +76,16 @@ class StepMeter:
     Args:
         device: whose memory.
         pool: bytes of buffers that come and go without an operation (a runtime's gathered buffers).
-        resident: on CPU, bytes that are live before a step. Defaults to those of all tensors in the process.
+        resident: on CPU, bytes that are live before a step. Defaults to those of all tensors in the process, less
+            those that were live when the meter was made.
     """
 
     def __init__(
         self, device: torch.device, pool: Callable[[], int], resident: Callable[[], int] | None = None
     ) -> None:
         self.device, self.pool = device, pool
-        self._resident = bytes_of_all_tensors if resident is None else resident
+        others = bytes_of_all_tensors() if resident is None and is_cpu(device) else 0
+        self._resident = resident or (lambda: bytes_of_all_tensors() - others)
         self.peak: int | None = None
         self.rest: int | None = None  # live bytes when the step began
 

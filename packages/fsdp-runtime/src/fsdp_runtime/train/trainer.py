@@ -126,8 +126,11 @@ class Trainer:
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
-        self.splits = config.splits(self.world_size)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self._roots: list[nn.Module] = []
+        measured = config.measure or config.memory_budget is not None
+        self._meter = StepMeter(self.device, lambda: pool_bytes(self._roots)) if measured else None
+        self.splits = config.splits(self.world_size)
         allowed = timedelta(seconds=config.timeout)
         self.meshes = make_meshes(self.splits, self.device.type, allowed)
         with agreed("reading the data"):
@@ -166,11 +169,9 @@ class Trainer:
         if config.save_every:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
-        roots = self.system.roots(self.model)
-        self._meter = StepMeter(self.device, lambda: pool_bytes(roots)) if config.measure else None
+        self._roots = self.system.roots(self.model)
         self._tuning: Tuning | None = None
         if config.memory_budget is not None:  # until a step has shown how much fits
-            self._meter = StepMeter(self.device, lambda: pool_bytes(roots))
             use_least_memory(self.model)
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
