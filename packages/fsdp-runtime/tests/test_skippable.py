@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from dbuffer import watch_order
 from fsdp_runtime import FSDPModule, fully_shard
+from fsdp_runtime._schedule.model import member_of
+from ragged_shard import gather_from_ranks
 from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
 PARTS = ("tower", "experts.0", "experts.1")
@@ -167,7 +170,8 @@ def test_a_skippable_unit_outside_its_model_is_refused_before_it_communicates():
         layer.unshard()
     if dist.get_rank() == 0:
         model.tower(inputs(0, 0))
-    dist.barrier()
+    order = watch_order(member_of(model).unit.groups[0].buffer.mesh_view.group)
+    assert len(set(gather_from_ranks(order.number))) == 1  # what one rank runs alone starts no collective
 
 
 @on_ranks(2)

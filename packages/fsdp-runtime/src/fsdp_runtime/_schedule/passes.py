@@ -156,7 +156,8 @@ class Pass:
         """The outermost unit's forward begins."""
         if self.in_backward or self._root is not None:
             self.reset()  # the pass before was cut off by an exception
-        if root.options.skippable or root.host is not None:
+        alone = root.options.skippable or root.host is not None  # not on every rank
+        if alone:
             self._check_follower(root)
         with compat.label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
@@ -177,7 +178,8 @@ class Pass:
             self._thread = threading.get_ident()
             if root not in self._forward:
                 self._forward[root] = Schedule()
-                self._watch_order()
+                if not alone:
+                    self._watch_order()
             self._order = self._forward[root]
             self._order.begin()
             if self.activations is not None:
