@@ -1,12 +1,13 @@
 # mypy: disable-error-code="import-untyped, import-not-found"
-"""block-optim: what its Triton kernels compile to, without a GPU, and how fast that could be.
+"""block-optim and dbuffer: what their Triton kernels compile to, without a GPU, and how fast that could be.
 
 python -m bench kernels [--arch 90] [NAME ...]
 
-Compiles representatives of each kernel, block and dtype for sm_80, sm_90 or sm_100, as `Launch` would have them
-compiled, and reads PTX and machine code. Spills: local-memory loads and stores. Programs: how many a multiprocessor
-runs at once, by registers and threads; one alone waits for its memory. Widths: of all accesses of tensors, in bytes.
-Instructions an element: on the usual path (no slow paths of divisions), loops counted as often as they run.
+Compiles representatives of each kernel, block and dtype for sm_80, sm_90 or sm_100, as they would be launched, with
+bf16 values where no dtype is named, and reads PTX and machine code. Spills: local-memory loads and stores. Programs:
+how many a multiprocessor runs at once, by registers and threads; one alone waits for its memory. Widths: of all
+accesses of tensors, in bytes. Instructions an element: on the usual path (no slow paths of divisions), loops counted as
+often as they run.
 
 The share is AN ESTIMATE, not a measurement: an H200's 132 multiprocessors at 1.98 GHz issue 128 instructions a cycle
 (of all lanes), 64 of integer and compare instructions, 16 of special functions, and its memory moves 4.8 TB/s; each
@@ -75,6 +76,14 @@ class Case:
         return quantized_variant(self.tile, types, not self.scalar, self.single)
 
     @property
+    def pointers(self) -> dict[str, str]:
+        """Types of the kernels' arguments."""
+        types = dict.fromkeys(("rates", "counts", "flag"), "*fp32") | {"table": "*i64", "row_of": "*i32"}
+        for state in ("first", "second"):
+            types |= {f"{state}_values": "*fp32", f"{state}_base": "*i32", f"{state}_limit": "*i32"}
+        return types
+
+    @property
     def data_bytes(self) -> tuple[int, int]:
         """Bytes an element of tensors that are read and of those that are written, codes aside."""
         param, grad = (4 if d == "fp32" else 2 for d in self.dtypes)
@@ -85,6 +94,85 @@ class Case:
         """Bytes an element, each tensor read and written once; scales included."""
         codes = 0.0 if self.tile is None else 4 + 16 / (self.tile[0] * self.tile[1])
         return sum(self.data_bytes) + codes
+
+
+@dataclass(frozen=True)
+class WireVariant:
+    """How a kernel of dbuffer's formats is launched; `elements`: that a program writes or reads."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class WireCase:
+    """A representative of dbuffer's: bf16 to codes of a format, or back."""
+
+    name: str
+    encodes: bool
+    format: Any
+
+    @property
+    def variant(self) -> WireVariant:
+        """How it is launched where rows lie on 16 elements, of which blocks do not cross the ends."""
+        from dbuffer.wire.kernels import launch
+        from dbuffer.wire.kernels import triton as kernels
+
+        fmt = self.format
+        if hasattr(fmt, "form"):  # four bits
+            fixed = {
+                "FORM": fmt.form,
+                "SIZE": fmt.size,
+                "GROUP": fmt.tile[1] // fmt.size,
+                "VECTOR": True,
+                "UNIT": 8,
+                "TYPE": 1,
+            }
+            if not self.encodes:
+                return WireVariant(kernels.read_pairs, fixed | {"PAIRS": launch.PAIRS}, 4, 2 * launch.PAIRS)
+            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": len(fmt.middles), "ZERO": fmt.zero}
+            return WireVariant(
+                kernels.write_pairs, fixed, fixed.pop("num_warps"), fixed["BLOCKS"] * fixed["SPAN"]
+            )
+        fixed = launch.constants_of(fmt.tile) | {"VECTOR": True, "TYPE": 1, "CODE": fmt.coder.code}
+        warps, elements = fixed.pop("num_warps"), fixed["SPAN_ROWS"] * fixed["SPAN_COLUMNS"]
+        if not self.encodes:
+            return WireVariant(kernels.sum_tiles, fixed | {"RANKS": 1}, warps, elements)
+        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "GIVEN": False, "RANDOM": False}
+        return WireVariant(kernels.quantize_tiles, fixed, warps, elements)
+
+    @property
+    def pointers(self) -> dict[str, str]:
+        """Types of the kernels' arguments."""
+        types = {"values": "*i16", "out": "*i16", "codes": "*u8", "table": "*i64", "piece_of": "*i32"}
+        types |= dict.fromkeys(("amax", "levels", "middles"), "*fp32")
+        types |= dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
+        return types | {"scales": "*u8" if self.format.scale_dtype.itemsize == 1 else "*fp32"}
+
+    @property
+    def bytes_moved(self) -> float:
+        """Bytes an element of values, codes and scales, for rows of 4096 columns."""
+        grid = self.format.grid((128, 4096))
+        scales = self.format.scale_dtype.itemsize * grid.num_scales
+        return 2 + (128 * self.format.code_bytes(4096) + scales) / (128 * 4096)
+
+
+def wire_cases() -> list[WireCase]:
+    """Representatives of dbuffer's formats, each way."""
+    from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4
+
+    formats = {
+        "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)),
+        "mxfp8 rows": BlockFP8((1, 32), "e8m0"), "mxfp8 columns": BlockFP8((32, 1), "e8m0"), "int8": BlockInt8(256),
+        "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
+    }  # fmt: skip
+    return [
+        WireCase(f"{how} {name}", how == "encode", fmt)
+        for name, fmt in formats.items()
+        for how in ("encode", "decode")
+    ]
 
 
 def _case(name: str, tile: tuple[int, int] | None, *dtypes: str, **options: Any) -> Case:
@@ -146,20 +234,19 @@ class Facts:
     flushed: int
 
 
-def compiled(case: Case, arch: int) -> Facts:
+def compiled(case: Case | WireCase, arch: int) -> Facts:
     """Compile a representative for an architecture, and read it. Needs Triton, no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    variant = case.variant
-    pointers = dict.fromkeys(("rates", "counts", "flag"), "*fp32") | {"table": "*i64", "row_of": "*i32"}
-    for state in ("first", "second"):
-        pointers |= {f"{state}_values": "*fp32", f"{state}_base": "*i32", f"{state}_limit": "*i32"}
+    variant: Any = case.variant
+    pointers = case.pointers
     names = variant.kernel.arg_names
     signature = {name: pointers.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers}
+    on_16 = [name for name in names if pointers.get(name, "") not in ("", "i32") or name.endswith("_stride")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in on_16}
     source = ASTSource(variant.kernel, signature, constants, attributes)
     options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     build = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -242,7 +329,7 @@ def _usual(code: list[Instruction], loops: int) -> Counter[str]:
     return counts
 
 
-def share(case: Case, facts: Facts, held: float) -> float:
+def share(case: Case | WireCase, facts: Facts, held: float) -> float:
     """The estimated share of the memory's bandwidth; ``held``: elements of a thread."""
     memory = case.bytes_moved / BANDWIDTH
     cycles = [
@@ -258,13 +345,13 @@ def programs(registers: int, warps: int) -> int:
     return min(65536 // (warps * 32 * -(-registers // 8) * 8), 2048 // (warps * 32), 32)
 
 
-def held_by(case: Case) -> float:
+def held_by(case: Case | WireCase) -> float:
     """Elements that a thread has in the whole run of its program."""
-    variant = case.variant
-    return variant.elements / (32 * variant.num_warps)
+    variant: Any = case.variant
+    return float(variant.elements / (32 * variant.num_warps))
 
 
-def row_of(case: Case, facts: Facts, held: float, arch: int) -> list[str]:
+def row_of(case: Case | WireCase, facts: Facts, held: float, arch: int) -> list[str]:
     """A row of the table."""
     widths = " ".join(f"{facts.accesses[w]}x{w}" for w in sorted(facts.accesses, reverse=True))
     return [
@@ -283,9 +370,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="only kernels whose name contains one of these")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90)
     options = parser.parse_args(arguments)
+    cases: list[Case | WireCase] = [*CASES, *wire_cases()]
     rows = [
         row_of(case, facts_of(case, options.arch), held_by(case), options.arch)
-        for case in CASES
+        for case in cases
         if not options.names or any(name in case.name for name in options.names)
     ]
     print(__doc__.split("\n\n", 2)[2])

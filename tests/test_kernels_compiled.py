@@ -1,4 +1,4 @@
-"""The Triton kernels of block-optim, compiled for three GPUs on a machine without one: their PTX and machine code.
+"""The Triton kernels of block-optim and dbuffer, compiled for three GPUs on a machine without one.
 
 Each compilation takes seconds, so these are representatives; `python -m bench kernels` prints all of them.
 """
@@ -7,13 +7,14 @@ import importlib.util
 
 import pytest
 from bench import kernels
-from bench.kernels import ARCHITECTURES, CASES
+from bench.kernels import ARCHITECTURES, CASES, wire_cases
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 NAMED = {case.name: case for case in CASES}
+WIRE = [case for case in wire_cases() if case.name.split()[1] in ("mxfp8", "nvfp4")]
 # Most instructions on the usual path, and in all, that an element may take.
 MOST = {
     "elements:256 bf16": (82, 90),
@@ -64,6 +65,14 @@ def test_a_kernel_spills_nothing_rounds_every_operation_and_has_whole_vectors(na
     usual, static = MOST[name]
     assert facts.usual.total() / kernels.held_by(case) <= usual
     assert facts.static / held <= static
+
+
+@pytest.mark.parametrize("arch", [80, 100])  # dbuffer's tests compile all of its kernels for sm_90
+@pytest.mark.parametrize("case", WIRE, ids=lambda case: case.name)
+def test_a_kernel_of_a_wire_format_spills_nothing_and_has_vectors(case, arch):
+    facts = kernels.facts_of(case, arch)
+    assert (facts.local, facts.stack) == (0, 0)
+    assert facts.accesses[16] > 0
 
 
 @pytest.mark.parametrize("name", LEAST_SHARE)
