@@ -69,9 +69,13 @@ def test_both_codes_are_kept_until_the_shard_changes():
             buffer.release()
         with torch.no_grad():
             buffer.shard[0].add_(1)
-    buffer.forget_encoding()
-    encoders = (buffer.encoder.rows, buffer.encoder.columns)
-    assert all(encoder.is_stale(buffer.shard) for encoder in encoders)
+    buffer.choose_codes(forward=True, backward=True)
+    Gather([buffer]).start().wait()
+    buffer.release()
+    for stale in (False, True):
+        encoders = (buffer.encoder.rows, buffer.encoder.columns)
+        assert [encoder.is_stale(buffer.shard) for encoder in encoders] == [stale, stale]
+        buffer.forget_encoding()
     assert recycler.stats.lent_bytes == 0
 
 

@@ -240,9 +240,9 @@ def test_a_units_forward_multiplies_rows_and_its_backward_columns():
             x.grad, read_back(dy) @ read_back(values, MX_COLUMNS), rtol=1e-5, atol=1e-2
         )
         assert (x.grad - read_back(dy) @ read_back(values)).abs().max() > 1
-        layer.unshard()
-        assert (layer.weight + 0).equal(read_back(values))
-        layer.reshard()
+    layer.unshard()
+    assert (layer.weight + 0).equal(read_back(values))
+    layer.reshard()
 
 
 @on_ranks(3)
