@@ -262,17 +262,17 @@ def peaks(device: str) -> dict[str, int]:
     import torch
     import torch.distributed as dist
 
-    found = {
+    nbytes = {
         "start": measure.memory_field("status", "VmHWM"),
         "pss": measure.memory_field("smaps_rollup", "Pss"),
     }
     if device == "cuda":
-        found["cuda_reserved"] = torch.cuda.max_memory_reserved()
-        found["cuda_allocated"] = torch.cuda.max_memory_allocated()
-        found["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    values = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
+        nbytes["cuda_reserved"] = torch.cuda.max_memory_reserved()
+        nbytes["cuda_allocated"] = torch.cuda.max_memory_allocated()
+        nbytes["cuda_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    values = torch.tensor(list(nbytes.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return {name: int(value) for name, value in zip(found, values, strict=True)}
+    return {name: int(value) for name, value in zip(nbytes, values, strict=True)}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

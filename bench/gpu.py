@@ -68,7 +68,7 @@ class Piece:
 
 
 def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
-    """What to run, the most telling first; `layers` of the model of `longest`."""
+    """The pieces, in the order of their importance; `layers`: of the model of `longest`."""
     device, precision = ("cpu", "float32") if dry else ("cuda", "bfloat16")
     rounds_and_steps = {"rounds": 2, "steps": 1} if dry else {"rounds": 6, "steps": 3}
     base: dict[str, Any] = {"device": device, "precision": precision, **rounds_and_steps}
@@ -229,8 +229,8 @@ def run_tests(package: str, out: Path, limit: float) -> dict[str, Any]:
 def outcome(log: str) -> dict[str, int]:
     """`{"passed": 12, "skipped": 3}` from pytest's last line."""
     words = r"(\d+) (passed|failed|skipped|error|deselected)"
-    found = [pairs for line in log.splitlines() if (pairs := re.findall(words, line))]
-    return {word: int(n) for n, word in found[-1] if word != "deselected"} if found else {}
+    counts = [pairs for line in log.splitlines() if (pairs := re.findall(words, line))]
+    return {word: int(n) for n, word in counts[-1] if word != "deselected"} if counts else {}
 
 
 def run_piece(piece: Piece, out: Path, limit: float) -> dict[str, Any]:

@@ -140,9 +140,9 @@ def test_e8m0_scales_are_the_smallest_powers_of_two_that_reach_the_largest_value
 def test_all_256_e8m0_scales_are_read_back():
     exponents = torch.arange(256, dtype=torch.uint8)
     ones = torch.full((256,), 0x38, dtype=torch.uint8)
-    found = dequantize(BlockFP8((1, 1), "e8m0"), (256,), ones, exponents)
-    assert found[:255].double().equal(2.0 ** (torch.arange(255).double() - 127))
-    assert found[255].isnan()
+    scales = dequantize(BlockFP8((1, 1), "e8m0"), (256,), ones, exponents)
+    assert scales[:255].double().equal(2.0 ** (torch.arange(255).double() - 127))
+    assert scales[255].isnan()
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=str)
@@ -328,10 +328,10 @@ def test_all_16_e2m1_codes_are_read_back_and_written_again():
     pairs = torch.arange(16, dtype=torch.uint8).view(8, 2)
     codes = torch.cat([pairs[:, 0] | pairs[:, 1] << 4, torch.tensor([0x7E], dtype=torch.uint8)])  # 448
     amax = torch.tensor([2688.0])  # an outer scale of 1
-    found = dequantize(fmt, (1, 16), codes, amax)
-    assert (found / 448).view(-1).equal(torch.cat([levels, -levels]))
-    assert found[0, 8].signbit()
-    again, scales = quantize(fmt, found)
+    values = dequantize(fmt, (1, 16), codes, amax)
+    assert (values / 448).view(-1).equal(torch.cat([levels, -levels]))
+    assert values[0, 8].signbit()
+    again, scales = quantize(fmt, values)
     assert again.equal(codes)
     assert scales.equal(amax)
 

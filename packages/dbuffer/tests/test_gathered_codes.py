@@ -116,3 +116,14 @@ def test_what_needs_values_is_refused():
     layout = plan([TensorSpec("t", (27, 8), Rows(1))], dist.get_world_size(), align=16)
     with pytest.raises(ValueError, match="can only be read back: with read_back=False each must be a byte"):
         DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksAtRest(BlockNF4(64), read_back=False))
+
+
+@on_ranks(2)
+def test_views_of_codes_take_no_memory_that_a_release_does_not_give_back():
+    recycler = Recycler("cpu")
+    buffer = make(FORMATS[0], recycler=recycler)
+    assert all(not scratch.flat.untyped_storage().nbytes() for scratch in buffer.encoder.scratch)
+    load(buffer, tensors())
+    Gather([buffer]).start().wait()
+    buffer.release()
+    assert (recycler.stats.lent_bytes, recycler.stats.quarantined_bytes) == (0, 0)

@@ -82,6 +82,9 @@ def test_codes_that_are_not_gathered_are_not_multiplied_with():
         F.linear(x, weight)
     with pytest.raises(RuntimeError, match=r"\(32, 64\) is read in backward"):
         weight + 1
+    for copy in (weight.clone, weight.bfloat16):
+        with pytest.raises(RuntimeError, match=r"\(32, 64\) is copied in backward"):
+            copy()
 
 
 def test_scales_lie_as_cublas_documents():
@@ -103,8 +106,8 @@ def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_p
         order = torch.cat(
             [places.view(torch.uint8).view(*padded, 4)[..., i] for i in range(4)]
         )  # byte by byte
-        found = [microscaled.swizzled(part.contiguous()).view(torch.uint8) for part in order.chunk(4)]
-        index = sum(part.long() << 8 * i for i, part in enumerate(found))
+        bytes_ = [microscaled.swizzled(part.contiguous()).view(torch.uint8) for part in order.chunk(4)]
+        index = sum(part.long() << 8 * i for i, part in enumerate(bytes_))
         out = torch.empty(padded[0] * padded[1], dtype=torch.uint8)
         out[index] = flat.view(torch.uint8)
         return out.view(padded)[:rows, :blocks].view(torch.float8_e8m0fnu).float()

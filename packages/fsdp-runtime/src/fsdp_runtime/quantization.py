@@ -26,7 +26,7 @@ from ragged_shard import is_cpu, multiplies_blocks, multiplies_microscaled
 __all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "BlockNVFP4", "QuantizationPolicy", "matrices_only"]
 
 TILE = 128  # rows and columns of the tiles that products are taken with
-MX_ROWS, MX_COLUMNS = BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0")  # or of MXFP8's
+MX_ROWS, MX_COLUMNS = BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0")  # MXFP8 for either product
 OnWire = BlockFP8 | BlockInt8 | BlockNVFP4
 AtRest = BlockNF4 | BlockNVFP4 | BlockInt8 | BlockFP8
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]

@@ -46,6 +46,8 @@ class GatheredCodes:
         self._scales = Scratch(recycler, dtype_of_scales.itemsize * len(index))
         self._written = self._scales.flat.view(dtype_of_scales)
         # Separate version counters: to autograd a gather is no change of the views.
+        for scratch in (*codes, self._scales):
+            scratch.materialize()  # `set_` would give an empty storage memory that nobody takes back
         flats = [_alias(scratch.flat) for scratch in codes]
         scales = _alias(self._scales.flat).view(dtype_of_scales)
         views = {}
@@ -63,6 +65,7 @@ class GatheredCodes:
                 )
         names = [spec.name for spec in planes.layout.tensors]
         self.views: Mapping[str, torch.Tensor] = MappingProxyType({name: views[name] for name in names})
+        self.release()
 
     def materialize(self) -> None:
         """Allocate the scales, for use on the current stream."""

@@ -93,7 +93,7 @@ class BlocksOnWire(InBlocks):
         if self.cut == "whole" and planes.num_shared:
             raise ValueError(
                 f"the layout cuts {planes.num_shared} tiles of {format.tile}; plan with blocks of whole tiles, or use "
-                f"cut='shared'"
+                "cut='shared'"
             )
         return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
 
@@ -197,9 +197,8 @@ class BlockEncoder(BlockDecoder):
         self._shared = planes.shared(rank)
         self.codes: Flats = ()
         self.scales = torch.empty(0, dtype=planes.format.scale_dtype, device=recycler.device)
-        self._amax = torch.empty(
-            0, device=recycler.device
-        )  # of tiles that are cut; the scales if these are fp32
+        # Of tiles that are cut; the memory of the scales if these are fp32.
+        self._amax = torch.empty(0, device=recycler.device)
         self._pairs: Pairs = []
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []

@@ -47,7 +47,7 @@ class PhasesOnWire(BlocksOnWire):
         """An encoder that caches both codes. Raises ValueError as that of `BlocksOnWire`."""
         columns = self._encoder_of(self.backward, geometry, gathered, recycler)
         views = gathered.views
-        rows = self._encoder_of(self.format, geometry, gathered, recycler)  # the buffer's views are its
+        rows = self._encoder_of(self.format, geometry, gathered, recycler)  # last: the buffer shows its views
         return PhasedEncoder(rows, columns, views)
 
 

@@ -50,7 +50,7 @@ class PairFormat(BlockFormat):
         raise NotImplementedError
 
     def reciprocals(self, bytes_: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        """What values are multiplied by: NaN where the magnitude above is NaN."""
+        """fp32 factors that scale values to the range of the codes; NaN where the magnitude above is NaN."""
         raise NotImplementedError
 
     @property

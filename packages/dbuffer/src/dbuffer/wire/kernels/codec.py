@@ -80,7 +80,7 @@ def tiles_of(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
 
 
 def _factors_of(scales: torch.Tensor, run: RowRun) -> torch.Tensor:
-    """What codes are multiplied by: the run's scales in fp32, as (bands, tiles)."""
+    """The run's scales in fp32, as (bands, tiles); a code times its scale is its value."""
     factors = tiles_of(scales, run)
     return factors.view(torch.float8_e8m0fnu).float() if factors.dtype == torch.uint8 else factors
 
@@ -93,9 +93,8 @@ def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     scratch = Scratch(values.device)
     for run in runs:
         largest = tiles_of(out, run).zero_()
-        whole = (
-            run.grid.tile[0] > 1 and run.grid.across == run.grid.bands_per_period == 1
-        )  # a matrix is a tile
+        # Whether a matrix is one tile, and of several rows.
+        whole = run.grid.tile[0] > 1 and run.grid.across == run.grid.bands_per_period == 1
         for piece in bands_of(run.grid, run.start, run.stop) if whole else ():
             x = rows_of(values, run.values, run, piece)
             largest[piece.band] = torch.linalg.vector_norm(x, torch.inf)

@@ -4,7 +4,7 @@ subclass   tensor subclasses with FSDP2's all-gather extensions
 on_wire    parameters, or gradients, are quantized for a collective
 at_rest    parameters are kept as codes
 scaled     modules compute with codes
-microscaled  they compute with MXFP8 codes, and a gather moves those of its phase
+microscaled  modules compute with MXFP8 codes, of which a gather moves those of its phase
 """
 
 from collections.abc import Iterable

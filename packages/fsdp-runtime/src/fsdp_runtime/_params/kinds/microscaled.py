@@ -24,12 +24,14 @@ from ..._plan.group import Dtypes, GroupMemory, Request
 from ..._plan.param import ManagedParam
 from ...quantization import MX_COLUMNS, MX_ROWS, QuantizationPolicy
 from .on_wire import Params
-from .scaled import ScaledOnWireGroup, ScaledWeight, multiply
+from .scaled import ScaledOnWireGroup, ScaledWeight, multiply, second_operand
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 @dataclass(eq=False)
 class Phase:
-    """What a group's gathers move.
+    """Which codes of a group are gathered.
 
     Attributes:
         forward: whether codes for forward are gathered.
@@ -65,6 +67,14 @@ class MicroscaledWeight(ScaledWeight):
         if codes is self.codes:
             return self.of(self, self.columns, self.phase)
         return BlockQuantizedTensor(codes, scales, self.format, self.run, self.shape, dtype or self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _COPIES:  # which would read freed memory; every other op reads through `dequantize`
+            args[0]._check_forward("copied")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def dequantize(self) -> torch.Tensor:
         """The values of the rows, a plain tensor."""
@@ -105,13 +115,10 @@ def _native_product(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The product by one call of torch's, in bf16 where that is the dtype, else in fp32."""
-    other = weight.codes.view(weight.shape)
-    blocks = weight.scales.view(-1, weight.run.grid.across)
-    if transposed:  # torch takes a second matrix whose rows run along the sum, and their scales
-        other, blocks = other.t().contiguous(), blocks.t()
+    other, blocks = second_operand(weight, transposed)
     return F.scaled_mm(
         codes.view(torch.float8_e4m3fn),
-        other.view(torch.float8_e4m3fn).t(),
+        other,
         swizzled(scales),
         F.ScalingType.BlockWise1x32,
         swizzled(blocks),
@@ -176,7 +183,7 @@ class MicroscaledGroup(ScaledOnWireGroup):
         self.buffer.choose_codes(forward=self.phase.forward, backward=backward)
 
     def memory(self) -> GroupMemory:
-        """Codes for backward are kept too, and are gathered with those for forward where backward recomputes."""
+        """Codes for backward are kept too. Not counted: where backward recomputes, it gathers both."""
         coded, columns = super().memory(), CodePlanes(self.plan.layout, MX_COLUMNS)
         coded.codes += columns.row_bytes
         return coded

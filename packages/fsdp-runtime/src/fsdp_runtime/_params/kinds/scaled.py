@@ -139,6 +139,15 @@ def _quantize(rows: torch.Tensor, fmt: BlockFP8, padding: int) -> tuple[torch.Te
     return codes, scales
 
 
+def second_operand(weight: BlockQuantizedTensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """W^T, or `transposed` W, e4m3 with the sum along memory, as torch asks; and its scales, along the sum."""
+    matrix = weight.codes.view(weight.shape)
+    scales = weight.scales.view(-1, weight.run.grid.across)
+    if transposed:
+        matrix, scales = matrix.t().contiguous(), scales.t()
+    return matrix.view(torch.float8_e4m3fn).t(), scales
+
+
 def _scaled_product(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -147,15 +156,12 @@ def _scaled_product(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The product by one call of torch's, in bf16 where that is the dtype, else in fp32."""
-    other = weight.codes.view(weight.shape)
-    tiles = weight.scales.view(-1, weight.run.grid.across)
-    if transposed:  # Hopper multiplies matrices whose rows run along the sum
-        other, tiles = other.t().contiguous(), tiles.t()
+    other, tiles = second_operand(weight, transposed)
     # Scales run along the sum too, those of tiles padded to four.
     padded = torch.cat((tiles, tiles.new_zeros(tiles.shape[0], -tiles.shape[1] % 4)), dim=1)
     return F.scaled_mm(
         codes.view(torch.float8_e4m3fn),
-        other.view(torch.float8_e4m3fn).t(),
+        other,
         scales.t().contiguous().t(),
         F.ScalingType.BlockWise1x128,
         padded.t(),
