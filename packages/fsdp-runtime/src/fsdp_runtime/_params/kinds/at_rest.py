@@ -143,7 +143,7 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
         like = _empty(plan, param, value.dtype, torch.device("meta"))
         value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
     with torch.no_grad():
-        if isinstance(value, DTensor):
+        if isinstance(value, (DTensor, RaggedDTensor)):
             value = ragged_shard.redistribute(value, placements=param.placements).to_local()
         else:
             value = plan.geometry.cut(param.name, value)
@@ -164,7 +164,7 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's slice of a value, placed as another."""
     assert isinstance(like, RaggedDTensor)
     with torch.no_grad():
-        if isinstance(value, DTensor):
+        if isinstance(value, (DTensor, RaggedDTensor)):
             placed = ragged_shard.redistribute(value, placements=like.placements)
         else:
             placed = ragged_shard.distribute_tensor(
