@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.routing.routes import Override, routes_of
@@ -38,7 +39,7 @@ def block_policy_for(
         ValueError: as `mixed_optimizer_for`; units without world_size.
     """
     params = dict(model.named_parameters())
-    requests: dict[int, BlockRequest] = {}
+    requests: Any = WeakTensorKeyDictionary()  # an id may be that of another tensor later
     for route in routes_of(model, others=others, overrides=overrides or {}):
         name, kind = route.names[0], route.kind
         shared = adamw8bit or {} if route.algorithm == "adamw8bit" else {}
@@ -46,9 +47,10 @@ def block_policy_for(
         if kind is not None:
             block = kind.block_of(name, params[name], kind.all_options({**shared, **dict(route.options)}))
             optional = not kind.requires_blocks
-        requests[id(params[name])] = BlockRequest(name, route.shape, block, optional)
+        requests[params[name]] = BlockRequest(name, route.shape, block, optional)
 
     def request(name: str, param: torch.Tensor) -> BlockRequest:
-        return requests.get(id(param), BlockRequest(name, tuple(param.shape), None))
+        known: BlockRequest | None = requests.get(param)
+        return known or BlockRequest(name, tuple(param.shape), None)
 
     return make_policy(request, units, world_size, max_padding)
