@@ -1,7 +1,6 @@
 """Every check and job of the workspace, each in a separate environment: `./run` lists them, `./run NAME` runs one.
 
-`constraints.txt` pins torch for all sessions except `versions`. uv builds the environments if it is installed, else
-virtualenv and pip.
+`constraints.txt` pins torch for all sessions except `versions`. uv builds the environments if it is installed.
 """
 
 import os
@@ -19,19 +18,14 @@ nox.options.error_on_external_run = True
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
-# In dependency order: a package comes after all that it needs.
-PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]
+PACKAGES = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]  # bottom up
 FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-NIGHTLY = {
-    **{name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")},
-    **{
-        name: [f"packages/fsdp-runtime/tests/reliability/{name}.py"]
-        for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")
-    },
-}
+NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")}
+for _name in ("fuzz", "chaos", "soak", "peers", "deadlocks"):
+    NIGHTLY[_name] = [f"packages/fsdp-runtime/tests/reliability/{_name}.py"]
 TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
 UNTYPED = [
@@ -54,8 +48,8 @@ def _test_requirements(*packages: str) -> list[str]:
 def _prepare(session: nox.Session, *requirements: str, constraint: Path = ROOT / "constraints.txt") -> None:
     """Set pip's, uv's and the tests' variables, and install requirements."""
     session.env.update(PIP_CONSTRAINT=str(constraint), UV_CONSTRAINT=str(constraint), OMP_NUM_THREADS="1")
-    if links := os.environ.get("PIP_FIND_LINKS", "").split():  # uv does not read pip's variables
-        session.env.setdefault("UV_FIND_LINKS", ",".join(links))
+    if links := os.environ.get("PIP_FIND_LINKS"):  # uv does not read pip's variables
+        session.env.setdefault("UV_FIND_LINKS", ",".join(links.split()))
     if requirements:
         session.install(*requirements)
 
@@ -105,9 +99,7 @@ def memory(session: nox.Session) -> None:
     _prepare_tests(session)
     # Freed memory of 8 KiB and more is unmapped at once, so that a late access is a fault.
     tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
-    session.env.update(
-        DBUFFER_DEBUG_MEMORY="1", GLIBC_TUNABLES=tunables, MALLOC_CHECK_="3", MALLOC_PERTURB_="90"
-    )
+    session.env.update(DBUFFER_DEBUG_MEMORY="1", GLIBC_TUNABLES=tunables, MALLOC_CHECK_="3")
     session.env["LD_PRELOAD"] = "libc_malloc_debug.so.0"  # glibc's checks need it from 2.34 on
     session.run(*_pytest(session, "packages/dbuffer/tests", "packages/fsdp-runtime/tests"))
 
@@ -157,16 +149,8 @@ def dev(session: nox.Session) -> None:
     _prepare(session)
     folder = Path(session.posargs[0] if session.posargs else ".venv").resolve()
     session.run(sys.executable, "-m", "virtualenv", str(folder), external=True)
-    tools = _group("lint", "typecheck", "bench")
-    wanted = _workspace("nox", *tools, *_test_requirements(*PACKAGES))
+    wanted = _workspace("nox", *_group("lint", "typecheck", "bench"), *_test_requirements(*PACKAGES))
     session.run(str(folder / "bin" / "python"), "-m", "pip", "install", *wanted, external=True)
-
-
-@nox.session(python=False)
-def gpu_tests(session: nox.Session) -> None:
-    """Run the tests marked gpu on this interpreter's CUDA torch; without a device each is skipped with the reason."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *(session.posargs or ["tests", "packages"])]
-    session.run(*command, env={"PYTHONPATH": SOURCES})
 
 
 @nox.session
@@ -206,8 +190,7 @@ def isolated(session: nox.Session, package: str) -> None:
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-p", "no:cacheprovider"]
-    chosen = session.posargs or [str(outside / "tests")]
-    session.run("pytest", "-n", "auto", "-m", USUAL, *settings, *chosen)
+    session.run("pytest", "-n", "auto", "-m", USUAL, *settings, *(session.posargs or ["tests"]))
 
 
 @nox.session
