@@ -53,8 +53,8 @@ WORKS = (dist.Work, _CoalescingManager)  # what torch's own collectives return
 
 def is_completed(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed. Torch's simulated ones have at once."""
-    for one in getattr(work, "works", (work,)):
-        if type(one).__name__ != "FakeWork" and not one.is_completed():
+    for each in getattr(work, "works", (work,)):
+        if type(each).__name__ != "FakeWork" and not each.is_completed():
             return False
     return True
 
@@ -94,12 +94,12 @@ def new_wrapper(
 
 def written_by(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of an op that it writes to."""
-    found: list[Any] = []
+    written: list[Any] = []
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return found
+            written += value if isinstance(value, (list, tuple)) else [value]
+    return written
 
 
 # One call for all segments: a single op where there is one tensor, else torch's multi-tensor kernels.

@@ -296,9 +296,9 @@ def _plan_takeover(
     if request.neighbors is not None:
         _check_neighbors(taken, request.neighbors)
     find_kinds(map(_PARAM, taken), request)
-    for one in taken:
-        if one.owner is not None:
-            check_taken_over(one.param, request.quantization)
+    for entry in taken:
+        if entry.owner is not None:
+            check_taken_over(entry.param, request.quantization)
     return _Takeover(taken, managed, around_others, list(dict.fromkeys(gathered)))
 
 
@@ -402,12 +402,12 @@ def _params_in(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
 ) -> Iterable[_Source]:
     sources: dict[torch.Tensor, _Source] = {}
-    for name, path, attribute, held in uses_in(modules):
-        param = managed_of(held)
+    for name, path, attribute, used in uses_in(modules):
+        param = managed_of(used)
         member = None if param is None else owner_of(param)
         owner = None if param is None or member is None else (member, param)
-        tensor = held if owner is None else owner[1].sharded
-        if held in ignored or tensor in ignored or tensor.numel() == 0:
+        tensor = used if owner is None else owner[1].sharded
+        if used in ignored or tensor in ignored or tensor.numel() == 0:
             continue
         each = sources.setdefault(tensor, _Source(name, tensor, owner))
         each.places[Place(path[-1], attribute)] = None
@@ -422,9 +422,9 @@ def _used_elsewhere(outer: Member, modules: tuple[nn.Module, ...]) -> set[torch.
     """The parameters used in a unit around these modules on a path that leads past them; None: it is not around."""
     params: set[torch.Tensor] = set()
     around, tops = False, set(modules)
-    for _, path, _, held in uses_in(outer.unit.modules):
+    for _, path, _, used in uses_in(outer.unit.modules):
         if tops.isdisjoint(path):
-            params.add(held)
+            params.add(used)
         else:
             around = True
     return params if around else None

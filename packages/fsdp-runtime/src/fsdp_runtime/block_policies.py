@@ -59,7 +59,7 @@ class _FirstOf:
     policies: tuple[BlockPolicy, ...]
 
     def __call__(self, name: str, param: torch.Tensor) -> Block | None:
-        return next((block for one in self.policies if (block := one(name, param)) is not None), None)
+        return next((block for policy in self.policies if (block := policy(name, param)) is not None), None)
 
 
 def rows(count: int) -> BlockPolicy:

@@ -244,10 +244,12 @@ def _check_ignored(modules: list[nn.Module], units: list[Unit], ignored: set[nn.
                 "fully_shard before TokenLoss"
             )
         return
-    held = {id(param) for unit in units for both in unit.params for param in (both.sharded, both.unsharded)}
+    managed = {
+        id(param) for unit in units for both in unit.params for param in (both.sharded, both.unsharded)
+    }
     for module in modules:
         for name, param in module.named_parameters():
-            if param.requires_grad and id(param) not in held and param not in ignored:
+            if param.requires_grad and id(param) not in managed and param not in ignored:
                 raise ValueError(
                     f"{name} is trained but in no unit, so its gradient is not summed over ranks; shard it, or sum its "
                     "gradient in each step (ReduceOp.SUM) and pass it in ignored_params"

@@ -76,14 +76,14 @@ class Collectives:
         device = calls[0][0].device
         if device not in self._queues:
             self._queues[device] = self._is_queued(group, device)
-        apart = not self._queues[device]
+        asynchronous = not self._queues[device]
         if len(calls) == 1:
-            work: Work | None = call(*calls[0], group=group, async_op=apart, **options)
+            work: Work | None = call(*calls[0], group=group, async_op=asynchronous, **options)
             return work
-        with compat.coalescing(group=group, async_ops=apart) as works:
+        with compat.coalescing(group=group, async_ops=asynchronous) as works:
             for tensors in calls:
-                call(*tensors, group=group, async_op=apart, **options)
-        return works if apart else None
+                call(*tensors, group=group, async_op=asynchronous, **options)
+        return works if asynchronous else None
 
     def _is_queued(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         on_streams = device_layer(device).asynchronous

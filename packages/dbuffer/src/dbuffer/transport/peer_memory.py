@@ -137,10 +137,10 @@ class PeerExchange:
             self.under_way = False  # only now: until this is raised, another error is a signal handler's
             raise error
 
-    def why_late(self, given: set[int]) -> str:
+    def why_late(self, done: set[int]) -> str:
         """The reason at its deadline, when these peers have given their tensors: others may wait for the same ones."""
         awaited = self.untaken | self.unread
-        missing = sorted(awaited - given or awaited)
+        missing = sorted(awaited - done or awaited)
         return f"rank(s) {missing} of the group did not take part in {self.label} within {self._timeout:g} s"
 
 
@@ -411,8 +411,8 @@ class _Answering:
         if exchange.total is None:
             peers = [peer] if self._has_given_all(exchange, peer) else []
         else:
-            given = [other for other in exchange.takes if self._has_given_all(exchange, other)]
-            peers = given if len(given) == len(exchange.takes) else []
+            ready = [other for other in exchange.takes if self._has_given_all(exchange, other)]
+            peers = ready if len(ready) == len(exchange.takes) else []
         slices = {other: self._slices(exchange, other) for other in peers}
         if exchange.total is None:
             for other in peers:

@@ -66,8 +66,8 @@ class Ledger:
         if self._appends:
             store.append(key, entry)
             return
-        while (found := store.compare_set(key, known, known + entry).decode()) != known + entry:
-            known = found
+        while (current := store.compare_set(key, known, known + entry).decode()) != known + entry:
+            known = current
 
     def read(self, key: str, size: int) -> int:
         """The parameters that all of `size` ranks miss, as bits. Two requests; the last reader's two more delete it."""

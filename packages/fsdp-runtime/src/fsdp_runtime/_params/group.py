@@ -264,15 +264,15 @@ class Group:
         by_id: dict[int, torch.Tensor] = {}
         kept = False
         for slots, attribute in param.slots:
-            held = slots.get(attribute)
-            if held is None:
+            registered = slots.get(attribute)
+            if registered is None:
                 raise ValueError(
                     f"{self.name}: parameter {param.name} was taken out of its module after fully_shard"
                 )
-            if held is param.sharded or held is param.unsharded:
+            if registered is param.sharded or registered is param.unsharded:
                 kept = True
             else:
-                by_id[id(held)] = held
+                by_id[id(registered)] = registered
         assigned = list(by_id.values())
         for value in assigned:
             self._check_assigned(param, value)
@@ -299,15 +299,17 @@ class Group:
                 f"expected {tuple(param.sharded.shape)}"
             )
 
-    def check_same(self, param: "ManagedParam[Group]", one: torch.Tensor, other: torch.Tensor) -> None:
+    def check_same(self, param: "ManagedParam[Group]", value: torch.Tensor, other: torch.Tensor) -> None:
         """Raise ValueError on every rank if values for a tied parameter differ. One all-gather of small objects.
 
         Also the collectives of `as_sharded`.
         """
         problem: Exception | None = None
-        one, other = (param.plain(self.local_values(self.as_sharded(param, value))) for value in (one, other))
-        known = not (one.is_meta or other.is_meta)
-        if known and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+        value, other = (
+            param.plain(self.local_values(self.as_sharded(param, value))) for value in (value, other)
+        )
+        known = not (value.is_meta or other.is_meta)
+        if known and not torch.allclose(value, other, rtol=0, atol=0, equal_nan=True):
             problem = ValueError(
                 f"{param.name} is one parameter in {len(param.slots)} modules, and was given different values for "
                 "them. Load values that are equal, or untie it before fully_shard"
@@ -394,8 +396,8 @@ class Group:
         for param in self.params:
             sharded, unsharded = param.sharded, param.unsharded
             for slots, attribute in param.slots:
-                held = slots.get(attribute)
-                if held is unsharded or held is None:
+                registered = slots.get(attribute)
+                if registered is unsharded or registered is None:
                     slots[attribute] = sharded
 
     def register_unsharded(self) -> None:

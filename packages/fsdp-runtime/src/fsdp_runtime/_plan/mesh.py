@@ -213,7 +213,7 @@ class OtherParallelism:
         """Elements of the piece of each rank of the mesh."""
         coordinates = itertools.product(*map(range, self.mesh.shape))
         boxes = (held_boxes(self.shape, self.mesh.shape, self.placements, where) for where in coordinates)
-        return tuple(sum(math.prod(size) for _, size in held) for held in boxes)
+        return tuple(sum(math.prod(size) for _, size in own) for own in boxes)
 
 
 def take_apart(

@@ -98,13 +98,13 @@ class ExportedParams:
     def swap(self, key: Any, now: torch.Tensor) -> torch.Tensor | None:
         """Keep a copy of these values; which of them differ from the last ones (bool, 1-D). None: there were none."""
         device = now.device if self._device is None else self._device
-        held, bits = self._copies.get(key), now.reshape(-1).view(_BITS[now.dtype.itemsize])
-        if held is None or held.dtype != now.dtype or held.numel() != now.numel():
+        last, bits = self._copies.get(key), now.reshape(-1).view(_BITS[now.dtype.itemsize])
+        if last is None or last.dtype != now.dtype or last.numel() != now.numel():
             kept = torch.empty(now.numel(), dtype=now.dtype, device=device)
             self._copies[key] = kept.copy_(now.reshape(-1))
             return None
-        changed = bits != held.to(now.device).view(bits.dtype)
-        held.copy_(now.reshape(-1))
+        changed = bits != last.to(now.device).view(bits.dtype)
+        last.copy_(now.reshape(-1))
         return changed
 
 

@@ -58,7 +58,7 @@ def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str
     if not transforms:
         return {}
     renamings, converters = library.divided(transforms)
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     rules: dict[str, Rule | Made] = {}
     converted: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for file in sorted(files, key=library.loading.dot_natural_key):
@@ -109,22 +109,24 @@ class FileForm:
         if self._library is not None and self._twin is not None:
             loading, mapping = self._library.loading, self._library.mapping
             transforms = getattr(model, "_weight_conversions", None) or [
-                one
-                for one in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
-                if not isinstance(one, loading.PrefixChange)
+                transform
+                for transform in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
+                if not isinstance(transform, loading.PrefixChange)
             ]
-            reverse = [one.reverse_transform() for one in reversed(transforms)]
+            reverse = [transform.reverse_transform() for transform in reversed(transforms)]
             self._renamings, self._converters = self._library.divided(reverse)
-            self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+            self._by_pattern = {
+                pattern: converter for converter in self._converters for pattern in converter.source_patterns
+            }
         self._changes = bool(transforms)
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
         """Names of the model that are converted together, in the order of their first."""
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in names:
             key, pattern = self._converted(name)
-            found.setdefault(name if pattern is None else f"{key} of a converter", []).append(name)
-        return list(found.values())
+            groups.setdefault(name if pattern is None else f"{key} of a converter", []).append(name)
+        return list(groups.values())
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """One group's tensors under the names, and in the form, of the file. Also on meta."""
@@ -200,9 +202,11 @@ class _Library:
 
     def divided(self, transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         """Renamings, and converters of values."""
-        found = list(transforms)
+        listed = list(transforms)
         kinds = (self.loading.WeightRenaming, self.loading.WeightConverter)
-        renamings, converters = ([one for one in found if isinstance(one, kind)] for kind in kinds)
+        renamings, converters = (
+            [transform for transform in listed if isinstance(transform, kind)] for kind in kinds
+        )
         return renamings, converters
 
 
@@ -224,6 +228,6 @@ def _plain_twin(model: nn.Module) -> Any:
         return None
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
-    original: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    original: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return original(copy.deepcopy(model.config))

@@ -161,11 +161,11 @@ class Exporter:
             full = gather(run, receivers_of(run, self._ranks))
         if full is None:
             return
-        found = tensors_of(run, full)
+        tensors = tensors_of(run, full)
         del full
         while True:
             with torch.no_grad():
-                pair = next(found, None)
+                pair = next(tensors, None)
             if pair is None:
                 return
             if self._receives:
@@ -186,20 +186,20 @@ class Exporter:
 
     def changes(self, exported: ExportedParams) -> Iterator[ChangedBlocks]:
         """Blocks that differ from the last export."""
-        for run, found in self._changed(exported, changed_ranges):
+        for run, changes in self._changed(exported, changed_ranges):
             if run is None:
-                yield from map(_as_changed, found)
-            while run is not None and found:
-                yield from _by_tensor(run, *found.pop(0))
+                yield from map(_as_changed, changes)
+            while run is not None and changes:
+                yield from _by_tensor(run, *changes.pop(0))
 
     def elements(self, exported: ExportedParams) -> Iterator[ChangedElements]:
         """Elements that differ from the last export, tensor by tensor; whole tensors where `changes` has them."""
-        for run, found in self._changed(exported, changed_elements):
+        for run, changes in self._changed(exported, changed_elements):
             if run is None:
-                yield from map(_all_elements, found)
-            elif found:
-                places, values = map(torch.cat, zip(*found, strict=True))
-                del found
+                yield from map(_all_elements, changes)
+            elif changes:
+                places, values = map(torch.cat, zip(*changes, strict=True))
+                del changes
                 yield from _elements_by_tensor(run, places, values)
 
     def _changed(
@@ -264,7 +264,7 @@ def _exchange(
     here = counts[2 * data.shard_rank : 2 * data.shard_rank + 2]
     here.copy_(torch.tensor([flat.numel(), values.numel()]))
     compat.all_gather(counts, here, group)
-    found: list[Changed] = []
+    changes: list[Changed] = []
     for rank, (num_edges, num_values) in enumerate(counts.view(-1, 2).tolist()):
         if not num_edges:
             continue
@@ -275,8 +275,8 @@ def _exchange(
         for tensor in (edges, sent):
             _give(tensor, rank, receivers, data.shard_rank, members, group)
         if takes:
-            found.append((edges, sent))
-    return found
+            changes.append((edges, sent))
+    return changes
 
 
 def _give(
@@ -297,19 +297,19 @@ def _give(
         gives = [tensor.numel() if rank == source and peer == receiver else 0 for peer in range(len(members))]
         takes = [tensor.numel() if rank == receiver and peer == source else 0 for peer in range(len(members))]
         out = tensor if rank == receiver else tensor[:0]
-        given = tensor if rank == source else tensor[:0]
-        dist.all_to_all_single(out, given, takes, gives, group=group)
+        sent = tensor if rank == source else tensor[:0]
+        dist.all_to_all_single(out, sent, takes, gives, group=group)
 
 
 def _by_tensor(run: Run, edges: torch.Tensor, values: torch.Tensor) -> Iterator[ChangedBlocks]:
     """The changed blocks of one rank, tensor by tensor."""
     ranges = [(int(start), int(stop)) for start, stop in edges.view(-1, 2).tolist()]
     begins = [entry.place.offset for entry in run.members]
-    found: dict[int, list[tuple[int, int]]] = {}
+    ranges_of: dict[int, list[tuple[int, int]]] = {}
     for start, stop in ranges:
-        found.setdefault(bisect.bisect_right(begins, start) - 1, []).append((start, stop))
+        ranges_of.setdefault(bisect.bisect_right(begins, start) - 1, []).append((start, stop))
     at = 0
-    for index, own in found.items():
+    for index, own in ranges_of.items():
         entry, count = run.members[index], sum(stop - start for start, stop in own)
         offset = entry.place.offset
         inside = tuple((start - offset, stop - offset) for start, stop in own)

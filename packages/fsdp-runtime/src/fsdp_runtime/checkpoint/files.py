@@ -83,15 +83,15 @@ class Checkpoint:
         self.tensors: dict[str, Stored] = {}
         headers = hashlib.sha256()
         for file, listed in _files_of(self.path):
-            found = _mapped(file)
-            about = [(name, tensor.dtype, tensor.shape) for name, tensor in found.items()]
+            tensors = _mapped(file)
+            about = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
             headers.update(repr((file.name, file.stat().st_size, about)).encode())
-            for name in found if listed is None else listed:
-                self._add(name, file, found)
+            for name in tensors if listed is None else listed:
+                self._add(name, file, tensors)
         self.fingerprint = headers.hexdigest()
 
-    def _add(self, name: str, file: Path, found: dict[str, torch.Tensor]) -> None:
-        if name not in found:
+    def _add(self, name: str, file: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if name not in tensors:
             raise ValueError(
                 f"{file}: {name[:200]} is not in it, but the index lists it there; index and files belong to "
                 "different checkpoints"
@@ -99,7 +99,7 @@ class Checkpoint:
         if name in self.tensors:
             other = self.tensors[name].file.name
             raise ValueError(f"{self.path}: {name[:200]} is in {other} and in {file.name}; expected it once")
-        self.tensors[name] = Stored(name, file, found[name])
+        self.tensors[name] = Stored(name, file, tensors[name])
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
-            names = [one.name for one in indices]
+            names = [index.name for index in indices]
             raise ValueError(f"{path} has several indices {names}; pass the one to load")
         if not indices:
             files = sorted(path.glob("*.safetensors"))

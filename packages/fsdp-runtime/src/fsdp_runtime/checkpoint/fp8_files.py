@@ -35,7 +35,7 @@ def read_safetensors(
     """
     checkpoint = Checkpoint(path)
     stored = checkpoint.tensors
-    coded = {name for name, one in stored.items() if one.dtype == torch.float8_e4m3fn}
+    coded = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
     for name in stored:
         weight = name.removesuffix(SCALES)
         if weight != name and weight not in coded:
@@ -46,8 +46,10 @@ def read_safetensors(
     for name in coded:
         check_scales(stored[name], scales[name], tile)
     return {
-        name: decode(one, scales[name], tile, whole(one.shape)).to(dtype) if name in coded else one.tensor
-        for name, one in stored.items()
+        name: decode(tensor, scales[name], tile, whole(tensor.shape)).to(dtype)
+        if name in coded
+        else tensor.tensor
+        for name, tensor in stored.items()
         if not name.endswith(SCALES)
     }
 
@@ -64,7 +66,7 @@ def safetensors_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...
         ImportError: safetensors is not installed.
     """
     stored = Checkpoint(path).tensors
-    return {name: one.shape for name, one in stored.items() if not name.endswith(SCALES)}
+    return {name: tensor.shape for name, tensor in stored.items() if not name.endswith(SCALES)}
 
 
 def tile_in(folder: Path) -> tuple[int, int]:

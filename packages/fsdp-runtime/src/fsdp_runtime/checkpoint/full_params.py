@@ -55,8 +55,8 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         yield
         if writeback:
             with torch.no_grad():
-                found = [(param, _written(param)) for param, _ in whole]
-                for param, value in found:
+                written = [(param, _written(param)) for param, _ in whole]
+                for param, value in written:
                     param.group.write_back(param, param.group.plan.geometry.cut(param.name, value))
     finally:
         for unit in units:
@@ -97,7 +97,7 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
 
 
 def _written(param: Param) -> torch.Tensor:
-    found: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
     for slots, attribute in param.slots:
         value = slots.get(attribute)
         if value is None or tuple(value.shape) != param.shape:
@@ -105,8 +105,8 @@ def _written(param: Param) -> torch.Tensor:
                 f"full_params: {param.name} is {None if value is None else tuple(value.shape)} now; expected a tensor "
                 f"of shape {param.shape}"
             )
-        found[id(value)] = value.detach()
-    first, *others = found.values()
+        values[id(value)] = value.detach()
+    first, *others = values.values()
     if not all(torch.allclose(first, other.to(first), rtol=0, atol=0, equal_nan=True) for other in others):
         raise ValueError(
             f"full_params: {param.name} is one parameter in {len(param.slots)} modules, and was given different values "

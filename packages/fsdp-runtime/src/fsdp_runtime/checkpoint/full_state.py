@@ -64,8 +64,8 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
     for target in targets_of(model):
         names = (target.name, *target.also)
         known.update(names)
-        given = [name for name in names if name in state_dict]
-        for name in given:
+        present = [name for name in names if name in state_dict]
+        for name in present:
             value = state_dict[name]
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
@@ -73,14 +73,14 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
                 )
-            first = state_dict[given[0]]
-            if name != given[0] and not torch.allclose(
+            first = state_dict[present[0]]
+            if name != present[0] and not torch.allclose(
                 first, value.to(first), rtol=0, atol=0, equal_nan=True
             ):
                 raise ValueError(
-                    f"{given[0]} and {name} are one parameter of the model, and have different values"
+                    f"{present[0]} and {name} are one parameter of the model, and have different values"
                 )
-        if len(given) < len(names) and (strict or (target.tensor.is_meta and not given)):
+        if len(present) < len(names) and (strict or (target.tensor.is_meta and not present)):
             missing = next(name for name in names if name not in state_dict)
             raise ValueError(f"{missing} is missing from the state dict")
     if strict and (unexpected := sorted(state_dict.keys() - known)):

@@ -115,12 +115,12 @@ def _plan(model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], stric
     plan, used, missing = _Plan(), set[str](), []
     for target in targets:
         names = (target.name, *target.also)
-        found = [
+        sources = [
             (name, pieces)
             for name in names
             if (pieces := pieces_for(name, shapes, stored, rules, own)) is not None
         ]
-        if not found:
+        if not sources:
             missing.append(target.name)
             if target.tensor.is_meta and not strict:
                 raise ValueError(
@@ -129,14 +129,14 @@ def _plan(model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], stric
                 )
             continue
         target.refuse_subclass()
-        for name, pieces in found:
+        for name, pieces in sources:
             for piece in pieces:
                 used.add(piece.stored.name)
                 _check_dtype(target, piece.stored, stored, plan)
-            if name == found[0][0]:
+            if name == sources[0][0]:
                 plan.work.append((target.name, pieces))
                 plan.nbytes += _nbytes(target, pieces)
-            elif pieces != found[0][1]:
+            elif pieces != sources[0][1]:
                 plan.checks.append((target.name, name, pieces))
     used.update(scales.name for scales in plan.scales.values())
     unexpected = sorted(stored.keys() - used)
@@ -158,21 +158,24 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _nbytes(target: Target, pieces: Sequence[Piece]) -> int:
-    found = 0
+    nbytes = 0
     for box in target.boxes():
         for piece in pieces:
             part = piece.box.intersection(box)
-            found += part.numel * piece.stored.dtype.itemsize if part else 0
-    return found
+            nbytes += part.numel * piece.stored.dtype.itemsize if part else 0
+    return nbytes
 
 
 def _check_dtype(target: Target, stored: Stored, source: Mapping[str, Stored], plan: _Plan) -> None:
-    wanted, given = target.tensor.dtype, stored.dtype
-    if wanted == given:
+    wanted, stored_dtype = target.tensor.dtype, stored.dtype
+    if wanted == stored_dtype:
         return
-    if not (wanted.is_floating_point and given.is_floating_point) or given == torch.float4_e2m1fn_x2:
-        raise TypeError(f"{stored.name} is {given}; {target.name} expects {wanted}")
-    if given == torch.float8_e4m3fn:
+    if (
+        not (wanted.is_floating_point and stored_dtype.is_floating_point)
+        or stored_dtype == torch.float4_e2m1fn_x2
+    ):
+        raise TypeError(f"{stored.name} is {stored_dtype}; {target.name} expects {wanted}")
+    if stored_dtype == torch.float8_e4m3fn:
         plan.scales[stored.name] = scales_of(stored, source)
 
 

@@ -152,7 +152,7 @@ class Split:
     def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
         """As `Fused.find`."""
         matches = [_regex(model).fullmatch(name) for model in self.models]
-        position, match = next(((at, found) for at, found in enumerate(matches) if found), (0, None))
+        position, match = next(((at, match) for at, match in enumerate(matches) if match), (0, None))
         if match is None:
             return None
         words = match.groupdict()
@@ -160,14 +160,14 @@ class Split:
         if stored is None:
             return None
         names = [_fill(model, words) for model in self.models]
-        unknown = [one for one in names if one not in shapes]
+        unknown = [part for part in names if part not in shapes]
         if unknown:
             raise ValueError(
                 f"{name} is a slice of {stored.name}, next to {unknown[0]}, which the model does not have"
             )
         lead = (int(words["index"]),) if "index" in words and "{index}" not in self.file else ()
-        before = sum(_size(one, shapes[one], self.dim) for one in names[:position])
-        shape, total = shapes[name], sum(_size(one, shapes[one], self.dim) for one in names)
+        before = sum(_size(part, shapes[part], self.dim) for part in names[:position])
+        shape, total = shapes[name], sum(_size(part, shapes[part], self.dim) for part in names)
         expected = (*shape[: self.dim], total, *shape[self.dim + 1 :])
         inner, stack = stored.shape[len(lead) :], stored.shape[: len(lead)]
         if inner != expected or any(at >= size for at, size in zip(lead, stack, strict=True)):
@@ -226,9 +226,9 @@ def pieces_for(
         ValueError: some of what a rule names is missing, or a shape is wrong; by name.
     """
     for rule in (*rules, *([own[name]] if name in own else [])):
-        found = rule.find(name, shapes, source)
-        if found is not None:
-            return found
+        pieces = rule.find(name, shapes, source)
+        if pieces is not None:
+            return pieces
     stored = source.get(name)
     return None if stored is None else one_after_another(name, (), shapes[name], [stored], 0)
 

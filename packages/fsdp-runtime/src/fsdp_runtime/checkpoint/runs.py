@@ -98,8 +98,8 @@ def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     if ranks is None or run.cut_by_others:  # such a tensor is gathered over that afterwards, by all its ranks
         return None
     members = dist.get_process_group_ranks(run.group.plan.data.groups[-1])
-    found = [index for index, rank in enumerate(members) if rank in ranks]
-    return None if len(found) == len(members) else found
+    receivers = [index for index, rank in enumerate(members) if rank in ranks]
+    return None if len(receivers) == len(members) else receivers
 
 
 def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:

@@ -223,21 +223,21 @@ def _formats_of(module: nn.Module) -> dict[int, BlockFP8]:
     Raises:
         ValueError: there is none, or tiles differ: a checkpoint has one `weight_block_size`.
     """
-    found: dict[int, BlockFP8] = {}
+    formats: dict[int, BlockFP8] = {}
     for inner in module.modules():
         member = member_of(inner)
         for group in member.unit.groups if member is not None else ():
             fmt = group.wire_format
             if isinstance(fmt, BlockFP8):
                 written = replace(fmt, scale="pow2") if fmt.scale == "e8m0" else fmt  # files have fp32 scales
-                found.update({id(param.sharded): written for param in group.params})
-    tiles = sorted({fmt.tile for fmt in found.values()})
+                formats.update({id(param.sharded): written for param in group.params})
+    tiles = sorted({fmt.tile for fmt in formats.values()})
     if len(tiles) != 1:
         raise ValueError(
             f"save_safetensors(quantized=True): weights with tiles {tiles} in this module; it writes those of "
             "QuantizationPolicy(weights=BlockFP8(...)), all of one tile"
         )
-    return found
+    return formats
 
 
 def _quantize_whole(key: str, full: torch.Tensor, fmt: BlockFP8) -> list[tuple[str, torch.Tensor]]:

@@ -63,7 +63,7 @@ def snapshot(
         with torch.no_grad():
             copies = _copied(_states(model, optimizers), target)
         after = compat.versions(tensors.values())
-        written = [name for name, one, two in zip(tensors, before, after, strict=True) if one != two]
+        written = [name for name, old, new in zip(tensors, before, after, strict=True) if old != new]
         if not written:
             model_state, *states = copies.values()
             single = isinstance(optimizer, torch.optim.Optimizer)

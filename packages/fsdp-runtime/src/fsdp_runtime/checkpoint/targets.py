@@ -112,12 +112,12 @@ def targets_of(model: nn.Module) -> list[Target]:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units in a model, in the order of its modules."""
-    found: dict[Unit, None] = {}
+    units: dict[Unit, None] = {}
     for module in model.modules():
         member = member_of(module)
         if member is not None:
-            found[member.unit] = None
-    return list(found)
+            units[member.unit] = None
+    return list(units)
 
 
 def give_memory(model: nn.Module) -> None:
@@ -206,9 +206,9 @@ def _by_group(model: nn.Module, names: dict[int, str]) -> Iterator[Entry]:
         for group in unit.groups:
             if not group.holds_values:
                 continue
-            found = [
+            entries = [
                 Entry(names[id(param.sharded)], param.sharded.detach(), param)
                 for param in group.params
                 if id(param.sharded) in names
             ]
-            yield from sorted(found, key=lambda entry: (entry.place.segment, entry.place.offset))
+            yield from sorted(entries, key=lambda entry: (entry.place.segment, entry.place.offset))

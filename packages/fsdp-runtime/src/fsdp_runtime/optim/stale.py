@@ -47,10 +47,10 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "Build the optimizer after fully_shard, from model.parameters(); a module that still holds one is tied to "
             "a unit that is not around it: call fully_shard on the model too"
         )
-    if held := [of.name for param, of in managed if param is of.unsharded]:
+    if gathered := [of.name for param, of in managed if param is of.unsharded]:
         raise RuntimeError(
-            f"{type(optimizer).__name__} was built between forward and backward: {len(held)} of its {len(params)} "
-            f"parameters, {held[0]!r} first, are gathered values that are not trained. Build the optimizer before "
+            f"{type(optimizer).__name__} was built between forward and backward: {len(gathered)} of its {len(params)} "
+            f"parameters, {gathered[0]!r} first, are gathered values that are not trained. Build the optimizer before "
             "forward, or call reshard() first"
         )
     refuse_coded(optimizer, params)

@@ -138,7 +138,7 @@ def _read_back(tree: Any) -> Any:
     if isinstance(tree, BlockQuantizedTensor):
         return tree.dequantize()
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_read_back(one) for one in tree])
+        return type(tree)([_read_back(value) for value in tree])
     if isinstance(tree, dict):
-        return {key: _read_back(one) for key, one in tree.items()}
+        return {key: _read_back(value) for key, value in tree.items()}
     return tree

@@ -61,20 +61,20 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
 
 @triton.jit
 def _begin(piece, column: tl.constexpr, VECTOR: tl.constexpr):
-    found = tl.load(piece + column)
+    loaded = tl.load(piece + column)
     if VECTOR:
-        found = tl.multiple_of(found, 16)
-    return found
+        loaded = tl.multiple_of(loaded, 16)
+    return loaded
 
 
 @triton.jit
 def _read(values, offset, mask, TYPE: tl.constexpr):
     """Elements of one of the three types, as fp32."""
-    found = tl.load(values + offset, mask=mask, other=0)
+    loaded = tl.load(values + offset, mask=mask, other=0)
     if TYPE == 1:
-        return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return found.to(tl.float32)
+        return loaded.to(tl.float32)
 
 
 @triton.jit
