@@ -98,7 +98,11 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
         firsts = [min((p.first for p in held), default=24) for held in ordered.held]
         assert firsts == sorted(firsts)
         assert ordered.own == holding.own
-        assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
+        if torch.__version__ >= "2.12" or list(ordered.ranks) == sorted(ordered.ranks):
+            assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
+        else:
+            with pytest.raises(NotImplementedError, match="new_group"):
+                _ = ordered.group
 
 
 @given(

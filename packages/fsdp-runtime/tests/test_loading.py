@@ -29,6 +29,7 @@ from fsdp_runtime import (
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from layout_planner import Elements
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -182,6 +183,9 @@ def states_from_rank0(kind, foreach):
             torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
@@ -190,6 +194,9 @@ def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial(ranks):
             states_from_rank0(kind, foreach)
 
 
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
 @on_ranks(2)
 def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
     values = full_values("plain") if dist.get_rank() == 0 else {}

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ragged_shard import CPU
+from ragged_shard import CPU, DISTRIBUTED
 
 T = TypeVar("T")
 #: Torch's own function, also after a script has put another in its place.
@@ -175,8 +175,8 @@ def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of other tensors, and is not a DTensor."""
-    return not isinstance(tensor, DTensor) and bool(is_traceable_wrapper_subclass(tensor.data))
+    """Whether a tensor is made of other tensors, and is not distributed."""
+    return not isinstance(tensor, DISTRIBUTED) and bool(is_traceable_wrapper_subclass(tensor.data))
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:

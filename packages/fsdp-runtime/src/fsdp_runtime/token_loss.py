@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from ragged_shard import CPU, device_layer, list_ranks
+from ragged_shard import CPU, DISTRIBUTED, device_layer, list_ranks
 
 from ._module import FSDPModule
 from ._params.unit import Unit
@@ -191,7 +190,7 @@ class TokenStep:
         """
         mean = torch.zeros((), dtype=torch.float64, device=self._device)
         for value in [losses] if isinstance(losses, Tensor) else losses:
-            mean += (value.full_tensor() if isinstance(value, DTensor) else value).to(self._device)
+            mean += (value.full_tensor() if isinstance(value, DISTRIBUTED) else value).to(self._device)
         for group in (*self._groups, *([] if self._pp is None else [self._pp])):
             dist.all_reduce(mean, group=group)
         return mean

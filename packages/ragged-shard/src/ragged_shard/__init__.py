@@ -38,7 +38,7 @@ from ragged_shard._state_dict import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from ragged_shard._tensor import RaggedDTensor, RedistributeHandle
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor, RedistributeHandle
 
 if _TYPE_CHECKING:
     from ragged_shard._checkpoint import HuggingFaceStorageWriter
@@ -46,6 +46,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CPU",
+    "DISTRIBUTED",
     "Box",
     "DeviceLayer",
     "HuggingFaceStorageWriter",

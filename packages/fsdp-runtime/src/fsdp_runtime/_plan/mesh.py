@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from ragged_shard import CPU, RaggedShard, StridedRaggedShard, held_boxes
+from ragged_shard import CPU, DISTRIBUTED, RaggedShard, StridedRaggedShard, held_boxes
 
 from .. import _torch_compat as compat
 
@@ -224,7 +224,7 @@ def take_apart(
     Raises:
         ValueError: it is on the data-parallel mesh already, or its placements do not combine with it.
     """
-    if not isinstance(param, DTensor):
+    if not isinstance(param, DISTRIBUTED):
         return param, None
     mesh, placements = param.device_mesh, param.placements
     if data.spmd is not None:

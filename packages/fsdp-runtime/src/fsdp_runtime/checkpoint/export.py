@@ -7,9 +7,8 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ragged_shard import gather_from_ranks, same_on_all_ranks
+from ragged_shard import DISTRIBUTED, gather_from_ranks, same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .changes import (
@@ -175,7 +174,7 @@ class Exporter:
     def _whole_entry(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
         tensor: Any = entry.tensor
         with torch.no_grad():
-            if isinstance(tensor, DTensor):
+            if isinstance(tensor, DISTRIBUTED):
                 tensor = tensor.full_tensor()
             if self._receives:
                 tensor = tensor.to(self.dtype_of(entry), copy=tensor is entry.tensor)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import ragged_shard
+from ragged_shard import DISTRIBUTED
 from ragged_shard import full_optimizer_state_dict as get_full_optimizer_state_dict
 from ragged_shard import full_state_dict as get_full_state_dict
 
@@ -67,7 +67,7 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         present = [name for name in names if name in state_dict]
         for name in present:
             value = state_dict[name]
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
                 raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
             if value.shape != target.tensor.shape:
                 raise ValueError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dbuffer import DeviceLayer, device_layer
-from ragged_shard import RaggedDTensor
+from ragged_shard import DISTRIBUTED, RaggedDTensor
 
 from .._grads.on_host import host_gradient
 from .._torch.tree import local_tensor, tensors_in
@@ -185,7 +185,7 @@ class OffloadedStates:
         if not self._optimizer.skip_nonfinite:
             return True
         if grad_norm is not None:
-            norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+            norm = grad_norm.full_tensor() if isinstance(grad_norm, DISTRIBUTED) else grad_norm
             return math.isfinite(float(norm))
         bad = torch.zeros((), dtype=torch.float32, device=self._layer.device)
         tensors = [param.tensor for param in self._optimizer.trained]

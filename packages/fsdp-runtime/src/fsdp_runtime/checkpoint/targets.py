@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from dbuffer import TensorSlice
-from ragged_shard import Box
+from ragged_shard import DISTRIBUTED, Box
 
 from .. import _torch_compat as compat
 from .._params.group import Group
@@ -47,7 +46,7 @@ class Target:
     @property
     def distributed(self) -> bool:
         """Whether ranks hold boxes of it."""
-        return isinstance(self.tensor, DTensor)
+        return isinstance(self.tensor, DISTRIBUTED)
 
     def refuse_subclass(self) -> None:
         """Raise NotImplementedError if only a tensor subclass knows how values are kept."""
@@ -81,7 +80,7 @@ def views_of(tensor: torch.Tensor, boxes: list[Box]) -> Iterator[tuple[Box, torc
     for box in boxes:
         if not box.numel:
             continue
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DISTRIBUTED):
             yield box, tensor
             continue
         shard: Any = tensor

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ragged_shard
-from ragged_shard import CPU, RaggedDTensor, is_cpu
+from ragged_shard import CPU, DISTRIBUTED, RaggedDTensor, is_cpu
 
 from .. import _torch_compat as compat
 from .._grads.on_host import any_on_host, host_gradient
@@ -134,7 +134,7 @@ class _Gradients:
         on_host = any_on_host()
         for param in params:
             grad: Any = param.grad
-            if not isinstance(param, DTensor | RaggedDTensor):
+            if not isinstance(param, DISTRIBUTED):
                 cut = self._cut(None, [])
                 if grad is not None:
                     cut.separate.append(grad)
@@ -214,7 +214,7 @@ class _Gradients:
 
 def _laid_out_like(param: Any, grad: torch.Tensor) -> torch.Tensor:
     """This rank's slice of a gradient, cut as its parameter is. May communicate, as redistribute does."""
-    if not isinstance(grad, DTensor | RaggedDTensor):
+    if not isinstance(grad, DISTRIBUTED):
         grad = ragged_shard.distribute_like(grad.detach(), param, src_data_rank=None)
     elif grad.placements != param.placements:
         grad = ragged_shard.redistribute(grad, placements=param.placements)

@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from ragged_shard import device_layer, gather_from_ranks
+from ragged_shard import DISTRIBUTED, device_layer, gather_from_ranks
 
 from ..checkpoint.dcp_files import METADATA, Reader
 from .errors import TrainError, agreed, causes, named, one_line
@@ -281,7 +280,7 @@ def _with_copied_buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[s
     buffers = {buffer.data_ptr() for buffer in model.buffers()}
 
     def is_buffer(value: Any) -> bool:
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DISTRIBUTED)
         return plain and value.data_ptr() in buffers
 
     return {name: value.clone() if is_buffer(value) else value for name, value in weights.items()}

@@ -308,9 +308,9 @@ class Transformer(nn.Module):
         """
         x_BTD = x if self.embed is None else self.embed(x)
         config, positions = self.config, self.positions or range(x.shape[1])
-        cos_TC, sin_TC = rope_tables(
-            len(positions), config.head_dim, config.rope_theta, x.device, positions.start
-        )
+        tables = rope_tables(len(positions), config.head_dim, config.rope_theta, x.device, positions.start)
+        # A block's unit would cast them, but FSDP2 of torch 2.11 does not again when the block is recomputed.
+        cos_TC, sin_TC = (table.to(x_BTD.dtype) for table in tables)
         aux = x_BTD.new_zeros((), dtype=torch.float32) if aux is None else aux
         for block in self.blocks:
             if self.checkpointing and self.training:

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import ragged_shard
 from dbuffer import BlockInt8, BlockQuantizedTensor, BlocksAtRest, WireForm, empty_codes
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard
 
 from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
 from ..._plan.param import ManagedParam, local_of
@@ -143,7 +142,7 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
         like = _empty(plan, param, value.dtype, torch.device("meta"))
         value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
     with torch.no_grad():
-        if isinstance(value, (DTensor, RaggedDTensor)):
+        if isinstance(value, DISTRIBUTED):
             value = ragged_shard.redistribute(value, placements=param.placements).to_local()
         else:
             value = plan.geometry.cut(param.name, value)
@@ -164,7 +163,7 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's slice of a value, placed as another."""
     assert isinstance(like, RaggedDTensor)
     with torch.no_grad():
-        if isinstance(value, (DTensor, RaggedDTensor)):
+        if isinstance(value, DISTRIBUTED):
             placed = ragged_shard.redistribute(value, placements=like.placements)
         else:
             placed = ragged_shard.distribute_tensor(
