@@ -9,11 +9,10 @@ import torch.distributed.checkpoint as dcp
 from runs import Run, full, neighbors, tensors
 from test_fsdp2 import Model, cpu_offload, hsdp, named, rows, steps, tensor_parallel
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from block_optim import EMA, AdamW, AdamW8bit
-from ragged_shard import RaggedDTensor
+from ragged_shard import DISTRIBUTED, RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 BF16 = torch.bfloat16
@@ -557,7 +556,7 @@ def saved(folder, layout, dtype):
         move(module, number)
         ema.update()
     value = next(iter(ema.state_dict()["codes" if dtype == torch.int8 else "averages"].values()))
-    assert isinstance(value, DTensor) == (layout != "plain")
+    assert isinstance(value, DISTRIBUTED) == (layout != "plain")
     assert isinstance(value, RaggedDTensor) == (layout not in ("plain", "shard"))
     dcp.save({"model": module.state_dict(), "ema": ema}, checkpoint_id=folder)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from dbuffer import DBuffer, Gather, Recycler, ReduceScatter
+from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks, run_ranks
 
@@ -119,6 +120,9 @@ def test_the_number_of_ops_does_not_grow_with_the_number_of_tensors():
     assert len(few) <= 4
 
 
+@pytest.mark.skipif(
+    not CAN_SWAP, reason="this torch cannot exchange memory between storages, so gathers are copied"
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @on_ranks("ranks")
 def test_a_gather_through_peer_memory_copies_one_shard_and_a_reduction_nothing(ranks):

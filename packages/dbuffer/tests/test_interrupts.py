@@ -260,11 +260,11 @@ def waits_for_completed_exchanges_are_interrupted(transport):
                 said.append(f"at {number}, then: {error}")
         assert buffer.in_flight is None, f"at {number}"
         if dist.get_rank() == 0 and handle.state is not HandleState.COMPLETED:
-            buffer = again(buffer)
             load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     return said
 
 
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot give a buffer other memory after an interrupt")
 @pytest.mark.parametrize("transport", ["peer_memory", "collectives"])
 def test_a_handlers_error_when_an_exchange_completes_is_not_taken_for_its_failure(transport):
     said = run_ranks(2, waits_for_completed_exchanges_are_interrupted, transport)
