@@ -319,4 +319,6 @@ def test_plan_and_sweep_print_the_bytes_of_either_cut(capsys):
 
 def test_a_bad_tile_is_refused_in_one_line(capsys):
     assert "is not a tile" in fails(capsys, "plan --model llama-3-8b --world-size 8 --tile 128")
-    assert "rows" in fails(capsys, "plan --model llama-3-8b --world-size 8 --tile 0x4")
+    assert "'0' is not an integer from 1" in fails(
+        capsys, "plan --model llama-3-8b --world-size 8 --tile 0x4"
+    )
