@@ -75,8 +75,13 @@ def sweep_gathers(
                 for group in model.groups:
                     plan = plan_matrices(group, world_size, block, tile, options)
                     if plan is not None:
-                        auto = plan.bytes_of(plan.cut)
-                        sizes = plan.bf16_bytes, plan.whole_bytes, plan.shared_bytes, auto, plan.amax_bytes
+                        sizes = (
+                            plan.bf16_bytes,
+                            plan.whole_bytes,
+                            plan.shared_bytes,
+                            plan.auto_bytes,
+                            plan.amax_bytes,
+                        )
                         totals = [total + group.count * n for total, n in zip(totals, sizes, strict=True)]
                 yield GatherMeasure(world_size, tile, block, *totals)
 
