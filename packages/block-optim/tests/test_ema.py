@@ -111,7 +111,7 @@ def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
 
 
 def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left(monkeypatch):
-    monkeypatch.setattr("block_optim.core.chunks.CPU_CHUNK", 16)
+    monkeypatch.setattr("block_optim.core.scratch.CPU_CHUNK", 16)
     module, gaps = flat_module()
     ema = EMA(module, 0.9)
     with Calls() as calls:
@@ -193,7 +193,7 @@ def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(mo
     others = (average("v"), average(seed=1), average(updates=2))
     assert not any(first.equal(other) for other in others)
     assert 16 < int((first == 1).sum()) < 48
-    for chunk in ("chunks.CPU_CHUNK", "rounding.CHUNK"):
+    for chunk in ("scratch.CPU_CHUNK", "rounding.CHUNK"):
         with monkeypatch.context() as patch:
             patch.setattr(f"block_optim.core.{chunk}", 5)
             assert first.equal(average())
@@ -355,7 +355,7 @@ def test_swapped_restores_weights_and_averages_to_the_bit_also_if_the_body_raise
 
 
 def test_swapping_fp32_weights_takes_no_memory_for_a_third_copy(monkeypatch):
-    monkeypatch.setattr("block_optim.core.chunks.CPU_CHUNK", 16)
+    monkeypatch.setattr("block_optim.core.scratch.CPU_CHUNK", 16)
     module, _ = flat_module()
     ema = EMA(module, 0.9)
 

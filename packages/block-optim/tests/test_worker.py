@@ -51,7 +51,7 @@ def test_a_snapshot_is_freed_when_its_job_has_completed(kind):
         optimizer.step()
         if worker.snapshots:
             break
-    worker._join()
+    worker._running[0].result()
     assert len(worker.before) > 1
     assert worker.before == sorted(set(worker.before), reverse=True), (
         "each job begins with less than the last"

@@ -14,25 +14,6 @@ given, st = hypothesis.given, hypothesis.strategies
 unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda c: c.update(format=99), "format is 99"),
-        (lambda c: c["segments"][0].update(shard_size=24), "starts inside a block|past 2 shards"),
-        (lambda c: c["segments"][0].update(offsets=[0, 8]), "overlaps a"),
-        (lambda c: c["segments"][0].update(names=["a", "a"]), "the segments hold"),
-        (lambda c: c["segments"][0].update(offsets=[0, 36]), "not a multiple of 8"),
-        (lambda c: c.pop("world_size"), "world_size"),
-        (lambda c: c["tensors"][0].update(shape=[0]), r"a size in shape \(0,\) is 0"),
-    ],
-)
-def test_a_tampered_layout_is_refused_on_reading(change, says):
-    content = json.loads(plan([TensorSpec("a", (4, 8), Rows(2)), TensorSpec("b", (16,))], 2).to_json())
-    change(content)
-    with pytest.raises(ValueError, match=says):
-        Layout.from_json(json.dumps(content))
-
-
 def test_text_that_is_not_a_layout_is_refused():
     for text in ("", "[]", "null", '{"format": 1}'):
         with pytest.raises(ValueError, match="this is not a layout"):
@@ -51,6 +32,13 @@ def small_layout():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (lambda c: c.update(format=99), "format is 99"),
+        (lambda c: c.pop("world_size"), "world_size"),
+        (lambda c: c["segments"][0].update(shard_size=24), "starts inside a block|past 2 shards"),
+        (lambda c: c["segments"][0]["offsets"].__setitem__(1, 8), "or overlaps"),
+        (lambda c: c["segments"][0]["offsets"].__setitem__(1, 36), "not a multiple of 8"),
+        (lambda c: c["segments"][0].update(names=["a", "a", "c"]), "the segments hold"),
+        (lambda c: c["tensors"][0].update(shape=[0]), r"a size in shape \(0,\) is 0"),
         (lambda c: c.update(align=-1), "align is -1"),
         (lambda c: c.update(align=0), "align is 0"),
         (lambda c: c.update(align=True), "align is True"),
@@ -73,7 +61,7 @@ def small_layout():
         (lambda c: c.update(segments=None), "not a layout"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_on_reading(change, says):
+def test_a_tampered_layout_is_refused_on_reading(change, says):
     content = json.loads(small_layout().to_json())
     change(content)
     with pytest.raises(ValueError, match=says):

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole, plan
-from layout_planner._svg_text import colours, fitting, text_width
+from layout_planner._svg import colours, fitting, text_width
 from layout_planner.models import load_model
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from layout_planner._arguments import blocks, named
+from layout_planner import Rows
 from layout_planner._cli import main as layout_planner
+from layout_planner._cli import named
 from layout_planner._sweep import Options, measure, plan_group
 from layout_planner._table import markdown, percent
 
@@ -36,7 +37,7 @@ def padding() -> str:
     models.insert(_MODELS.index("deepseek-v3") + 1, named("deepseek-v3", "separate"))
     rows = []
     for model in models:
-        for block in blocks("rows:16,rows:128"):
+        for block in (Rows(16), Rows(128)):
             measures = {size: measure(model, size, block, Options()) for size in _WORLD_SIZES}
             other = measures[1024]
             rules = (percent(other.padding(each)) for each in (other.even_rows, other.lcm))
@@ -56,7 +57,7 @@ def layer() -> str:
     rows = []
     for model in models:
         group = max(model.groups, key=lambda group: group.count)
-        for block in blocks("rows:16,rows:128"):
+        for block in (Rows(16), Rows(128)):
             cells = []
             for world_size in (512, 1024, 4096):
                 layout = plan_group(group, world_size, block, Options())

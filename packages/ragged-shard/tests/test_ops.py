@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._ops.table import RULES
-from ragged_shard._registry import HANDLERS
+from ragged_shard._tensor import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 

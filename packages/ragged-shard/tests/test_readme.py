@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ragged_shard._ops.table import RULES, markdown
-from ragged_shard._registry import HANDLERS
+from ragged_shard._tensor import HANDLERS
 from ragged_shard.testing import run_ranks
 
 

@@ -11,8 +11,7 @@ from block_optim.muon.muon import Muon
 from block_optim.muon.newton_schulz import orthogonalize
 from block_optim.muon.qk_clip import qk_clip_
 from block_optim.routing.mixed import Mixed
-from block_optim.routing.policy import block_policy_for
-from block_optim.routing.recipe import Recipe
+from block_optim.routing.recipe import Recipe, block_policy_for
 from block_optim.routing.routes import mixed_optimizer_for
 from block_optim.shampoo.shampoo import Shampoo
 from block_optim.shampoo.soap import SOAP

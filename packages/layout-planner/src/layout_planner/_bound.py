@@ -16,14 +16,11 @@ bisection for the first, and for the second by stepping over the lengths at whic
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 from layout_planner._spec import TensorSpec
-
-T = TypeVar("T")
 
 _MAX_LONG = 10  # tensors combined in every way; leaving out the shorter ones only weakens the bound
 _MAX_ORDER = 24  # dual feasible functions tried per size
@@ -69,13 +66,13 @@ def _pieces(tensors: Sequence[TensorSpec], align: int) -> Counter[int]:
         block = effective_block(spec, align)
         periods = spec.numel // period
         pieces[block] += periods * (period // block)
-        pieces[_up(period % block, align)] += periods
+        pieces[round_up(period % block, align)] += periods
     del pieces[0]
     return +pieces
 
 
 def _fluid(tensors: Sequence[TensorSpec], world_size: int, align: int) -> int:
-    return _up(-(-sum([_up(spec.numel, align) for spec in tensors]) // world_size), align)
+    return round_up(-(-sum([round_up(spec.numel, align) for spec in tensors]) // world_size), align)
 
 
 def blocks_bound(tensors: Sequence[TensorSpec], bins: int, align: int) -> int:
@@ -120,7 +117,7 @@ def _grids_bound(tensors: Sequence[TensorSpec], world_size: int, align: int, sta
             break
         long.append((effective_block(spec, align), spec.numel))
         # Valid only while this tensor is long, so the bound is capped at half its length.
-        least = max(least, min(_best_together(tuple(long), world_size), _up(-(-spec.numel // 2), align)))
+        least = max(least, min(_best_together(tuple(long), world_size), round_up(-(-spec.numel // 2), align)))
     return least
 
 
@@ -131,10 +128,10 @@ def _best_together(tensors: tuple[tuple[int, int], ...], world_size: int) -> int
     Depth first, cheapest addition first. Adding a tensor never makes its segment's shard smaller, so a branch ends
     as soon as it costs as much as the best solution.
     """
-    best = sum(_up(-(-numel // world_size), block) for block, numel in tensors)
+    best = sum(round_up(-(-numel // world_size), block) for block, numel in tensors)
 
     def shard(segment: tuple[int, int]) -> int:
-        return _up(-(-segment[1] // world_size), segment[0])
+        return round_up(-(-segment[1] // world_size), segment[0])
 
     def add(index: int, segments: tuple[tuple[int, int], ...], cost: int) -> None:
         nonlocal best
@@ -158,17 +155,6 @@ def _best_together(tensors: tuple[tuple[int, int], ...], world_size: int) -> int
     return best
 
 
-def partitions(items: list[T]) -> Iterator[list[list[T]]]:
-    """All set partitions of the items, coarsest first for each leading item."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for subsets in partitions(rest):
-        for index, subset in enumerate(subsets):
-            yield [*subsets[:index], [first, *subset], *subsets[index + 1 :]]
-        yield [[first], *subsets]
-
-
-def _up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
+    """The next multiple of a step."""
     return -(-size // step) * step

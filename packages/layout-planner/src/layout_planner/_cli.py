@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
-from layout_planner import _arguments as arguments
 from layout_planner._advice import advise
+from layout_planner._blocks import Rows, parse_block
+from layout_planner._checks import MOST_RANKS, shortened
 from layout_planner._gathers import (
     GROUP_HEADERS,
-    GatherMeasure,
     gathers_row,
     gathers_table,
     group_dict,
@@ -19,18 +20,22 @@ from layout_planner._gathers import (
     plan_matrices,
     sweep_gathers,
 )
-from layout_planner._layout import Layout
-from layout_planner._quantized import QuantizedPlan
-from layout_planner._sweep import BF16, plan_group, sweep, sweep_row, sweep_table
+from layout_planner._sweep import BF16, Options, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
-from layout_planner.models import GroupShape, ModelShape
+from layout_planner.checkpoints import read_checkpoint
+from layout_planner.models import ModelShape, load_model, model_names, separate_experts
+
+T = TypeVar("T")
+
+_EPILOG = f"models: {', '.join(model_names())}. Blocks: rows:N, tile:RxC, elements:N, whole."
+_GATHERS = "Bytes of a gather of the matrices, quantized with whole tiles or with tiles cut between rows"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 2 for bad input, 1 if the reader of stdout has gone."""
-    options = arguments.parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        for line in _COMMANDS[options.command](options):
+        for line in args.run(args):
             print(line, flush=True)
     except BrokenPipeError:
         os.dup2(
@@ -38,27 +43,238 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # keeps the flush at exit from failing too
         return 1
     except (ValueError, ImportError, OSError) as error:
-        print(f"layout-planner: error: {arguments.one_line(error)}", file=sys.stderr)
+        print(f"layout-planner: error: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
+# ---------------------------------------------------------------- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line on stderr, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"layout-planner: error: {_one_line(message)}\n")
+
+
+def _one_line(message: object) -> str:
+    """The message without line breaks, cut in the middle if it quotes something huge."""
+    return shortened(" ".join(str(message).split()))
+
+
+def _parser() -> _Parser:
+    top = _Parser(
+        prog="layout-planner", description="Plan how sharded training lays out parameters.", epilog=_EPILOG
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="plan|sweep|draw")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], Iterator[str]], does: str, *, many: bool = False
+    ) -> argparse.ArgumentParser:
+        """Add a command with the arguments that all have; ``many``: lists of world sizes and blocks."""
+        added = commands.add_parser(name, help=does, epilog=_EPILOG)
+        added.set_defaults(run=run)
+        which = added.add_mutually_exclusive_group(required=True)
+        which.add_argument("--model", help="a well-known model, see below")
+        which.add_argument(
+            "--checkpoint", metavar="PATH", help="a safetensors file, index or folder (headers are read)"
+        )
+        add = added.add_argument
+        if many:
+            sizes = "8..1024 (doubling), 8..64:8 (every 8) or 8,12"
+            add("--world-size", type=_shown(world_sizes), required=True, help=sizes)
+            blocks = "one or more, separated by commas (default: rows:1)"
+            add("--block", type=_listed(parse_block), default=(Rows(1),), help=blocks)
+        else:
+            add("--world-size", type=_shown(number), required=True, help="ranks that share each parameter")
+            add(
+                "--block",
+                type=_shown(parse_block),
+                default=Rows(1),
+                help="what stays on one rank (default: rows:1)",
+            )
+        aligned = "elements that offsets are multiples of (default: 8)"
+        add("--align", type=_shown(number), default=8, help=aligned)
+        add(
+            "--segments",
+            type=_shown(number),
+            default=4,
+            help="the most segments to split a group into (default: 4)",
+        )
+        stacked = (
+            "one tensor for all experts of a layer, or separate tensors for each expert (default: stacked)"
+        )
+        add("--experts", choices=("stacked", "separate"), default="stacked", help=stacked)
+        period = "blocks run across the stacked experts of a tensor, or start over in each (default: tensor)"
+        add("--period", choices=("tensor", "expert"), default="tensor", help=period)
+        if run is not _draw:
+            tiles = "also show the bytes of quantized gathers; 128x128 or 128x128,32x32"
+            add("--tile", type=_listed(tile), default=(), help=tiles)
+            add("--json", action="store_true", help="print JSON instead of tables")
+        return added
+
+    command("plan", _plan, "plan each group of a model at one world size")
+    command("sweep", _sweep, "padding over world sizes and blocks, with advice", many=True)
+    draw = command("draw", _draw, "draw one group's layout as SVG")
+    draw.add_argument("-o", "--output", required=True, help="the SVG file to write; - is standard output")
+    draw.add_argument(
+        "--group", help="group to draw (default: the one with the most parameters in the model)"
+    )
+    draw.add_argument(
+        "--ranks", type=_shown(ranks), help="ranks to draw, such as 0..15 (default: the first 16)"
+    )
+    return top
+
+
+def _shown(read: Callable[[str], T]) -> Callable[[str], T]:
+    """A type of arguments, whose ValueError is printed as it is."""
+
+    def checked(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def _listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """A type of arguments: several with commas, without repeats."""
+    return _shown(lambda text: tuple(dict.fromkeys(read(part) for part in text.split(","))))
+
+
+def number(text: str) -> int:
+    """A positive integer."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_RANKS:
+        raise ValueError(f"{text!r} is not an integer from 1 to {MOST_RANKS}")
+    return int(text)
+
+
+def world_sizes(text: str) -> tuple[int, ...]:
+    """`64`, `8,24`, `8..1024` (doubling), `8..64:8` (every 8), or several of these with commas; ascending."""
+    sizes: set[int] = set()
+    for part in text.split(","):
+        ends, colon, step = part.partition(":")
+        start, stop = _ends(ends, number)
+        if colon:
+            sizes.update(range(start, stop + 1, number(step)))
+        while not colon and start <= stop:
+            sizes.add(start)
+            start *= 2
+    return tuple(sorted(sizes))
+
+
+def ranks(text: str) -> range:
+    """`3` or `0..15`, both ends included."""
+
+    def rank(part: str) -> int:
+        if not part.isdecimal():
+            raise ValueError(
+                f"{text!r} is not a rank or a range of ranks; write one rank or a range such as 0..15"
+            )
+        return int(part)
+
+    start, stop = _ends(text, rank)
+    return range(start, stop + 1)
+
+
+def _ends(text: str, read: Callable[[str], int]) -> tuple[int, int]:
+    """The ends of a range `8..64`; of `8` alone, both."""
+    first, dots, last = text.partition("..")
+    start, stop = read(first), read(last if dots else first)
+    if start > stop:
+        raise ValueError(f"{text!r} runs from {start} down to {stop}; write the smaller one first")
+    return start, stop
+
+
+def tile(text: str) -> tuple[int, int]:
+    """`128x128`: rows and columns that share a scale."""
+    rows, x, columns = text.partition("x")
+    if not x:
+        raise ValueError(f"{text!r} is not a tile; write its rows and columns, such as 128x128")
+    return number(rows), number(columns)
+
+
+def named(name: str, experts: str) -> ModelShape:
+    """A well-known model with experts stacked or separate."""
+    return separate_experts(load_model(name)) if experts == "separate" else load_model(name)
+
+
+def _chosen(args: argparse.Namespace) -> tuple[ModelShape, Options]:
+    """The model that `--model` or `--checkpoint` names, and the planning options."""
+    options = Options(args.align, args.period, args.segments)
+    if args.checkpoint is None:
+        return named(args.model, args.experts), options
+    if args.experts != "stacked":
+        raise ValueError("--experts is for --model; a checkpoint's tensors are planned as it stores them")
+    return read_checkpoint(args.checkpoint), options
+
+
+# ---------------------------------------------------------------- commands
+
+
 def _plan(args: argparse.Namespace) -> Iterator[str]:
-    model, options = arguments.model(args), arguments.options(args)
+    model, options = _chosen(args)
     planned = [(group, plan_group(group, args.world_size, args.block, options)) for group in model.groups]
-    quantized = _quantized(model, args)
+    matrices = [
+        (group, plan)
+        for shape in args.tile
+        for group in model.groups
+        if (plan := plan_matrices(group, args.world_size, args.block, shape, options)) is not None
+    ]
+    padded = sum(group.count * layout.padded_numel for group, layout in planned)
+    bound = sum(group.count * layout.lower_bound for group, layout in planned)
     if args.json:
-        content = _plan_to_dict(model, args, planned)
+        content: dict[str, object] = {
+            "model": model.name,
+            "world_size": args.world_size,
+            "block": str(args.block),
+            "period": args.period,
+            "align": args.align,
+            "groups": [
+                {
+                    "name": group.name,
+                    "layers": group.count,
+                    "numel": layout.numel,
+                    "padded_numel": layout.padded_numel,
+                    "padding_ratio": layout.padding_ratio,
+                    "lower_bound": layout.lower_bound,
+                    "lower_bound_reason": layout.bound.reason,
+                    "gap": layout.gap,
+                    "fingerprint": layout.fingerprint(),
+                    "layout": json.loads(layout.to_json()),
+                }
+                for group, layout in planned
+            ],
+            "numel": model.numel,
+            "padded_numel": padded,
+            "padding_ratio": padded / model.numel - 1,
+            "lower_bound": bound,
+            "gap": padded / bound - 1,
+            "bf16_bytes_per_rank": BF16 * padded / args.world_size,
+        }
         if args.tile:
-            content["quantized"] = [group_dict(group, plan) for group, plan in quantized]
+            content["quantized"] = [group_dict(group, plan) for group, plan in matrices]
         yield json.dumps(content, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters, {args.world_size} ranks, block {args.block}"
     yield ""
     headers = ("<group", "layers", "tensors", "parameters", "<shard size", "padding", "<bounded by", "gap")
-    rows = [_plan_row(group, layout) for group, layout in planned]
-    padded = sum(group.count * layout.padded_numel for group, layout in planned)
-    bound = sum(group.count * layout.lower_bound for group, layout in planned)
+    rows = [
+        [
+            group.name,
+            f"{group.count:,}",
+            f"{len(group.tensors):,}",
+            f"{group.numel:,}",
+            " + ".join(f"{segment.shard_size:,}" for segment in layout.segments),
+            percent(layout.padding_ratio),
+            layout.bound.reason,
+            percent(layout.gap),
+        ]
+        for group, layout in planned
+    ]
     number_of = sum(group.count * len(group.tensors) for group in model.groups)
     layers = sum(group.count for group in model.groups)
     total = [percent(padded / model.numel - 1), "", percent(padded / bound - 1)]
@@ -72,84 +288,21 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
     yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
     if args.tile:
         yield f"\n{_GATHERS}, of one layer:\n"
-        yield markdown(GROUP_HEADERS, [group_row(group, plan) for group, plan in quantized])
-
-
-_GATHERS = "Bytes of a gather of the matrices, quantized with whole tiles or with tiles cut between rows"
-
-
-def _quantized(model: ModelShape, args: argparse.Namespace) -> list[tuple[GroupShape, QuantizedPlan]]:
-    """The quantized layouts of every group that has matrices, if a tile was given."""
-    if not args.tile:
-        return []
-    options = arguments.options(args)
-    plans = [
-        (group, plan_matrices(group, args.world_size, args.block, args.tile, options))
-        for group in model.groups
-    ]
-    return [(group, plan) for group, plan in plans if plan is not None]
-
-
-def _plan_row(group: GroupShape, layout: Layout) -> list[str]:
-    return [
-        group.name,
-        f"{group.count:,}",
-        f"{len(group.tensors):,}",
-        f"{group.numel:,}",
-        " + ".join(f"{segment.shard_size:,}" for segment in layout.segments),
-        percent(layout.padding_ratio),
-        layout.bound.reason,
-        percent(layout.gap),
-    ]
-
-
-def _plan_to_dict(
-    model: ModelShape, args: argparse.Namespace, planned: Sequence[tuple[GroupShape, Layout]]
-) -> dict[str, object]:
-    groups = [
-        {
-            "name": group.name,
-            "layers": group.count,
-            "numel": layout.numel,
-            "padded_numel": layout.padded_numel,
-            "padding_ratio": layout.padding_ratio,
-            "lower_bound": layout.lower_bound,
-            "lower_bound_reason": layout.bound.reason,
-            "gap": layout.gap,
-            "fingerprint": layout.fingerprint(),
-            "layout": json.loads(layout.to_json()),
-        }
-        for group, layout in planned
-    ]
-    padded = sum(group.count * layout.padded_numel for group, layout in planned)
-    bound = sum(group.count * layout.lower_bound for group, layout in planned)
-    return {
-        "model": model.name,
-        "world_size": args.world_size,
-        "block": str(args.block),
-        "period": args.period,
-        "align": args.align,
-        "groups": groups,
-        "numel": model.numel,
-        "padded_numel": padded,
-        "padding_ratio": padded / model.numel - 1,
-        "lower_bound": bound,
-        "gap": padded / bound - 1,
-        "bf16_bytes_per_rank": BF16 * padded / args.world_size,
-    }
+        yield markdown(GROUP_HEADERS, [group_row(group, plan) for group, plan in matrices])
 
 
 def _sweep(args: argparse.Namespace) -> Iterator[str]:
-    model, options = arguments.model(args), arguments.options(args)
+    model, options = _chosen(args)
     rows = sweep(model, args.world_size, args.block, options)
+    gathers = sweep_gathers(model, args.world_size, args.block, args.tile, options)
     if args.json:
         measures = list(rows)
-        advised = [advice.to_dict() for advice in advise(model, measures, options)]
         content = {"model": model.name, "numel": model.numel, "period": args.period, "align": args.align}
-        measured = [row.to_dict() for row in measures]
         if args.tile:
-            content["quantized"] = [row.to_dict() for row in _sweep_gathers(model, args)]
-        yield json.dumps({**content, "measures": measured, "advice": advised}, indent=2)
+            content["quantized"] = [gather.to_dict() for gather in gathers]
+        content["measures"] = [row.to_dict() for row in measures]
+        content["advice"] = [advice.to_dict() for advice in advise(model, measures, options)]
+        yield json.dumps(content, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
     yield ""
@@ -159,24 +312,20 @@ def _sweep(args: argparse.Namespace) -> Iterator[str]:
         measures.append(row)
         yield table.row(sweep_row(row))
     if args.tile:
-        gathers = gathers_table(args.block)
-        yield f"\n{_GATHERS}, of all layers:\n\n{gathers.head()}"
-        for gather in _sweep_gathers(model, args):
-            yield gathers.row(gathers_row(gather))
+        table = gathers_table(args.block)
+        yield f"\n{_GATHERS}, of all layers:\n\n{table.head()}"
+        for gather in gathers:
+            yield table.row(gathers_row(gather))
     yield ""
     yield "Advice"
     for advice in advise(model, measures, options):
         yield f"- {advice.text}"
 
 
-def _sweep_gathers(model: ModelShape, args: argparse.Namespace) -> Iterator[GatherMeasure]:
-    return sweep_gathers(model, args.world_size, args.block, args.tile, arguments.options(args))
-
-
 def _draw(args: argparse.Namespace) -> Iterator[str]:
-    model = arguments.model(args)
+    model, options = _chosen(args)
     group = model.group(args.group) if args.group else max(model.groups, key=lambda g: g.count * g.numel)
-    layout = plan_group(group, args.world_size, args.block, arguments.options(args))
+    layout = plan_group(group, args.world_size, args.block, options)
     prefix = f"one of {group.count} equal layers, " if group.count > 1 else ""
     title = f"{model.name} {group.name}: {prefix}{args.world_size} ranks, {args.block}"
     picture = layout.to_svg(title=title, ranks=args.ranks)
@@ -185,10 +334,3 @@ def _draw(args: argparse.Namespace) -> Iterator[str]:
         return
     Path(args.output).write_text(picture, encoding="utf-8")
     yield f"{args.output}: {title}, padding {percent(layout.padding_ratio)}"
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
-    "plan": _plan,
-    "sweep": _sweep,
-    "draw": _draw,
-}

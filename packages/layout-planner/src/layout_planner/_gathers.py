@@ -38,15 +38,13 @@ class GatherMeasure:
 
     def to_dict(self) -> dict[str, object]:
         """The fields as JSON values."""
+        names = ("bf16", "whole", "shared", "auto", "amax")
+        amounts = {f"{name}_bytes": getattr(self, name) for name in names}
         return {
             "world_size": self.world_size,
             "tile": list(self.tile),
             "block": str(self.block),
-            "bf16_bytes": self.bf16,
-            "whole_bytes": self.whole,
-            "shared_bytes": self.shared,
-            "auto_bytes": self.auto,
-            "amax_bytes": self.amax,
+            **amounts,
         }
 
 
@@ -62,25 +60,6 @@ def plan_matrices(
     return plan_quantized(specs, world_size, tile, max_segments=options.max_segments) if specs else None
 
 
-def measure_gathers(
-    model: ModelShape, world_size: int, block: Block, tile: Shape, options: Options
-) -> GatherMeasure:
-    """Plan each group's matrices and add the bytes up, each times its number of layers."""
-    totals = [0] * 5
-    for group in model.groups:
-        planned = plan_matrices(group, world_size, block, tile, options)
-        if planned is not None:
-            sizes = (
-                planned.bf16_bytes,
-                planned.whole_bytes,
-                planned.shared_bytes,
-                planned.bytes_of(planned.cut),
-                planned.amax_bytes,
-            )
-            totals = [total + group.count * more for total, more in zip(totals, sizes, strict=True)]
-    return GatherMeasure(world_size, tile, block, *totals)
-
-
 def sweep_gathers(
     model: ModelShape,
     world_sizes: Iterable[int],
@@ -92,76 +71,66 @@ def sweep_gathers(
     for tile in tiles:
         for block in blocks:
             for world_size in sorted(set(world_sizes)):
-                yield measure_gathers(model, world_size, block, tile, options)
+                totals = [0] * 5
+                for group in model.groups:
+                    plan = plan_matrices(group, world_size, block, tile, options)
+                    if plan is not None:
+                        sizes = (
+                            plan.bf16_bytes,
+                            plan.whole_bytes,
+                            plan.shared_bytes,
+                            plan.auto_bytes,
+                            plan.amax_bytes,
+                        )
+                        totals = [total + group.count * n for total, n in zip(totals, sizes, strict=True)]
+                yield GatherMeasure(world_size, tile, block, *totals)
 
 
 def gathers_table(blocks: Sequence[Block]) -> Table:
     """The table whose rows `gathers_row` makes."""
-    headers = (
-        "<tile",
-        "<block",
-        "ranks",
-        "bf16",
-        "whole",
-        "x bf16",
-        "shared",
-        "x bf16",
-        "amax",
-        "auto",
-        "x bf16",
-    )
+    headers = ("<tile", "<block", "ranks", *_HEADERS, "auto", "x bf16")
     return Table(headers, (7, max(len(str(block)) for block in blocks), 5, 7, 7, 6, 7, 6, 7, 7, 6))
 
 
 def gathers_row(measure: GatherMeasure) -> list[str]:
     """One row: bytes of a gather in bf16, with whole tiles, with shared ones, and of the better in each group."""
-    return [
-        tile_text(measure.tile),
-        str(measure.block),
-        str(measure.world_size),
-        size(measure.bf16),
-        *_against(measure.whole, measure.bf16),
-        *_against(measure.shared, measure.bf16),
-        size(measure.amax),
-        *_against(measure.auto, measure.bf16),
-    ]
+    m = measure
+    cells = _cells(m.bf16, m.whole, m.shared, m.amax)
+    return [_text(m.tile), str(m.block), str(m.world_size), *cells, *_against(m.auto, m.bf16)]
 
 
-GROUP_HEADERS = ("<group", "layers", "<tile", "bf16", "whole", "x bf16", "shared", "x bf16", "amax", "<auto")
+_HEADERS = ("bf16", "whole", "x bf16", "shared", "x bf16", "amax")
+GROUP_HEADERS = ("<group", "layers", "<tile", *_HEADERS, "<auto")
 
 
-def group_row(group: GroupShape, measure: QuantizedPlan) -> list[str]:
+def group_row(group: GroupShape, plan: QuantizedPlan) -> list[str]:
     """One layer of a group: as `gathers_row`, and the choice."""
-    return [
-        group.name,
-        f"{group.count:,}",
-        tile_text(measure.tile),
-        size(measure.bf16_bytes),
-        *_against(measure.whole_bytes, measure.bf16_bytes),
-        *_against(measure.shared_bytes, measure.bf16_bytes),
-        size(measure.amax_bytes),
-        measure.cut,
-    ]
+    cells = _cells(plan.bf16_bytes, plan.whole_bytes, plan.shared_bytes, plan.amax_bytes)
+    return [group.name, f"{group.count:,}", _text(plan.tile), *cells, plan.cut]
 
 
-def group_dict(group: GroupShape, measure: QuantizedPlan) -> dict[str, object]:
+def group_dict(group: GroupShape, plan: QuantizedPlan) -> dict[str, object]:
     """One layer of a group, for JSON."""
     return {
         "name": group.name,
         "layers": group.count,
-        "tile": list(measure.tile),
-        "bf16_bytes": measure.bf16_bytes,
-        "whole_bytes": measure.whole_bytes,
-        "shared_bytes": measure.shared_bytes,
-        "amax_bytes": measure.amax_bytes,
-        "auto": measure.cut,
+        "tile": list(plan.tile),
+        "bf16_bytes": plan.bf16_bytes,
+        "whole_bytes": plan.whole_bytes,
+        "shared_bytes": plan.shared_bytes,
+        "amax_bytes": plan.amax_bytes,
+        "auto": plan.cut,
     }
 
 
-def tile_text(tile: Shape) -> str:
-    """`128x128`."""
+def _text(tile: Shape) -> str:
     return f"{tile[0]}x{tile[1]}"
 
 
-def _against(bytes_: int, bf16: int) -> tuple[str, str]:
-    return size(bytes_), f"{bytes_ / bf16:.3f}" if bf16 else ""
+def _cells(bf16: int, whole: int, shared: int, amax: int) -> list[str]:
+    """The cells below `_HEADERS`."""
+    return [size(bf16), *_against(whole, bf16), *_against(shared, bf16), size(amax)]
+
+
+def _against(nbytes: int, bf16: int) -> tuple[str, str]:
+    return size(nbytes), f"{nbytes / bf16:.3f}" if bf16 else ""

@@ -21,7 +21,6 @@ from layout_planner._checks import check_integer, check_world_size, shortened
 from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner._svg import draw
-from layout_planner._svg_text import number
 from layout_planner._table import percent
 
 _FORMAT = 1
@@ -244,10 +243,10 @@ class Layout:
         """
         any_elements = self.numel > 0
         figures = [
-            ("elements", number(self.numel)),
-            ("with padding", number(self.padded_numel)),
+            ("elements", f"{self.numel:,}"),
+            ("with padding", f"{self.padded_numel:,}"),
             ("padding", percent(self.padding_ratio) if any_elements else "0 %"),
-            (f"lower bound, by {self.bound.reason}", number(self.lower_bound)),
+            (f"lower bound, by {self.bound.reason}", f"{self.lower_bound:,}"),
             ("gap to the bound", percent(self.gap) if any_elements else "0 %"),
         ]
         return draw(self.segments, self._by_name, self.world_size, figures, title=title, ranks=ranks)

@@ -75,19 +75,10 @@ class QuantizedPlan:
             return "whole"
         return "shared"
 
-    def layout(self, cut: Cut | Literal["auto"] = "auto") -> Layout:
-        """The layout to use.
-
-        Raises:
-            ValueError: another cut than "whole", "shared" and "auto".
-        """
-        if cut not in ("auto", "whole", "shared"):
-            raise ValueError(f"cut: expected 'auto', 'whole' or 'shared', got {cut!r}")
-        return self.shared if (self.cut if cut == "auto" else cut) == "shared" else self.whole
-
-    def bytes_of(self, cut: Cut) -> int:
-        """Bytes of a gather with this cut."""
-        return self.shared_bytes if cut == "shared" else self.whole_bytes
+    @property
+    def auto_bytes(self) -> int:
+        """Codes and scales with the better of both, `cut`."""
+        return self.shared_bytes if self.cut == "shared" else self.whole_bytes
 
 
 def plan_quantized(

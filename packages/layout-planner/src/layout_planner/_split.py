@@ -15,10 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
 
-from layout_planner._bound import partitions
+from layout_planner._bound import round_up
 from layout_planner._pack import Packing, pack
 from layout_planner._place import Item
+
+T = TypeVar("T")
 
 _MAX_GRIDS = 6  # 203 ways to combine them
 _MAX_PARTITIONS = 12  # of these that are packed
@@ -80,7 +83,7 @@ def _seeds(planner: _Planner, max_segments: int, least: int) -> Iterator[list[li
             steps.setdefault(_step(item), []).append(item)
         largest = sorted(steps.values(), key=lambda members: -sum(item.size for item in members))[:_MAX_GRIDS]
         seeds = []
-        for combined in partitions(largest):
+        for combined in _partitions(largest):
             if 0 < len(combined) <= max_segments:
                 flat = [[item for members in grids for item in members] for grids in combined]
                 estimate = sum(_Draft(members, planner.world_size, straddle=False).shard for members in flat)
@@ -106,14 +109,14 @@ class _Draft:
         self.world_size = world_size
         self.step = math.lcm(*(_step(item) for item in items))
         self.used = sum(item.size for item in items)
-        self.shard = _up(-(-self.used // world_size), self.step)
+        self.shard = round_up(-(-self.used // world_size), self.step)
 
     def with_item(self, item: Item) -> tuple[int, int]:
         """Step and shard size if the item joined."""
         rest = self.shard % _step(item)
         fits = rest == 0 or item.size <= self.shard + (self.shard - rest if self.straddle else 0)
         step = self.step if fits else math.lcm(self.step, _step(item))
-        return step, _up(max(self.shard, -(-(self.used + item.size) // self.world_size)), step)
+        return step, round_up(max(self.shard, -(-(self.used + item.size) // self.world_size)), step)
 
     def add(self, item: Item) -> None:
         self.step, self.shard = self.with_item(item)
@@ -181,5 +184,13 @@ def _step(item: Item) -> int:
     return item.step or math.lcm(item.spec.grid.period, item.align)
 
 
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
+def _partitions(items: list[T]) -> Iterator[list[list[T]]]:
+    """All set partitions of the items, coarsest first for each leading item."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for subsets in _partitions(rest):
+        for index, subset in enumerate(subsets):
+            yield [*subsets[:index], [first, *subset], *subsets[index + 1 :]]
+        yield [[first], *subsets]

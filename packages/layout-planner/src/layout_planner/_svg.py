@@ -15,19 +15,6 @@ from html import escape
 
 from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
-from layout_planner._svg_text import (
-    FAINT,
-    INK,
-    LINE,
-    MUTED,
-    colours,
-    fitting,
-    number,
-    rect,
-    shortened,
-    text,
-    text_width,
-)
 
 _WIDTH, _MARGIN, _GUTTER = 1280, 28, 64
 _ROW, _ROW_GAP = 24, 6
@@ -37,6 +24,15 @@ _LEAST_TENSOR = 0.8  # px; anything less would be invisible
 _LEGEND_ROW, _CELL_GAP, _COLUMN_GAP = 20, 11, 20
 _LEGEND = ("tensor", "shape", "block", "a tick is", "on ranks")
 _DEFAULT_RANKS = 16
+_STEPS = [digit * 10**power for power in range(20) for digit in (1, 2, 5)]  # of ticks and of the scale bar
+
+_INK, _MUTED, _FAINT, _LINE = "#1b1f24", "#57606a", "#d8dee4", "#8c959f"
+# Light enough for dark text on them; neighbours in this list are far apart in hue.
+_PALETTE = (
+    "#8ab6f0", "#f5b971", "#8fd19e", "#e79aa8", "#b9a5e8", "#f2dd78", "#7fcfd0", "#d9b38c",
+    "#b5d46c", "#efa3d6", "#9fb4c7", "#f09f7d", "#6fc3a7", "#c9a0c9", "#dcc46a", "#93a7ee",
+)  # fmt: skip
+_NARROW, _WIDE = frozenset("fijlrt.,:;'|!()[]{} "), frozenset("mwMW@%")
 
 
 def draw(
@@ -72,7 +68,7 @@ def draw(
     y = _MARGIN
     if title:
         y += 18
-        body.append(text(_MARGIN, y, fitting(title, _WIDTH - 2 * _MARGIN, 18), size=18, weight="bold"))
+        body.append(_text(_MARGIN, y, fitting(title, _WIDTH - 2 * _MARGIN, 18), size=18, weight="bold"))
         y += 16
     body += picture.figures(y, figures)
     y += 58
@@ -80,19 +76,16 @@ def draw(
     y += picture.rows_height + 12
     body += picture.legend(y)
     height = y + picture.legend_height + _MARGIN
-    return "\n".join([*_frame(height, title or "layout"), *body, "</svg>", ""])
-
-
-def _frame(height: float, title: str) -> list[str]:
-    return [
+    head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
         f'viewBox="0 0 {_WIDTH} {height:g}" font-family="sans-serif" role="img">',
-        f"<title>{escape(title)}</title>",
+        f"<title>{escape(title or 'layout')}</title>",
         '<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="6" height="6" fill="#ffffff"/>'
         '<rect width="1.6" height="6" fill="#b9c0c8"/></pattern></defs>',
-        rect(0, 0, _WIDTH, height, "#ffffff", radius=8),
+        f'<rect x="0.00" y="0" width="{_WIDTH}.00" height="{height:g}" fill="#ffffff" rx="8"/>',
     ]
+    return "\n".join([*head, *body, "</svg>", ""])
 
 
 class _Picture:
@@ -108,102 +101,89 @@ class _Picture:
             for index, segment in enumerate(segments)
             for name, offset in zip(segment.names, segment.offsets, strict=True)
         }
-        order = list(self.positions)
-        self.numbers = {name: place for place, name in enumerate(order, 1)}
-        by_size = sorted(order, key=lambda name: (-specs[name].numel, self.numbers[name]))
+        self.numbers = {name: place for place, name in enumerate(self.positions, 1)}
+        by_size = sorted(self.numbers, key=lambda name: (-specs[name].numel, self.numbers[name]))
         self.colours = dict(zip(by_size, colours(len(by_size)), strict=True))
         self.widths = _segment_widths(segments)
         self.widened = [
-            index
+            f"S{index}"
             for index, segment in enumerate(segments)
             if self.widths[index] * segments[0].shard_size > 1.001 * self.widths[0] * segment.shard_size
         ]
-        self.rows_height = 24 + len(ranks) * (_ROW + _ROW_GAP) + 20 if order else 36
-        self.columns = 1 if len(order) <= 6 else 2
-        lines = -(-len(order) // self.columns)
-        self.legend_height = 32 + (lines + 1) * _LEGEND_ROW + (20 if self.widened else 0)
+        self.rows_height = 24 + len(ranks) * (_ROW + _ROW_GAP) + 20 if segments else 36
+        self.columns = 1 if len(by_size) <= 6 else 2
+        self.lines = -(-len(by_size) // self.columns)
+        self.legend_height = 32 + (self.lines + 1) * _LEGEND_ROW + (20 if self.widened else 0)
 
-    def figures(self, top: float, figures: Sequence[tuple[str, str]]) -> list[str]:
+    def figures(self, top: float, figures: Sequence[tuple[str, str]]) -> Iterator[str]:
         """A strip of labelled figures."""
-        drawn = ("ranks drawn", f"{len(self.ranks)} of {number(self.world_size)}")
+        drawn = ("ranks drawn", f"{len(self.ranks)} of {self.world_size:,}")
         step = (_WIDTH - 2 * _MARGIN) / (len(figures) + 1)
-        parts = []
         for place, (label, value) in enumerate([*figures, drawn]):
             x = _MARGIN + place * step
-            parts.append(text(x, top + 12, label, size=11, fill=MUTED))
-            parts.append(text(x, top + 32, fitting(value, step - 8, 16), size=16, weight="bold"))
-        return parts
+            yield _text(x, top + 12, label, fill=_MUTED)
+            yield _text(x, top + 32, fitting(value, step - 8, 16), size=16, weight="bold")
 
-    def rows(self, top: float) -> list[str]:
+    def rows(self, top: float) -> Iterator[str]:
         """One row per rank, the segments side by side, and above them their shard sizes."""
         if not self.segments:
-            return [text(_MARGIN, top + 14, "This group has no tensors.", size=12, fill=MUTED)]
-        parts = []
+            yield _text(_MARGIN, top + 14, "This group has no tensors.", size=12, fill=_MUTED)
+            return
+        tops = [top + 24 + place * (_ROW + _ROW_GAP) for place in range(len(self.ranks))]
         x: float = _MARGIN + _GUTTER
-        for index, segment in enumerate(self.segments):
-            width = self.widths[index]
+        for index, (segment, width) in enumerate(zip(self.segments, self.widths, strict=True)):
             sign = f"S{index}" if len(self.segments) > 1 else "S"
-            label = f"{sign} = {number(segment.shard_size)}"
+            label = f"{sign} = {segment.shard_size:,}"
             if text_width(label, 12) <= width:
-                parts.append(text(x, top + 12, label, size=12, weight="bold"))
-            for place, rank in enumerate(self.ranks):
-                parts += self._shard(segment, rank, x, top + 24 + place * (_ROW + _ROW_GAP), width)
+                yield _text(x, top + 12, label, size=12, weight="bold")
+            for rank, y in zip(self.ranks, tops, strict=True):
+                yield from self._shard(segment, rank, x, y, width)
             x += width + _SEGMENT_GAP
-        for place, rank in enumerate(self.ranks):
-            y = top + 24 + place * (_ROW + _ROW_GAP) + _ROW / 2 + 4
-            parts.append(text(_MARGIN + _GUTTER - 10, y, f"rank {rank}", size=11, fill=MUTED, anchor="end"))
-        bottom = top + self.rows_height - 8
+        for rank, y in zip(self.ranks, tops, strict=True):
+            label = f"rank {rank}"
+            yield _text(_MARGIN + _GUTTER - 10, y + _ROW / 2 + 4, label, fill=_MUTED, anchor="end")
+        y = top + self.rows_height - 8
         left = self.world_size - len(self.ranks)
         if left:
-            note = f"{number(left)} more {'rank' if left == 1 else 'ranks'} not drawn"
-            parts.append(text(_MARGIN + _GUTTER, bottom, note, size=11, fill=MUTED))
-        return parts + self._scale_bar(bottom)
-
-    def _scale_bar(self, y: float) -> list[str]:
+            note = f"{left:,} more {'rank' if left == 1 else 'ranks'} not drawn"
+            yield _text(_MARGIN + _GUTTER, y, note, fill=_MUTED)
         scale = self.widths[0] / self.segments[0].shard_size
-        elements = _round_down(140 / scale)
-        length = elements * scale
-        right = _WIDTH - _MARGIN
-        label = f"{number(elements)} {'element' if elements == 1 else 'elements'}"
-        bar = f"M{right - length:.2f} {y - 8}v8M{right - length:.2f} {y - 4}H{right}M{right} {y - 8}v8"
-        return [
-            f'<path d="{bar}" stroke="{MUTED}" fill="none"/>',
-            text(right - length - 8, y, label, size=11, fill=MUTED, anchor="end"),
-        ]
+        elements = max((step for step in _STEPS if step * scale <= 140), default=1)
+        right, start = _WIDTH - _MARGIN, _WIDTH - _MARGIN - elements * scale
+        bar = f"M{start:.2f} {y - 8}v8M{start:.2f} {y - 4}H{right}M{right} {y - 8}v8"
+        yield f'<path d="{bar}" stroke="{_MUTED}" fill="none"/>'
+        label = f"{elements:,} {'element' if elements == 1 else 'elements'}"
+        yield _text(start - 8, y, label, fill=_MUTED, anchor="end")
 
-    def _shard(self, segment: Segment, rank: int, x: float, y: float, width: float) -> list[str]:
+    def _shard(self, segment: Segment, rank: int, x: float, y: float, width: float) -> Iterator[str]:
         """One rank's shard of one segment: the padding pattern, with tensors drawn over it."""
-        size = segment.shard_size
-        scale = width / size
-        parts = [rect(x, y, width, _ROW, "url(#padding)")]
+        scale = width / segment.shard_size
+        yield _rect(x, y, width, _ROW, "url(#padding)")
         for name, offset in zip(segment.names, segment.offsets, strict=True):
             start, stop = segment.local_range(offset, self.specs[name].numel, rank)
             if start == stop:
                 continue
-            left = x + (offset + start - rank * size) * scale
             wide = max((stop - start) * scale, _LEAST_TENSOR)
-            left = min(left, x + width - wide)
-            hover = escape(f"{name}, rank {rank}: elements {start} to {stop}")
-            parts.append(f"<g><title>{hover}</title>")
-            parts.append(rect(left, y, wide, _ROW, self.colours[name]))
-            parts += self._ticks(name, start, stop, left, y, scale)
-            parts += self._label(name, left, y, wide, first=start == 0)
-            parts.append("</g>")
-        parts.append(rect(x, y, width, _ROW, "none", stroke=LINE))
-        return parts
-
-    def _ticks(self, name: str, start: int, stop: int, left: float, y: float, scale: float) -> list[str]:
-        """Cut points inside the elements [start, stop) of the tensor, as one path of short lines."""
-        places = [left + (cut - start) * scale for cut in self._cuts(name, start, stop, scale)]
-        if not places:
-            return []
-        gap = _ROW - 2 * _TICK_LENGTH  # for the name
-        path = "".join(f"M{place:.2f} {y:g}v{_TICK_LENGTH}m0 {gap}v{_TICK_LENGTH}" for place in places)
-        return [f'<path d="{path}" stroke="#ffffff"/>']
+            left = min(x + (offset + start - rank * segment.shard_size) * scale, x + width - wide)
+            yield f"<g><title>{escape(f'{name}, rank {rank}: elements {start} to {stop}')}</title>"
+            yield _rect(left, y, wide, _ROW, self.colours[name])
+            places = [left + (cut - start) * scale for cut in self._cuts(name, start, stop, scale)]
+            if places:
+                gap = _ROW - 2 * _TICK_LENGTH  # for the name
+                ticks = "".join(f"M{at:.2f} {y:g}v{_TICK_LENGTH}m0 {gap}v{_TICK_LENGTH}" for at in places)
+                yield f'<path d="{ticks}" stroke="#ffffff"/>'
+            labels = (*_shortened(name), str(self.numbers[name]))
+            label = next((label for label in labels if text_width(label, 11) + 10 <= wide), None)
+            if label is not None:
+                opacity = "" if start == 0 else "0.7"
+                yield _text(left + wide / 2, y + _ROW / 2 + 4, label, anchor="middle", opacity=opacity)
+            yield "</g>"
+        yield _rect(x, y, width, _ROW, "none", stroke=_LINE)
 
     def _cuts(self, name: str, start: int, stop: int, scale: float) -> Iterator[int]:
+        """Cut points inside the elements [start, stop) of the tensor, as many as there are ticks for."""
         grid = self.specs[name].grid
-        stride, whole_periods = self.stride(name, scale)
+        stride, whole_periods = self._stride(name, scale)
         if whole_periods or grid.uniform:
             step = stride * (grid.period if whole_periods else grid.block)
             yield from range((start // step + 1) * step, stop, step)
@@ -212,27 +192,17 @@ class _Picture:
         for begin in range(start - start % grid.period, stop, grid.period):
             yield from (cut for cut in range(begin, begin + grid.period, step) if start < cut < stop)
 
-    def stride(self, name: str, scale: float) -> tuple[int, bool]:
+    def _stride(self, name: str, scale: float) -> tuple[int, bool]:
         """Blocks per tick; or periods per tick, and True, where ticks at blocks would be too dense."""
         grid = self.specs[name].grid
-        blocks = _round_up(_TICK / (grid.block * scale))
+        blocks = next(step for step in _STEPS if step >= _TICK / (grid.block * scale))
         if not grid.uniform and blocks * grid.block > grid.period / 2:
-            return _round_up(_TICK / (grid.period * scale)), True
+            return next(step for step in _STEPS if step >= _TICK / (grid.period * scale)), True
         return blocks, False
 
-    def _label(self, name: str, left: float, y: float, wide: float, *, first: bool) -> list[str]:
-        """The tensor's name shortened to fit, or its number in the legend, or nothing."""
-        for label in (*shortened(name), str(self.numbers[name])):
-            space = text_width(label, 11) + 10
-            if space <= wide:
-                opacity = "1" if first else "0.7"
-                place = left + wide / 2
-                return [text(place, y + _ROW / 2 + 4, label, size=11, anchor="middle", opacity=opacity)]
-        return []
-
-    def legend(self, top: float) -> list[str]:
+    def legend(self, top: float) -> Iterator[str]:
         """All tensors with number, colour, name, shape, block and ranks; then the meaning of ticks and hatching."""
-        parts = [f'<path d="M{_MARGIN} {top}H{_WIDTH - _MARGIN}" stroke="{FAINT}"/>']
+        yield f'<path d="M{_MARGIN} {top}H{_WIDTH - _MARGIN}" stroke="{_FAINT}"/>'
         width = (_WIDTH - 2 * _MARGIN - _COLUMN_GAP * (self.columns - 1)) / self.columns
         cells = {name: self._cells(name) for name in self.numbers}
         table = [_LEGEND, *cells.values()]
@@ -241,82 +211,118 @@ class _Picture:
         needs[0] = max(needs[0] + min(room, 0), width / 5)  # long names are shortened
         for column in range(self.columns):
             x = _MARGIN + column * (width + _COLUMN_GAP)
-            parts += _line(x + 30, top + 23, width - 30, _LEGEND, needs)
-        lines = -(-len(self.numbers) // self.columns)
-        for name, place in self.numbers.items():
-            column, line = divmod(place - 1, lines)
+            yield from _line(x + 30, top + 23, width - 30, _LEGEND, needs)
+        for name, number in self.numbers.items():
+            column, line = divmod(number - 1, self.lines)
             x, y = _MARGIN + column * (width + _COLUMN_GAP), top + 12 + (line + 1) * _LEGEND_ROW
-            parts.append(rect(x, y, 22, 14, self.colours[name]))
-            parts.append(text(x + 11, y + 11, str(place), size=10, anchor="middle"))
-            parts += _line(x + 30, y + 11, width - 30, cells[name], needs, INK)
-        y = top + 16 + (lines + 1) * _LEGEND_ROW
-        parts.append(rect(_MARGIN, y, 22, 14, "url(#padding)", stroke=LINE))
+            yield _rect(x, y, 22, 14, self.colours[name])
+            yield _text(x + 11, y + 11, str(number), size=10, anchor="middle")
+            yield from _line(x + 30, y + 11, width - 30, cells[name], needs, _INK)
+        y = top + 16 + (self.lines + 1) * _LEGEND_ROW
+        yield _rect(_MARGIN, y, 22, 14, "url(#padding)", stroke=_LINE)
         note = "padding. White ticks are cut points, thinned out where they would run together."
-        parts.append(text(_MARGIN + 30, y + 11, note, size=11, fill=MUTED))
+        yield _text(_MARGIN + 30, y + 11, note, fill=_MUTED)
         if self.widened:
-            which = ", ".join(f"S{index}" for index in self.widened)
+            which = ", ".join(self.widened)
             note = f"{which}: drawn wider than to scale with S0, so as to be visible; to scale in itself."
-            parts.append(text(_MARGIN + 30, y + 31, note, size=11, fill=MUTED))
-        return parts
+            yield _text(_MARGIN + 30, y + 31, note, fill=_MUTED)
 
     def _cells(self, name: str) -> tuple[str, ...]:
         """A tensor's row in the legend; the headers are `_LEGEND`."""
         spec = self.specs[name]
         index, offset = self.positions[name]
         size = self.segments[index].shard_size
-        stride, periods = self.stride(name, self.widths[index] / size)
+        stride, periods = self._stride(name, self.widths[index] / size)
         tick = ("period" if periods else "block") + ("s" if stride > 1 else "")
-        tick = f"{number(stride)} {tick}" if stride < spec.grid.num_blocks else "-"
+        tick = f"{stride:,} {tick}" if stride < spec.grid.num_blocks else "-"
         first, last = offset // size, (offset + spec.numel - 1) // size
         ranks = str(first) if first == last else f"{first}-{last}"
         return name, " × ".join(str(size) for size in spec.shape) or "scalar", str(spec.block), tick, ranks
 
 
 def _line(
-    x: float, y: float, width: float, cells: tuple[str, ...], needs: list[float], first: str = MUTED
+    x: float, y: float, width: float, cells: tuple[str, ...], needs: list[float], first: str = _MUTED
 ) -> Iterator[str]:
     """A line of the legend: cells in columns as wide as `needs`, the first in the colour `first`."""
     start, end = x, x + width
     for cell, need in zip(cells, needs, strict=True):
-        fill = first if start == x else MUTED
-        yield text(start, y, fitting(cell, min(need, end - start), 11), size=11, fill=fill)
+        yield _text(start, y, fitting(cell, min(need, end - start), 11), fill=first if start == x else _MUTED)
         start += need + _CELL_GAP
 
 
 def _segment_widths(segments: Sequence[Segment]) -> list[float]:
     """Widths to scale; a segment too thin to be readable gets a minimum width, and the rest shrink for it."""
     count = len(segments)
-    if not count:
-        return []
-    space = _WIDTH - 2 * _MARGIN - _GUTTER - _SEGMENT_GAP * (count - 1)
-    least = min(float(_LEAST_SEGMENT), space / count)
+    free = _WIDTH - 2 * _MARGIN - _GUTTER - _SEGMENT_GAP * (count - 1.0)
+    least = min(_LEAST_SEGMENT, free / max(count, 1))
+    rest = sum(segment.shard_size for segment in segments)
     widths = [0.0] * count
-    thin: set[int] = set()
-    while True:
-        rest = sum(segment.shard_size for index, segment in enumerate(segments) if index not in thin)
-        free = space - least * len(thin)
-        for index, segment in enumerate(segments):
-            widths[index] = least if index in thin else free * segment.shard_size / rest
-        narrow = {index for index, width in enumerate(widths) if width < least} - thin
-        if not narrow:
-            return widths
-        thin |= narrow
+    for index in sorted(range(count), key=lambda index: segments[index].shard_size):
+        size = segments[index].shard_size
+        widths[index] = max(least, free * size / rest)
+        free, rest = free - widths[index], rest - size
+    return widths
 
 
-def _round_up(value: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50, ..."""
-    base = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * base >= value:
-                return digit * base
-        base *= 10
+def colours(count: int) -> list[str]:
+    """`count` distinct colours: the palette first, then the palette again in darker and darker shades."""
+    lines = []
+    for index in range(count):
+        turn, place = divmod(index, len(_PALETTE))
+        channels = (int(_PALETTE[place][at : at + 2], 16) for at in (1, 3, 5))
+        lines.append("#" + "".join(f"{round(96 + (channel - 96) * 0.82**turn):02x}" for channel in channels))
+    return lines
 
 
-def _round_down(value: float) -> int:
-    """The last of 1, 2, 5, 10, 20, 50, ... up to the value, but at least 1."""
-    step, base = 1, 1
-    while base <= value:
-        step = max(digit * base for digit in (1, 2, 5) if digit * base <= value)
-        base *= 10
-    return step
+def text_width(content: str, size: float) -> float:
+    """An upper estimate of the width in px, whichever sans-serif font the viewer has (DejaVu is the widest)."""
+    ems = 0.0
+    for letter in content:
+        if letter in _NARROW:
+            ems += 0.42
+        elif letter in _WIDE:
+            ems += 1.0
+        else:
+            ems += 0.72 if letter.isupper() else 0.65
+        if ord(letter) > 0x2E7F:  # CJK and emoji are square
+            ems += 0.5
+    return ems * size
+
+
+def fitting(content: str, width: float, size: float) -> str:
+    """The content, with its middle replaced by an ellipsis if it is too wide."""
+    shown, keep = content, len(content)
+    while keep > 1 and text_width(shown, size) > width:
+        keep -= 1
+        shown = content[: keep - keep // 2] + "…" + (content[-(keep // 2) :] if keep > 1 else "")
+    return shown
+
+
+def _shortened(name: str) -> Iterator[str]:
+    """A parameter's name, then shorter forms of it: without `.weight`, without its leading components."""
+    yield name
+    parts = name.removesuffix(".weight").split(".")
+    for start in range(len(parts)):
+        yield ".".join(parts[start:])
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "") -> str:
+    more = f' stroke="{stroke}"' if stroke else ""
+    return f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}/>'
+
+
+def _text(
+    x: float,
+    y: float,
+    content: str,
+    *,
+    size: int = 11,
+    fill: str = _INK,
+    weight: str = "",
+    anchor: str = "",
+    opacity: str = "",
+) -> str:
+    """One line of text, escaped; `y` is its baseline."""
+    given = {"font-weight": weight, "text-anchor": anchor, "opacity": opacity}
+    more = "".join(f' {key}="{value}"' for key, value in given.items() if value)
+    return f'<text x="{x:.2f}" y="{y:g}" font-size="{size}" fill="{fill}"{more}>{escape(content)}</text>'

@@ -5,7 +5,6 @@ read as a chunk of the full tensor. The checkpoint does not depend on the ragged
 at any world size. Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ragged_shard._geometry import Box
-from ragged_shard._redistribute import run_view
+from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding
 
 
@@ -67,21 +66,17 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     sharding: Sharding = tensor._sharding
     boxes = _boxes(sharding)
     wanted = None if index.offset is None else tuple(index.offset)
-    matching = [box for box in boxes if box.offsets == wanted] if wanted is not None else list(boxes)
+    matching = [i for i, box in enumerate(boxes) if wanted in (None, box.offsets)]
     if len(matching) != 1:
         raise ValueError(
             f"{index} is not exactly one of this rank's chunks, which are at {[b.offsets for b in boxes]}"
         )
-    region = sharding.region
-    assert region is not None
     local: torch.Tensor = tensor._local_tensor.detach()
     if not sharding.shape.numel():
         return local.new_empty(sharding.shape)
-    inside = matching[0].moved(tuple(-o for o in region.box.offsets))
-    if not region.ragged:
-        return local[inside.slices()]
-    rest = math.prod(region.box.sizes[region.prefix :])
-    view = run_view(local, region.box.sizes, region.start * rest, inside)
+    if sharding.axis is None:
+        return local
+    _, view = box_views(local, sharding)[matching[0]]
     return view if len(boxes) == 1 else OneOfSeveral.of(view, f"{index.fqn} ({sharding})")
 
 

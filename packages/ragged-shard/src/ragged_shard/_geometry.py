@@ -12,9 +12,10 @@ All results are cached: they depend only on placements, mesh shape and tensor sh
 arXiv 2602.22437, keeps with a tensor).
 """
 
+import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -295,52 +296,46 @@ def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: 
         ValueError: wrong number of placements or shares, shares that do not divide, a cut through a Shard's dimension.
         NotImplementedError: two ragged axes, or a placement that cannot be combined with a ragged one.
     """
-    where = _Where(placements, mesh_shape, shape)
+    try:
+        _validate_placements(placements, axis, mesh_shape, shape)
+        if axis is not None:
+            _validate_ragged(placements, mesh_shape, shape, axis)
+    except (ValueError, NotImplementedError) as error:
+        what = f"placements {placements} of a tensor of shape {shape} on a mesh of shape {mesh_shape}"
+        raise type(error)(f"{what}{error}") from None
+
+
+def _validate_placements(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
     if len(placements) != len(mesh_shape):
-        raise ValueError(f"{where}: expected {len(mesh_shape)} placements, one for each mesh axis")
+        raise ValueError(f": expected {len(mesh_shape)} placements, one for each mesh axis")
     for placement in placements:
         if type(placement) is Shard and not 0 <= placement.dim < len(shape):
-            raise ValueError(f"{where}: {placement} is outside the dimensions of a {len(shape)}-d tensor")
+            raise ValueError(f": {placement} is outside the dimensions of a {len(shape)}-d tensor")
     if axis is None:
         return
     if len(placements) > axis + 1 and ragged_axis(placements[axis + 1 :]) is not None:
-        raise NotImplementedError(f"{where}: only one mesh axis can be ragged, found more")
+        raise NotImplementedError(": only one mesh axis can be ragged, found more")
     for placement in placements:
         known = type(placement) in TORCHS or isinstance(placement, RaggedShard)
         if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
             raise NotImplementedError(
-                f"{where}: {placement!r} cannot be combined with a ragged axis; "
+                f": {placement!r} cannot be combined with a ragged axis; "
                 "use Replicate, Shard(d), Partial('sum') or Partial('avg')"
             )
-    _validate_ragged(placements, mesh_shape, shape, axis, where)
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
-    """Subject of a validation error; the text is made only if one is raised."""
-
-    placements: Placements
-    mesh_shape: Ints
-    shape: Ints
-    coordinate: Ints | None = None
-
-    def __str__(self) -> str:
-        what = f"placements {self.placements} of a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape}"
-        return what if self.coordinate is None else f"{what}, in the slice at {self.coordinate}"
-
-
-def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int, where: _Where) -> None:
+def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int) -> None:
     placement = placements[axis]
     assert isinstance(placement, RaggedShard)
     k, units = len(placement.dims), placement.local_units
     if k > len(shape):
-        raise ValueError(f"{where}: dims={placement.dims} of a {len(shape)}-d tensor")
+        raise ValueError(f": dims={placement.dims} of a {len(shape)}-d tensor")
     if len(units) != mesh_shape[axis]:
         raise ValueError(
-            f"{where}: {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
+            f": {len(units)} local_units for a mesh axis of {mesh_shape[axis]} ranks; give one to each"
         )
     if type(placement) is RaggedShard and Shard not in map(type, placements):
-        _check_divides(shape, placement, where)
+        _check_divides(shape, placement)
         return
     # Shards on axes to the left cut first anyway; those to the right would cut the ragged ranges, unless strided.
     # An axis of size 1 cuts nothing.
@@ -353,39 +348,28 @@ def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis
         slices = math.prod(mesh_shape[i] for i in after)
         if not after or slices != placement.split_factor:
             raise ValueError(
-                f"{where}: split_factor={placement.split_factor}, but the Shard axes to its right make "
+                f": split_factor={placement.split_factor}, but the Shard axes to its right make "
                 f"{slices if after else 'no'} slices of dims {placement.dims}"
             )
         after = {}
     first = tuple([Replicate() if i in after else p for i, p in enumerate(placements)])
-    for coordinate in _corners(mesh_shape):
+    for coordinate in itertools.product(*map(range, mesh_shape)):
         base = shard_box(first, mesh_shape, shape, coordinate).sizes
-        _check_divides(base, placement, where if base == shape else replace(where, coordinate=coordinate))
+        _check_divides(base, placement, "" if base == shape else f", in the slice at {coordinate}")
+        cuts = [ragged_range(placement, base, rank)[1] for rank in range(len(units))] if after else []
         for dim in after.values():
-            _check_uncut(base, placement, dim, where)
+            slab = max(math.prod(base[dim:k]), 1)
+            if any(cut % slab for cut in cuts):
+                raise ValueError(
+                    f": a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
+                    "StridedRaggedShard, which cuts inside each of its slices"
+                )
 
 
-def _check_uncut(base: Ints, placement: RaggedShard, dim: int, where: _Where) -> None:
-    slab = max(math.prod(base[dim : len(placement.dims)]), 1)
-    cuts = [ragged_range(placement, base, rank)[1] for rank in range(len(placement.local_units))]
-    if any(cut % slab for cut in cuts):
-        raise ValueError(
-            f"{where}: a ragged cut goes through dim {dim}, which Shard({dim}) cuts too; use "
-            "StridedRaggedShard, which cuts inside each of its slices"
-        )
-
-
-def _check_divides(shape: Ints, placement: RaggedShard, where: _Where) -> None:
+def _check_divides(shape: Ints, placement: RaggedShard, where: str = "") -> None:
     prefix_numel = math.prod(shape[: len(placement.dims)])
     if prefix_numel % placement.total_units:
         raise ValueError(
             f"{where}: the {prefix_numel} elements of dims {placement.dims} are not divisible by "
             f"sum(local_units)={placement.total_units}; choose shares whose sum divides {prefix_numel}"
         )
-
-
-def _corners(mesh_shape: Ints) -> list[Ints]:
-    coordinates: list[Ints] = [()]
-    for size in mesh_shape:
-        coordinates = [(*head, i) for head in coordinates for i in range(size)]
-    return coordinates

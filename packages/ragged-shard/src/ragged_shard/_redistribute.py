@@ -309,12 +309,18 @@ def _view(local: torch.Tensor, base: tuple[int, ...], held: Extent, box: Box) ->
 
 def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -> torch.Tensor:
     """The elements of ``box`` in a contiguous tensor that holds the run of the flattened ``base`` from ``first`` on."""
-    stride, running = [0] * len(base), 1
-    for dim in reversed(range(len(base))):
-        stride[dim] = running
-        running *= base[dim]
+    stride = contiguous_stride(base)
     offset = sum(o * s for o, s in zip(box.offsets, stride, strict=True)) - first
     return local.as_strided(box.sizes, stride, local.storage_offset() + offset)
+
+
+def box_views(local: torch.Tensor, sharding: Sharding) -> list[tuple[Box, torch.Tensor]]:
+    """This rank's boxes of the full tensor, each with the view of the local tensor that holds it."""
+    region = sharding.region
+    assert region is not None
+    base, origin = region.box.sizes, tuple(-offset for offset in region.box.offsets)
+    first = region.start * math.prod(base[region.prefix :])
+    return [(box, run_view(local, base, first, box.moved(origin))) for box in region.boxes()]
 
 
 def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ each op does.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -17,15 +17,27 @@ from ragged_shard import _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._device import CPU
 from ragged_shard._placement import carried
-from ragged_shard._registry import HANDLERS
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
-from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Spec, make_spec, new_wrapper
+from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Op, make_spec, new_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 _DATA: Any = torch.Tensor.data
+Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Handlers(dict[Op, Handler]):
+    """Op -> handler; an op that is not in the table gets the fallback, which refuses ragged operands."""
+
+    fallback: Handler
+
+    def __missing__(self, func: Op) -> Handler:
+        return self.fallback
+
+
+HANDLERS = Handlers()  # filled by `_ops.table`
 
 
 class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
@@ -300,7 +312,9 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         spec = make_spec(
             mesh, placements, outer_size, outer_stride, local.dtype, ragged=sharding.axis is not None
         )
-        return _wrap_traced(local, sharding, spec, requires_grad)
+        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=requires_grad)
+        wrapper._sharding = sharding
+        return wrapper
 
     def __create_write_items__(self, fqn: str, object: object) -> "list[WriteItem]":
         from ragged_shard import _checkpoint  # torch's checkpoints take as long to import as torch's DTensor
@@ -355,12 +369,6 @@ class RedistributeHandle:
             self._tensor = None
         assert self._result is not None
         return self._result
-
-
-def _wrap_traced(local: torch.Tensor, sharding: Sharding, spec: Spec, requires_grad: bool) -> RaggedDTensor:
-    wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=requires_grad)
-    wrapper._sharding = sharding
-    return wrapper
 
 
 def _rebuild(

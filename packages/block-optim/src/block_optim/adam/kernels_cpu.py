@@ -17,11 +17,10 @@ import torch
 from block_optim.adam.plan import Step
 from block_optim.adam.scalars import Rates
 from block_optim.core import _torch_compat as compat
-from block_optim.core.chunks import chunk_on, packed
 from block_optim.core.precision import Origin
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import Run
-from block_optim.core.scratch import Scratch
+from block_optim.core.scratch import Scratch, chunk_on, packed
 from block_optim.core.skip import unless
 from ragged_shard import is_cpu
 

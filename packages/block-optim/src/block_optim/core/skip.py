@@ -14,7 +14,7 @@ import torch
 
 from block_optim.core import device as devices
 from block_optim.core._torch_compat import foreach_copy_
-from block_optim.core.chunks import packed
+from block_optim.core.scratch import packed
 
 T = TypeVar("T")
 

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from block_optim.core import _torch_compat as compat
-from block_optim.core.chunks import chunk_on, packed
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import joint_runs
-from block_optim.core.scratch import Scratch
+from block_optim.core.scratch import Scratch, chunk_on, packed
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.core.chunks import chunk_on
 from block_optim.core.grid import ScaleLayout, block_for, scale_layout
 from block_optim.core.params import Param
 from block_optim.core.rounding import Rounder
+from block_optim.core.scratch import chunk_on
 from block_optim.core.tiles import Buffer, Stretch, TileScratch, stretches_of
 
 LEAST_NUMEL = 4096  # elements of the global tensor; smaller tensors, and vectors, are averaged in fp32

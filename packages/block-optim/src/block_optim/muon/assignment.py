@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from block_optim.core.assign import Job, assign, digest, loads, lower_bound
-from block_optim.core.chunks import packed
+from block_optim.core.scratch import packed
 from block_optim.muon.matrices import Matrix
 
 SENT_BYTES = 2  # elements travel as bf16: Newton-Schulz rounds its input to it, and returns it

@@ -15,7 +15,7 @@ from itertools import compress
 import torch
 
 from block_optim.core import device as devices
-from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_mul_
+from block_optim.core._torch_compat import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
 from block_optim.core.exchange import TransferStream, Wait, nothing
 from block_optim.core.params import Group
 from block_optim.core.precision import NarrowWriter, is_narrow
@@ -23,7 +23,6 @@ from block_optim.core.skip import portions, unless
 from block_optim.muon.layout import BucketLayout, LocalRun
 from block_optim.muon.newton_schulz import Recipe, orthogonalize_
 from block_optim.muon.normuon import RowScaling
-from block_optim.muon.transfer import Transfer
 
 _LOG = logging.getLogger("block_optim")
 
@@ -42,9 +41,11 @@ class Bucket:
 
     def __init__(self, layout: BucketLayout, group: Group, recipe: Recipe, lane: TransferStream) -> None:
         self.group, self.recipe, self.number = group, recipe, layout.number
-        self._layout, self._write = layout, NarrowWriter()
+        self._layout, self._lane, self._write = layout, lane, NarrowWriter()
         self._rows = RowScaling(layout, group) if group["normuon"] else None
-        self._transfer = Transfer(layout, group, self._rows, lane)
+        # All ranks agree on which of these have gradients, so all of them take part in a transfer.
+        self._exchanged = frozenset(m.param for m in layout.matrices if m.bytes_sent)
+        self._exchanges = [e for e in (layout.side, layout.exchange) if e is not None]
         self._active: frozenset[int] = frozenset()
         self._skip: torch.Tensor | None = None
         self._fell_back = 0
@@ -52,14 +53,63 @@ class Bucket:
         self._checks: list[tuple[devices.HostFuture, list[int]]] = []
         self._distrusted: set[int] = set()
 
+    # ------------------------------------------------------------- transfers
+
     def send(self, active: frozenset[int], found_inf: torch.Tensor | None = None) -> Wait:
-        """Begin a step of the parameters with these indices: see `Transfer.send`."""
+        """Begin a step of the parameters with these indices: pack the local runs, and send them to the owners.
+
+        Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing is exchanged.
+
+        Returns:
+            waits for what is owned here.
+        """
         self._active, self._skip = active, found_inf
-        return self._transfer.send(active)
+        by_kind: dict[tuple[bool, torch.dtype], list[LocalRun]] = defaultdict(list)
+        for run in self._layout.local_runs:
+            if run.param.index in active and (run.own or not self._layout.copies):
+                by_kind[run.param.cast, run.param.momentum.dtype].append(run)
+        for runs in by_kind.values():
+            self._pack(runs)
+        if not self._exchanged & active:
+            return nothing
+        if self._rows is not None and not self._layout.copies:
+            self._rows.pack()
+        waits = [e.to_owners(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
 
     def send_back(self) -> Wait:
-        """Send the updates to where the matrices are held: see `Transfer.send_back`."""
-        return self._transfer.send_back(self._active)
+        """Send the updates to where the matrices are held; returns the wait. As `send`, backwards."""
+        if not self._exchanged & self._active:
+            return nothing
+        waits = [e.back(self._lane) for e in self._exchanges]
+        return lambda: [wait() for wait in waits]
+
+    def _pack(self, runs: list[LocalRun]) -> None:
+        """Round to bf16 the momentum, or with Nesterov the gradient moved towards it; runs are of one dtype."""
+        mu, nesterov = self.group["momentum"], self.group["nesterov"]
+        packed = [run.packed for run in runs]
+        if runs[0].param.cast:
+            for run in runs:
+                self._pack_cast(run, mu, nesterov)
+            return
+        momenta = [run.momentum for run in runs]
+        if not nesterov:
+            foreach_copy_(packed, momenta)
+            return
+        values = self._layout.buffers("pack", runs, runs[0].param.momentum.dtype)
+        foreach_copy_(values, [run.grad for run in runs])
+        foreach_lerp_(values, momenta, mu)
+        foreach_copy_(packed, values)
+
+    def _pack_cast(self, run: LocalRun, mu: float, nesterov: bool) -> None:
+        """Pack momentum that has another dtype than the gradient, through fp32."""
+        scratch, shape = self._layout.scratch, (run.high - run.low,)
+        value = scratch.take("pack", shape, torch.float32)
+        momentum = scratch.take("cast", shape, torch.float32)
+        momentum.copy_(run.param.momentum[run.low : run.high])
+        if nesterov:
+            momentum = value.copy_(run.param.grad[run.low : run.high]).lerp_(momentum, mu)
+        run.packed.copy_(momentum.view(run.packed.shape))
 
     # ------------------------------------------------------------- compute
 

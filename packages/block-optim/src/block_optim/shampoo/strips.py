@@ -32,6 +32,8 @@ from block_optim.core.pieces import Piece
 from block_optim.core.scratch import Scratch
 from block_optim.shampoo.grid import Grid
 
+Pairs = Iterator[tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class StripAssignment:
@@ -168,45 +170,48 @@ class StripExchange:
             local: what this rank holds of each tensor that takes part, flat.
             owned: what this rank owns of the same tensors, flat; filled.
         """
-        for number in owned:
-            for local_part, owned_part in self._kept(number, local[number], owned[number]):
-                owned_part.copy_(local_part)
+        for local_part, owned_part in self._kept(local, owned):
+            owned_part.copy_(local_part)
         if self.copies:
             return
-        for i, sent in self._exchange.held.items():
-            number, index = self._strips[i]
-            if number in local:
-                for piece, part in self._packed(number, index, self._rank, sent):
-                    part.copy_(piece.here(local[number]))
+        for local_part, packed in self._sent(local):
+            packed.copy_(local_part)
         self._exchange.to_owners(self._lane)()
-        for (i, rank), received in self._exchange.owned.items():
-            number, index = self._strips[i]
-            if number in owned:
-                for piece, part in self._packed(number, index, rank, received):
-                    self._in_owned(number, piece, owned[number]).copy_(part)
+        for owned_part, packed in self._received(owned):
+            owned_part.copy_(packed)
 
     def scatter(self, owned: Mapping[int, Tensor], local: Mapping[int, Tensor]) -> None:
         """Bring updates back: `gather` the other way round."""
-        for (i, rank), sent in self._exchange.owned.items():
-            number, index = self._strips[i]
-            if number in owned:
-                for piece, part in self._packed(number, index, rank, sent):
-                    part.copy_(self._in_owned(number, piece, owned[number]))
+        for owned_part, packed in self._received(owned):
+            packed.copy_(owned_part)
         self._exchange.back(self._lane)()
-        for i, received in self._exchange.held.items():
+        for local_part, packed in self._sent(local):
+            local_part.copy_(packed)
+        for local_part, owned_part in self._kept(local, owned):
+            local_part.copy_(owned_part)
+
+    def _kept(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> Pairs:
+        """The elements that this rank both holds and owns, in each of the two."""
+        for number, own in owned.items():
+            t = self._tensors[number]
+            for piece in t.holding.pieces(self._rank, *t.owned_range):
+                yield piece.here(local[number]), self._in_owned(number, piece, own)
+
+    def _sent(self, local: Mapping[int, Tensor]) -> Pairs:
+        """The elements that others own: in what this rank holds, and in the exchange."""
+        for i, part in self._exchange.held.items():
             number, index = self._strips[i]
             if number in local:
-                for piece, part in self._packed(number, index, self._rank, received):
-                    piece.here(local[number]).copy_(part)
-        for number in owned:
-            for local_part, owned_part in self._kept(number, local[number], owned[number]):
-                local_part.copy_(owned_part)
+                for piece, packed in self._packed(number, index, self._rank, part):
+                    yield piece.here(local[number]), packed
 
-    def _kept(self, number: int, local: Tensor, owned: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The elements of a tensor that this rank both holds and owns, in each of the two."""
-        t = self._tensors[number]
-        pieces = t.holding.pieces(self._rank, *t.owned_range)
-        return [(piece.here(local), self._in_owned(number, piece, owned)) for piece in pieces]
+    def _received(self, owned: Mapping[int, Tensor]) -> Pairs:
+        """The elements that others hold: in what this rank owns, and in the exchange."""
+        for (i, rank), part in self._exchange.owned.items():
+            number, index = self._strips[i]
+            if number in owned:
+                for piece, packed in self._packed(number, index, rank, part):
+                    yield self._in_owned(number, piece, owned[number]), packed
 
     def _packed(self, number: int, index: int, rank: int, packed: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """The pieces of a strip on a rank, each with its place in the exchanged part of the strip."""

@@ -9,7 +9,7 @@ may use its memory again at once: so the thread first waits for the event behind
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +26,7 @@ class Worker:
         self._layer = device_layer(device)
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
-        self._join: Callable[[], object] | None = None
-        self._commit: Callable[[], None] | None = None
+        self._running: tuple[Future[list[Any]], Callable[[list[Any]], None]] | None = None
 
     def submit(self, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]) -> None:
         """Start jobs; `finish` gives their results to ``commit``. Until then tensors that they read must not change.
@@ -36,7 +35,7 @@ class Worker:
             jobs: is emptied as they run, so that what a job alone holds goes when it has completed.
             commit: takes the results, in order.
         """
-        assert self._join is None, "one list of jobs at a time"
+        assert self._running is None, "one list of jobs at a time"
         if self._threads is None:
             # A new thread has another default: other bits, and other cores.
             count = torch.get_num_threads()
@@ -46,30 +45,26 @@ class Worker:
         if self._stream is None:
             self._stream = self._layer.new_stream()
         ready = self._layer.record()
-        running = self._threads.submit(_in_turn, jobs, self._layer, self._stream, ready)
-        self._join, self._commit = running.result, lambda: self._use(running.result(), commit)
+        self._running = self._threads.submit(_in_turn, jobs, self._layer, self._stream, ready), commit
 
     @property
     def is_busy(self) -> bool:
         """Whether jobs have been submitted since `finish` or `drop`."""
-        return self._join is not None
-
-    def _use(self, results: list[T], commit: Callable[[list[T]], None]) -> None:
-        """Commit the results, for which the thread has waited, on the current stream."""
-        commit(results)
-        self._layer.wait(self._layer.record(), self._stream)  # whose pool the results go back to
+        return self._running is not None
 
     def finish(self) -> None:
         """Wait for the jobs, if there are any, and commit their results. Raises what a job raised."""
-        commit, self._join, self._commit = self._commit, None, None
-        if commit is not None:
-            commit()
+        running, self._running = self._running, None
+        if running is not None:
+            results, commit = running[0].result(), running[1]
+            commit(results)
+            self._layer.wait(self._layer.record(), self._stream)  # whose pool the results go back to
 
     def drop(self) -> None:
         """Wait for the jobs, if there are any, and forget their results."""
-        join, self._join, self._commit = self._join, None, None
-        if join is not None:
-            join()
+        running, self._running = self._running, None
+        if running is not None:
+            running[0].result()
 
 
 def _in_turn(jobs: list[Callable[[], T]], layer: DeviceLayer, stream: Any, ready: Any) -> list[T]:

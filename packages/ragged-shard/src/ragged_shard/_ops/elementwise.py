@@ -8,9 +8,8 @@ from torch.distributed.tensor import Replicate
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
-from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ragged_shard._ops.fallback import as_dtensor, fallback
 from ragged_shard._ops.operands import is_distributed
 from ragged_shard._ops.reduce import HALVES, bound, join, local_of, norm_over
-from ragged_shard._registry import Handler
 from ragged_shard._sharding import describe_mesh, ranks_along, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _REPLICATE = Replicate()

@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from ragged_shard._autograd import local_and_sharding
-from ragged_shard._geometry import Box
-from ragged_shard._redistribute import run_view
+from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, ranks_along
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op, implicitly_replicated
@@ -102,27 +101,11 @@ def local_from_full(full: torch.Tensor, target: Sharding, what: object = "local 
         raise ValueError(
             f"{what}: an operand of shape {tuple(full.shape)} does not broadcast to the ragged {target}"
         ) from None
-    region = target.region
-    assert region is not None
     assert target.local_shape is not None
-    base, rest = region.box.sizes, torch.Size(region.box.sizes[region.prefix :]).numel()
     local = full.new_empty(target.local_shape)
-    origin = tuple(-offset for offset in region.box.offsets)
-    for box in region.boxes():
-        run_view(local, base, region.start * rest, box.moved(origin)).copy_(expanded[box.slices()])
+    for box, view in box_views(local, target):
+        view.copy_(expanded[box.slices()])
     return local
-
-
-def box_views(tensor: RaggedDTensor) -> list[tuple[Box, torch.Tensor]]:
-    """This rank's boxes of the full tensor, each with the view of the local tensor that holds it."""
-    region = tensor._sharding.region
-    assert region is not None
-    rest = torch.Size(region.box.sizes[region.prefix :]).numel()
-    origin = tuple(-offset for offset in region.box.offsets)
-    return [
-        (box, run_view(tensor._local_tensor, region.box.sizes, region.start * rest, box.moved(origin)))
-        for box in region.boxes()
-    ]
 
 
 # Ops that keep a pending sum right: op(sum of x) == sum of op(x). Value: which operands may be what.

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import _comm
-from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback
-from ragged_shard._registry import Handler
+from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -125,7 +124,7 @@ def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.
     """This rank's contribution to every element of the result: its boxes, reduced into their place."""
     shape = [1 if d in dims else n for d, n in enumerate(tensor._sharding.shape)]
     buffer = torch.full(shape, how.empty, dtype=how.work, device=tensor._local_tensor.device)
-    for box, view in operands.box_views(tensor):
+    for box, view in box_views(tensor._local_tensor, tensor._sharding):
         place = tuple(slice(0, 1) if d in dims else s for d, s in enumerate(box.slices()))
         value = how.local(view, dims)
         if how.join is dist.ReduceOp.SUM:

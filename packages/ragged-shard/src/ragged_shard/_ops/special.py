@@ -9,8 +9,7 @@ from ragged_shard import _comm
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
-from ragged_shard._registry import Handler
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 

@@ -16,9 +16,8 @@ from ragged_shard import _comm
 from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._ops.reduce import HALVES, bound, dims_of, extreme, reduced, sum_like, uncut
-from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap

@@ -11,8 +11,7 @@ import torch
 
 from ragged_shard._ops import elementwise, norms, reduce, special, statistics, views
 from ragged_shard._ops.fallback import fallback
-from ragged_shard._registry import HANDLERS, Handler
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import HANDLERS, Handler, RaggedDTensor
 
 
 class Rule(NamedTuple):

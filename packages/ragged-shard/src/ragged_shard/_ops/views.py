@@ -20,9 +20,8 @@ from torch.overrides import enable_reentrant_dispatch
 from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.reduce import bound
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
-from ragged_shard._registry import Handler
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 

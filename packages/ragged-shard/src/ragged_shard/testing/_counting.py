@@ -10,8 +10,9 @@ chooses (N ranks):
     all_reduce       2 (N-1)/N x the tensor (a reduce-scatter and an all-gather)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ragged_shard._torch_compat import groups_by_name
+from ragged_shard._torch_compat import groups_by_name, is_wrapper
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,13 @@ class Record:
         return sum(event.bytes_sent for event in self.events)
 
 
-_KINDS = {
-    "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all", "alltoall": "all_to_all",
-    "_allgather_base": "all_gather", "all_gather_into_tensor": "all_gather", "allgather": "all_gather",
-    "all_gather_single": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter", "broadcast": "broadcast", "allreduce": "all_reduce",
-    "all_reduce": "all_reduce", "scatter": "scatter", "gather": "gather", "send": "send", "recv": "recv",
-    "reduce": "reduce", "barrier": "barrier", "monitored_barrier": "barrier",
-    "all_gather_into_tensor_coalesced": "all_gather", "all_reduce_coalesced": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-}  # fmt: skip
+# Parts of the names of c10d's and the functional collectives, of which the first that fits counts.
+_KINDS = (
+    "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather", "send", "recv",
+    "reduce", "barrier",
+)  # fmt: skip
 _NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
+_SENT = ("input", "inputs", "input_tensors", "input_tensor", "tensors", "self")  # names of arguments
 
 
 class _Mode(TorchDispatchMode):
@@ -70,9 +65,7 @@ class _Mode(TorchDispatchMode):
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(
-            t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and t is not FakeTensor for t in types
-        ):
+        if any(is_wrapper(kind) and kind is not FakeTensor for kind in types):
             return NotImplemented  # the subclass runs first; its collectives come back here
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional", "c10d_functional") and name not in _NOT_COLLECTIVES:
@@ -81,20 +74,15 @@ class _Mode(TorchDispatchMode):
 
 
 def _event(name: str, func: Any, args: Any) -> Collective:
-    if name not in _KINDS:
+    spelled = name.replace("alltoall", "all_to_all").replace("allgather", "all_gather")
+    spelled = spelled.replace("allreduce", "all_reduce")
+    kind = next((kind for kind in _KINDS if kind in spelled), None)
+    if kind is None:
         raise NotImplementedError(f"record_collectives does not know {func}")
-    kind = _KINDS[name]
     group = _group(args)
     ranks, rank = group.size(), group.rank()
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
-    source = next(
-        (
-            named[k]
-            for k in ("input", "inputs", "input_tensors", "input_tensor", "tensors", "self")
-            if k in named
-        ),
-        None,
-    )
+    source = next((named[name] for name in _SENT if name in named), None)
     tensors = [t for t in tree_leaves(source) if isinstance(t, torch.Tensor)]
     size = float(sum(t.numel() * t.element_size() for t in tensors))
     if kind == "all_to_all":
@@ -129,19 +117,12 @@ def _group(args: Any) -> Any:
     raise RuntimeError("found no process group among the arguments of a collective")
 
 
-class record_collectives:  # noqa: N801  # reads as a function: with record_collectives() as record
-    """Context manager that returns a `Record` of the collectives that this thread starts inside it.
+@contextmanager
+def record_collectives() -> Iterator[Record]:
+    """Yields a `Record` of the collectives that this thread starts inside it.
 
     It sees torch.distributed's calls and DTensor's functional collectives; an unknown kind raises.
     """
-
-    def __enter__(self) -> Record:
-        self._record = Record()
-        self._mode = _Mode(self._record)
-        self._mode.__enter__()
-        return self._record
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
+    record = Record()
+    with _Mode(record):
+        yield record

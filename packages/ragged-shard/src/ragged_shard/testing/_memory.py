@@ -1,12 +1,15 @@
 """Count the bytes of tensors that are alive, where they are made."""
 
 import weakref
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ragged_shard._torch_compat import is_wrapper
 
 
 class LiveBytes:
@@ -44,7 +47,7 @@ class _Mode(TorchDispatchMode):
         self._live = live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+        if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # the subclass runs first; its ops come back here
         before = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
@@ -56,16 +59,9 @@ class _Mode(TorchDispatchMode):
         return out
 
 
-class record_memory:  # noqa: N801  # reads as a function: with record_memory() as live
-    """Context manager that returns the `LiveBytes` of this thread's new tensors, except resized storages."""
-
-    def __enter__(self) -> LiveBytes:
-        live = LiveBytes()
-        self._mode = _Mode(live)
-        self._mode.__enter__()
-        return live
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
+@contextmanager
+def record_memory() -> Iterator[LiveBytes]:
+    """Yields the `LiveBytes` of this thread's new tensors, except resized storages."""
+    live = LiveBytes()
+    with _Mode(live):
+        yield live

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ragged_shard import _torch_compat as compat
 from ragged_shard._device import SIMULATED, DeviceLayer, device_layer, is_cpu
 
-Collectives = Literal["copy", "skip", "refuse"]
+Collectives = Literal["copy", "skip"]
 _BACKEND = "simulated"
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs do not allow for methods with several names
 
@@ -143,10 +143,6 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Write the results, or not, as the simulation's `collectives` says."""
         simulation = self._simulation
-        if simulation.collectives == "refuse":
-            raise RuntimeError(
-                f"a collective on {self._size} simulated ranks, which cannot communicate (collectives='refuse')"
-            )
         simulation.received += received
         simulation.calls.append((self._name, received))
         if simulation.collectives == "skip":
@@ -293,7 +289,7 @@ def simulated_ranks(
         world_size: number of ranks.
         rank: the rank that this process stands for.
         collectives: "copy" writes results as if every other rank held what this one holds; "skip" returns at once
-            and leaves results as they are; "refuse" raises RuntimeError.
+            and leaves results as they are.
         network: how long collectives take on a CUDA device. None: as long as the copies.
 
     Raises:
@@ -301,10 +297,10 @@ def simulated_ranks(
         RuntimeError: torch.distributed is already initialised in this process.
     """
     global _active
-    if collectives not in ("copy", "skip", "refuse") or not 0 <= rank < world_size:
+    if collectives not in ("copy", "skip") or not 0 <= rank < world_size:
         raise ValueError(
             f"simulated_ranks({world_size}, rank={rank}, collectives={collectives!r}): expected a rank below the world "
-            "size, and collectives 'copy', 'skip' or 'refuse'"
+            "size, and collectives 'copy' or 'skip'"
         )
     if dist.is_initialized():
         raise RuntimeError(
