@@ -181,7 +181,7 @@ def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
     short = dataclasses.replace(
         config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
     )
-    summary = start_ranks(short, ranks, quiet=True).summary
+    summary = start_ranks(short, ranks, quiet=True)
     for text, planned, measured in (
         ("live bytes before it", plan.at_rest, summary["measured_rest"]),
         ("peak", plan.peak, summary["measured_peak"]),
