@@ -19,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from launches import Attack, Ended, adopt_orphans, launch
-from train.train_helpers import text_folder
+from train.train_helpers import read_model, text_folder
 
 from fsdp_runtime.train.checkpoint import checkpoints_of, find_damage, latest
 from fsdp_runtime.train.report import METRICS, read_metrics
-from fsdp_runtime.train.runs import read_model
 
 OPTIONS = [
     "--dim", "16", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ff-dim", "24", "--seq-len", "16",

@@ -30,7 +30,7 @@ from fsdp_runtime.train.data import Batches, read_data
 from fsdp_runtime.train.errors import one_line
 from fsdp_runtime.train.model import ModelConfig
 from fsdp_runtime.train.report import METRICS, Report, losses, read_metrics
-from fsdp_runtime.train.runs import read_model, saved_config
+from fsdp_runtime.train.runs import export, saved_config
 from layout_planner import Layout, Rows, TensorSpec, Tile, plan
 from layout_planner._cli import main as plan_main
 from layout_planner.checkpoints import read_checkpoint
@@ -266,7 +266,7 @@ def _checkpoints(folder: Path) -> list[Target]:
 
     def read_weights(given: Any) -> None:
         run.replace(*given, summed=True)
-        read_model(run.checkpoint)
+        export(str(run.checkpoint), str(run.folder / "exported.safetensors"), "fp32")
 
     return [
         Target("checkpoint, any file", any_file, verify, ()),
@@ -342,7 +342,7 @@ def _run_files(run: _Run) -> list[Target]:
         RunConfig.from_json(json.loads(json.dumps(config.to_json())))
         found = read_about(run.checkpoint)
         check_same_model(run.checkpoint, found["parameters"], real[2])
-        check_same_run(run.checkpoint, found, json.loads(real[0]), real[1])
+        check_same_run(run.checkpoint, found, RunConfig.from_json(json.loads(real[0])), real[1]["data"])
 
     def metrics_file(draw: Random) -> bytes:
         if draw.random() < 0.5:

@@ -1,6 +1,7 @@
 """Whose folder it is, and what a run that goes on takes from it."""
 
 import argparse
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -19,8 +20,9 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
     with (
         choose_folder(config),
         pytest.raises(TrainError, match=r"run is in use by another run, process \d+ on "),
+        choose_folder(config),
     ):
-        choose_folder(config)
+        pass
     with choose_folder(config) as again:
         assert again.path.is_dir()
 
@@ -34,8 +36,11 @@ def test_a_run_that_was_killed_holds_no_lock(tmp_path):
     ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with pytest.raises(TrainError, match="in use by another run"):
-            choose_folder(RunConfig(out=str(tmp_path)))
+        with (
+            pytest.raises(TrainError, match="in use by another run"),
+            choose_folder(RunConfig(out=str(tmp_path))),
+        ):
+            pass
         holder.kill()
     with choose_folder(RunConfig(out=str(tmp_path))):
         pass
@@ -68,8 +73,8 @@ def test_a_restart_by_torchrun_goes_on_in_the_folder_that_the_launch_began(tmp_p
         assert (again.path, again.resume) == (begun.path, True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-13")
     if out:
-        with pytest.raises(TrainError, match="holds a run already"):
-            choose_folder(RunConfig(out=out))
+        with pytest.raises(TrainError, match="holds a run already"), choose_folder(RunConfig(out=out)):
+            pass
     else:
         with choose_folder(RunConfig()) as other:
             assert (other.path.name, other.resume) == ("002", False)
@@ -90,8 +95,9 @@ def test_without_an_id_the_folder_that_torchrun_made_tells_its_launches_apart(mo
 def test_a_restart_waits_for_a_rank_of_its_launch_that_was_cut_off_and_still_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-12")
     config = RunConfig(out=str(tmp_path / "run"), timeout=20)
-    before = choose_folder(config)
-    ending = threading.Timer(0.5, before.__exit__, (None, None, None))
+    stack = contextlib.ExitStack()
+    before = stack.enter_context(choose_folder(config))
+    ending = threading.Timer(0.5, stack.close)
     ending.start()
     with choose_folder(config) as again:
         assert again.path == before.path
@@ -134,17 +140,6 @@ def test_a_resumed_run_has_its_own_options_but_for_those_that_are_given(tmp_path
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--batch", "12"], r"--batch 12: the run in .* has 6, and the next batch"),
-        (["--seed", "1"], r"--seed 1: the run in .* has 0"),
-        (["--optimizer", "adamw"], r"--optimizer adamw: the run in .* has muon, and its state is another's"),
-        (["--dim", "64"], r"--dim 64: dim is 64, the run in .* has 32"),
-        (["--preset", "small"], r"--preset small: dim is 192, the run in .* has 32"),
-        (["--hf-config", "/a.json"], r"--hf-config /a.json: the run in .* has None"),
-    ],
-)
-def test_an_option_that_a_resumed_run_cannot_change_is_refused_with_both_values(tmp_path, argv, message):
-    with pytest.raises(TrainError, match=message):
-        resumed(SAVED, tmp_path, *argv)
+def test_a_resumed_run_cannot_have_another_hf_config(tmp_path):
+    with pytest.raises(TrainError, match=r"--hf-config /a.json: the run in .* has None"):
+        resumed(SAVED, tmp_path, "--hf-config", "/a.json")

@@ -33,21 +33,13 @@ from ragged_shard.testing import run_ranks
         ),
     ],
 )
-def test_the_measured_live_bytes_are_within_the_planned_bounds(folder, tmp_path, world_size, changes):
+def test_the_measured_live_bytes_are_at_most_a_few_percent_from_the_plan(
+    folder, tmp_path, world_size, changes
+):
     config = tiny(folder, steps=6, measure=True, **changes)
     plan = make_plan(config, 256, world_size)
-    least, late = plan.bounds  # how soon reductions end is the machine's to say
     measured = run_ranks(world_size, train, config, tmp_path)[0]["measured_peak"]
-    assert 0.99 * least <= measured <= 1.05 * late
-    assert late <= 1.056 * plan.peak
-
-
-def test_the_expected_peak_is_half_way_between_early_and_late_reductions(folder):
-    plan = make_plan(tiny(folder, model=PRESETS["small"], seq_len=64, batch=4), 256, 2)
-    least, late = plan.bounds
-    _, soon, _ = (plan.at_rest + peak for peak in plan.pass_peaks)  # more than the update takes
-    assert least <= soon < plan.peak < late
-    assert plan.peak == (soon + late) // 2
+    assert 0.88 * plan.peak <= measured <= 1.05 * plan.peak  # less where reductions end sooner
 
 
 def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
@@ -64,12 +56,12 @@ def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
 
 def test_a_plan_has_a_line_for_all_units_of_a_size(folder):
     config = tiny(folder, block="rows:8")
-    lines = plan_lines(make_plan(config, 256, 3), 3)
+    lines = plan_lines(make_plan(config, 256, 3), config.splits(3))
     assert [line.split("|")[1].strip() for line in lines[4:6]] == [
         "Transformer",
         "blocks.0 to blocks.1 (2, each)",
     ]
-    assert lines[-1].startswith("expected peak")
+    assert lines[-1].startswith("peak")
 
 
 def test_only_the_runtimes_own_buffers_can_be_planned(folder):
@@ -99,30 +91,25 @@ def test_units_may_return_a_tensor_or_a_tuple_that_begins_with_one(made):
     def build():
         return torch.nn.Sequential(Layer(4, 4), Layer(4, 4))
 
-    moments = record(build, lambda model: list(model.children()), run, rows=2, seq_len=4, device=CPU)
+    moments = record(
+        build, lambda model: list(model.children()), run, torch.float32, rows=2, seq_len=4, device=CPU
+    )
     assert {moment.unit for moment in moments if moment.what == "backward"} == {0, 1, 2}
 
 
 def test_a_step_has_two_units_gathered_and_two_reducing():
     units, moments = three_layers()
-    peak, buffers = step_peaks(units, moments, "late")
+    peak, buffers = step_peaks(units, moments)
     assert buffers == 10 + 10 + 4 * 100
     assert peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
-    _, buffers = step_peaks(units, moments, "soon")
-    assert buffers == 10 + 10 + 3 * 100  # the buffer of the reduction that has ended is reused
+    with_scratch, _ = three_layers(scratch=1000)
+    assert step_peaks(with_scratch, moments)[0] > peak
 
 
 def test_layers_that_stay_gathered_are_gathered_in_addition():
     units, moments = three_layers()
     kept = units[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in units[2:]]
-    assert step_peaks(kept, moments, "late")[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
-
-
-def test_a_reduction_that_ends_at_once_counts_without_its_scratch():
-    (units, moments), (with_scratch, _) = three_layers(), three_layers(scratch=1000)
-    for ends in ("at once", "soon"):
-        same = step_peaks(units, moments, ends) == step_peaks(with_scratch, moments, ends)
-        assert same == (ends == "at once")
+    assert step_peaks(kept, moments)[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

@@ -32,9 +32,8 @@ def test_a_rank_of_a_split_holds_what_was_planned(folder, tmp_path, off, changes
     config = dataclasses.replace(config, steps=6, measure=True)
     plan = make_plan(config, 256, 4)
     measured = run_ranks(4, train, config, tmp_path, timeout=120)[0]
-    least, late = plan.bounds
     assert measured["measured_rest"] == pytest.approx(plan.at_rest, rel=0.04)
-    assert (1 - off) * least <= measured["measured_peak"] <= (1 + off) * late
+    assert (1 - 2 * off) * plan.peak <= measured["measured_peak"] <= (1 + off) * plan.peak
 
 
 def count(configs, out):
@@ -122,5 +121,5 @@ def test_a_chosen_split_is_planned_alone(folder, capsys):
     assert print_plan(config, 4) == 0
     said = capsys.readouterr().out
     assert "one rank sends in a step (fsdp 2 x cp 2 x ep 2;" in said
-    assert "all-to-alls of tokens" in said
+    assert ", ep 0." in said
     assert "splits of 4 ranks" not in said

@@ -3,12 +3,11 @@
 import shutil
 
 import pytest
-from train_helpers import losses, tiny, train, with_changes
+from train_helpers import losses, read_model, tiny, train, with_changes
 
 from fsdp_runtime.train import ModelConfig
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS
-from fsdp_runtime.train.runs import read_model
 from ragged_shard.testing import run_ranks
 
 

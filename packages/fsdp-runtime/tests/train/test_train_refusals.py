@@ -24,7 +24,7 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"hsdp": 0}, "--hsdp 0: expected at least 1"),
     ({"optimizer": "adan"}, "--optimizer 'adan': expected one of torch-adamw"),
     ({"block": "tile:3"}, "--block 'tile:3': "),
-    ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it here, not fsdp2"),
+    ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it, not fsdp2"),
     (
         {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
         "--optimizer adamw8bit with --tp 2: wo is cut by columns",

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from train_helpers import (
     apart,
     losses,
     newest,
+    read_model,
     tiny,
     train,
     train_and_die,
@@ -26,7 +28,7 @@ from train_helpers import (
 from fsdp_runtime.train import PRESETS, TrainError, checkpoint, systems
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.model import losses_of
-from fsdp_runtime.train.runs import export, read_model
+from fsdp_runtime.train.runs import export
 from fsdp_runtime.train.trainer import BadNumbers
 from ragged_shard.testing import RankError, run_ranks, shut_down
 
@@ -197,7 +199,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, saved):
         ({"model": PRESETS["tiny-moe"]}, "is a checkpoint of another model: .* is absent there"),
         ({"batch": 6}, "was made with batch 12, this run has 6"),
         ({"seed": 5}, "was made with seed 0, this run has 5"),
-        ({"optimizer": "adamw"}, "has the state of torch-adamw"),
+        ({"optimizer": "adamw"}, "was made with optimizer torch-adamw, this run has adamw"),
+        (
+            {"model": replace(PRESETS["tiny"], num_heads=2, num_kv_heads=1)},
+            "was made with num_heads 4, this run has 2",
+        ),
         ({"steps": 2}, "is beyond --steps 2"),
     ]
     config = tiny(folder, steps=4, save_every=2, resume=True)
@@ -214,7 +220,7 @@ def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path):
         ({"optimizer": "sgdd"}, "--optimizer 'sgdd': expected one of"),
         ({"block": "rows:0"}, "--block 'rows:0'"),
         ({"dtype": "float99"}, "--dtype 'float99': expected a type of integers"),
-        ({"block": "rows:4", "system": "ddp"}, "only fsdp_runtime respects blocks"),
+        ({"block": "rows:4", "system": "ddp"}, "--block rows:4: only fsdp_runtime has it, not ddp"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
             r"step [23]: the (gradients' norm is nan \(the loss |loss of 2 ranks is nan)",  # differs between CPUs

@@ -9,10 +9,8 @@ import pytest
 import torch
 from train_helpers import tiny, train
 
-from fsdp_runtime.memory import memory_history, save_memory_snapshot
 from fsdp_runtime.train import Trainer, TrainError
 from fsdp_runtime.train.tracing import Recorder
-from ragged_shard import CPU
 from ragged_shard.testing import run_ranks
 
 
@@ -96,11 +94,6 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(allocator, tm
     assert error.value.__notes__[0].startswith("No memory snapshot: FileNotFoundError: ")
 
 
-def test_a_memory_snapshot_of_the_cpu_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="torch has no memory snapshots of cpu"):
-        save_memory_snapshot(tmp_path / "x", CPU)
-
-
 def test_a_memory_snapshot_beyond_the_last_step_is_refused(folder, allocator):
     tiny(folder, steps=8, memory_snapshot=7).check(1)
     with pytest.raises(TrainError, match="--memory-snapshot 8: the last step of --steps 8 is 7"):
@@ -110,10 +103,9 @@ def test_a_memory_snapshot_beyond_the_last_step_is_refused(folder, allocator):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_a_gpu_has_who_allocated(tmp_path):
-    with memory_history(GPU):
+    with Recorder(None, 0, tmp_path, 0, GPU) as recorder, recorder.step(0):
         kept = torch.zeros(1 << 20, device=GPU)
-        save_memory_snapshot(tmp_path / "memory.pickle", GPU)
-    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    snapshot = pickle.loads((tmp_path / "memory-rank-0.pickle").read_bytes())
     frames = [frame["name"] for event in snapshot["device_traces"][0] for frame in event["frames"]]
     assert "test_a_snapshot_of_a_gpu_has_who_allocated" in frames
     assert kept.is_cuda

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_runtime.train import PRESETS, RunConfig, Trainer, TrainError
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import METRICS, read_metrics
+from fsdp_runtime.train.runs import export
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
 
@@ -94,6 +95,15 @@ def newest(out):
     found = latest(Path(out))
     assert found is not None
     return found
+
+
+def read_model(checkpoint):
+    """The whole model of a checkpoint, as `fsdp-train export` writes it."""
+    from safetensors.torch import load_file
+
+    path = checkpoint.parents[1] / f"{checkpoint.name}.safetensors"
+    export(str(checkpoint), str(path), "fp32")
+    return load_file(path)
 
 
 def losses(out):

@@ -29,6 +29,8 @@ from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
 from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
 
+from ._replaced import replaced
+
 
 def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Shard a model as a `FullyShardedDataParallelPlugin` of FSDP2 says. In place; call it before making the optimizer.
@@ -309,16 +311,8 @@ def full_state_dicts() -> Iterator[None]:
             model, optimizers, state or {}, rank0_only=options.broadcast_from_rank0
         )
 
-    replaced: dict[str, Callable[..., Any]] = {
-        "set_model_state_dict": set_model,
-        "set_optimizer_state_dict": set_optimizer,
-    }
-    before = {name: getattr(torch_state_dict, name) for name in replaced}
-    vars(torch_state_dict).update(replaced)
-    try:
+    with replaced(torch_state_dict, set_model_state_dict=set_model, set_optimizer_state_dict=set_optimizer):
         yield
-    finally:
-        vars(torch_state_dict).update(before)
 
 
 def _full(model: nn.Module, options: Any) -> bool:

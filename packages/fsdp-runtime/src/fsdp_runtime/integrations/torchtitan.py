@@ -15,13 +15,15 @@ parallelism.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from fsdp_runtime import FSDPModule, fully_shard
+
+from ._replaced import replaced
 
 # What torchtitan passes to fully_shard, from its own configuration.
 _OF_TORCHTITAN = (
@@ -32,8 +34,8 @@ _OF_TORCHTITAN = (
 def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable[..., nn.Module]:
     """A replacement for a `ModelSpec.parallelize_fn`: the same function, with `fully_shard` of fsdp_runtime in it.
 
-    torchtitan has no option for this, so during a call, and only then, the name `fully_shard` in torchtitan's modules
-    is replaced (`replaced_fully_shard`). The call communicates what `fully_shard` does.
+    torchtitan has no option for this, so during a call, and only then, the name `fully_shard` is replaced in
+    `torchtitan.distributed.fsdp` and the module of `theirs`. The call communicates what `fully_shard` does.
 
     Args:
         theirs: the spec's own, such as `torchtitan.models.llama3.parallelize_llama`.
@@ -53,10 +55,17 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
             "configuration (parallelism, training)"
         )
 
+    import torchtitan.distributed.fsdp as shared
+
+    ours = functools.partial(fully_shard, **options)
+
     @functools.wraps(theirs)
     def parallelized(model: nn.Module, **named: Any) -> nn.Module:
         _check_dims(named["parallel_dims"])
-        with replaced_fully_shard(theirs, **options):
+        with ExitStack() as stack:
+            for module in {shared, sys.modules[theirs.__module__]}:
+                if hasattr(module, "fully_shard"):
+                    stack.enter_context(replaced(module, fully_shard=ours))
             sharded = theirs(model, **named)
         if not isinstance(sharded, FSDPModule):
             raise ValueError(
@@ -87,23 +96,3 @@ def _check_dims(parallel_dims: Any) -> None:
             'parallelize_fn: parallelism.spmd_backend is "spmd_types" with tensor or expert parallelism, whose '
             'parameters are plain tensors that do not say how they are cut; use "partial_dtensor"'
         )
-
-
-@contextmanager
-def replaced_fully_shard(theirs: Callable[..., nn.Module], **options: Any) -> Iterator[None]:
-    """Inside, `fully_shard` of `torchtitan.distributed.fsdp` and of the module of `theirs` is ours with `options`."""
-    import torchtitan.distributed.fsdp as shared
-
-    modules = [
-        module
-        for module in {shared.__name__: shared, theirs.__module__: sys.modules[theirs.__module__]}.values()
-        if hasattr(module, "fully_shard")
-    ]
-    before = [module.fully_shard for module in modules]
-    for module in modules:
-        module.fully_shard = functools.partial(fully_shard, **options)
-    try:
-        yield
-    finally:
-        for module, function in zip(modules, before, strict=True):
-            module.fully_shard = function

@@ -14,7 +14,7 @@ Tried with transformers 5.23 and accelerate 1.15.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from torch import nn
 from fsdp_runtime import FSDPModule, fully_shard
 from fsdp_runtime.integrations import accelerate
 from ragged_shard import RaggedDTensor, held_boxes, raise_on_all_ranks, same_on_all_ranks
+
+from ._replaced import replaced
 
 
 class RaggedTrainer:
@@ -223,21 +225,15 @@ def sharded_loading(**options: Any) -> Iterator[None]:
 @contextmanager
 def _replaced(*names: tuple[str, str, Callable[[Any], Any]]) -> Iterator[None]:
     """Inside, names in modules of transformers are what is made of them."""
-    before: list[tuple[Any, str, Any]] = []
-    for path, name, _ in names:
-        module = import_module(f"transformers.{path}")
-        if not hasattr(module, name):
-            raise ImportError(
-                f"sharded_loading: this version of transformers has no {path}.{name}; 5.23 is known to work"
-            )
-        before.append((module, name, getattr(module, name)))
-    try:
-        for (module, name, theirs), (_, _, make) in zip(before, names, strict=True):
-            setattr(module, name, make(theirs))
+    with ExitStack() as stack:
+        for path, name, make in names:
+            module = import_module(f"transformers.{path}")
+            if not hasattr(module, name):
+                raise ImportError(
+                    f"sharded_loading: this version of transformers has no {path}.{name}; 5.23 is known to work"
+                )
+            stack.enter_context(replaced(module, **{name: make(getattr(module, name))}))
         yield
-    finally:
-        for module, name, theirs in before:
-            setattr(module, name, theirs)
 
 
 def _sharding_by_us(

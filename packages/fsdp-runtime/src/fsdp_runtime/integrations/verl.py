@@ -13,8 +13,6 @@ against verl's interface and not tried: Ray, rollout engines, LoRA, and `offload
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +23,7 @@ from torch.distributed.tensor import Replicate
 from fsdp_runtime import fully_shard
 from ragged_shard import RaggedShard, held_boxes
 
+from ._replaced import replaced
 from .accelerate import full_state_dicts
 
 # What verl passes to fully_shard, from its own configuration.
@@ -76,6 +75,8 @@ def engine_class(theirs: type, **options: Any) -> type:
             f"engine_class got {taken[0]}, which verl passes to fully_shard itself; set it in verl's configuration "
             "(fsdp_config)"
         )
+    from verl.utils import fsdp_utils
+
     base: Any = theirs
 
     class RaggedEngine(base):
@@ -85,7 +86,7 @@ def engine_class(theirs: type, **options: Any) -> type:
             strategy = self.engine_config.strategy
             if strategy != "fsdp2":
                 raise ValueError(f'the engine of fsdp_runtime has strategy="{strategy}"; expected "fsdp2"')
-            with replaced_fully_shard(**options), full_state_dicts():
+            with replaced(fsdp_utils, fully_shard=partial(_sharded, options)), full_state_dicts():
                 return super()._build_fsdp_module(module)
 
         def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Any, None]:
@@ -95,19 +96,6 @@ def engine_class(theirs: type, **options: Any) -> type:
 
     RaggedEngine.__name__ = RaggedEngine.__qualname__ = f"Ragged{theirs.__name__}"
     return RaggedEngine
-
-
-@contextmanager
-def replaced_fully_shard(**options: Any) -> Iterator[None]:
-    """Inside, `fully_shard` of `verl.utils.fsdp_utils` is ours with `options`."""
-    import verl.utils.fsdp_utils as theirs
-
-    before = theirs.fully_shard
-    theirs.fully_shard = partial(_sharded, options)
-    try:
-        yield
-    finally:
-        theirs.fully_shard = before
 
 
 def _sharded(options: dict[str, Any], module: nn.Module, *, offload_policy: Any = None, **theirs: Any) -> Any:

@@ -16,12 +16,6 @@ from .model import PRESETS
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
-_SUBCOMMANDS = {
-    "compare": "the same work on several systems, optimizers or wire formats",
-    "plan": "what a run will hold and send, and which splits of its ranks fit",
-    "export": "a checkpoint as one safetensors file",
-    "verify": "whether checkpoints are as they were written",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,25 +28,19 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fsdp-train``; returns the exit status: 0, 2 for a user error, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "compare": _compare,
-        "plan": _plan,
-        "export": _export,
-        "verify": _verify,
-    }
     try:
         first = arguments[0] if arguments else "-"
-        if not first.startswith("-") and first not in commands:
-            near = difflib.get_close_matches(first, commands, 1)
+        if not first.startswith("-") and first not in _SUBCOMMANDS:
+            near = difflib.get_close_matches(first, _SUBCOMMANDS, 1)
             hint = f", did you mean {near[0]}?" if near else f": there are {', '.join(_SUBCOMMANDS)}"
             raise TrainError(f"{first!r} is not a subcommand{hint}")
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing and not {"-h", "--help"} & set(arguments):
             raise TrainError(f"{', '.join(missing)} not installed: pip install 'fsdp-runtime[train]'")
-        if first in commands:
+        if first in _SUBCOMMANDS:
             if "RANK" in os.environ:
                 raise TrainError(f"{first} starts its own ranks: run it without torchrun")
-            return commands[first](arguments[1:])
+            return _SUBCOMMANDS[first][1](arguments[1:])
         return _train(arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -70,7 +58,7 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 
 def _overview() -> str:
     """The top of ``--help``."""
-    rows = [f"  {name:<12} {text}" for name, text in _SUBCOMMANDS.items()]
+    rows = [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
     presets = [f"{name} ({_count(model.num_parameters)})" for name, model in PRESETS.items()]
     return "\n".join(
         [
@@ -112,9 +100,9 @@ def _train(argv: list[str]) -> int:
 
     ranks = pick_ranks(config, options.ranks)
     config.check(ranks)
-    finished = start_ranks(config, ranks)
-    say(closing_lines(finished.summary))
-    return 128 + finished.stopped_by if finished.summary.get("stopped") and finished.stopped_by else 0
+    summary = start_ranks(config, ranks)
+    say(closing_lines(summary))
+    return 128 + summary["stopped_by"] if summary["stopped"] and summary["stopped_by"] else 0
 
 
 def _resumed(options: argparse.Namespace) -> RunConfig:
@@ -196,6 +184,14 @@ def _verify(argv: list[str]) -> int:
     parser = _parser("verify", "Check that checkpoints are as they were written; name damaged files.")
     parser.add_argument("run", help="a run's folder, or one of its checkpoints")
     return verify(parser.parse_args(argv).run)
+
+
+_SUBCOMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "compare": ("the same work on several systems, optimizers or wire formats", _compare),
+    "plan": ("what a run will hold and send, and which splits of its ranks fit", _plan),
+    "export": ("a checkpoint as one safetensors file", _export),
+    "verify": ("whether checkpoints are as they were written", _verify),
+}
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from torch.futures import Future as TorchFuture
 from ragged_shard import DISTRIBUTED, device_layer, gather_from_ranks
 
 from ..checkpoint.dcp_files import METADATA, Reader
+from .config import RunConfig
 from .errors import TrainError, agreed, causes, named, one_line
 
 SUMS = "sums.json"
@@ -402,28 +403,41 @@ def check_same_model(checkpoint: Path, saved: dict[str, Any], current: dict[str,
             )
 
 
-def check_same_run(
-    checkpoint: Path, about: dict[str, Any], config: dict[str, Any], identity: dict[str, Any]
-) -> None:
-    """Raise, with both values, if a checkpoint's run was not the beginning of this one."""
-    saved = about["config"]
-    if saved.get("optimizer") != config["optimizer"]:
+def saved_options(checkpoint: Path, about: dict[str, Any]) -> RunConfig:
+    """The options of the run that a checkpoint is of; `about` is what `read_about` returned.
+
+    Raises:
+        TrainError: they are of another version of this program.
+    """
+    try:
+        return RunConfig.from_json(about["config"])
+    except MALFORMED as error:
         raise TrainError(
-            f"{checkpoint} has the state of {saved.get('optimizer')}, --optimizer is {config['optimizer']}"
+            f"{checkpoint} has options of another version of fsdp-train: {one_line(error)}"
+        ) from error
+
+
+# Options that a resumed run may not change; sizes of the model are in addition. Of the data it has a digest.
+_FIXED = ("optimizer", "seed", "seq_len", "batch", "documents", "end_token", "dtype")
+
+
+def check_same_run(checkpoint: Path, about: dict[str, Any], config: RunConfig, data: str) -> None:
+    """Raise, with both values, if a checkpoint's run was not the beginning of this one, whose data has this digest."""
+    saved = saved_options(checkpoint, about)
+    before, now = (
+        {**{name: getattr(run, name) for name in _FIXED}, **vars(run.model)} for run in (saved, config)
+    )
+    for name, value in now.items():
+        if before[name] != value:
+            raise TrainError(f"{checkpoint} was made with {name} {before[name]}, this run has {value}")
+    if about["identity"].get("data") != data:
+        paths = [" ".join(run.data) or "the standard library" for run in (saved, config)]
+        raise TrainError(
+            f"{checkpoint} was made with --data {paths[0]}, whose files had other names or sizes than those of "
+            f"{paths[1]}"
         )
-    for name, value in identity.items():
-        before = about["identity"].get(name)
-        if before != value and name == "data":
-            was, now = (
-                " ".join(map(str, c.get("data") or ())) or "the standard library" for c in (saved, config)
-            )
-            raise TrainError(
-                f"{checkpoint} was made with --data {was}, whose files had other names or sizes than those of {now}"
-            )
-        if before != value:
-            raise TrainError(f"{checkpoint} was made with {name} {before}, this run has {value}")
-    if about["step"] > config["steps"]:
-        raise TrainError(f"{checkpoint} is beyond --steps {config['steps']}")
+    if about["step"] > config.steps:
+        raise TrainError(f"{checkpoint} is beyond --steps {config.steps}")
 
 
 def _shown(entry: list[Any] | None) -> str:

@@ -24,7 +24,7 @@ from .config import FLOAT8, SYSTEMS, RunConfig
 from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
-from .optimizers import not_available, optimizer_spec
+from .optimizers import optimizer_spec
 from .report import METRICS, draw_curves, read_metrics
 from .runs import RUNS, next_free
 from .systems import not_installed
@@ -136,7 +136,7 @@ def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str,
             optimizer_spec(name)  # raises for an unknown one
         elif name not in allowed:
             raise TrainError(f"--vary {what}: {name!r} is not one of {', '.join(allowed)}")
-        if reason := {"system": not_installed, "optimizer": not_available}.get(what, lambda name: None)(name):
+        if reason := not_installed(name) if what == "system" else None:
             reasons.append(f"{name}: {reason}")
             say(reasons[-1])
             continue
@@ -157,8 +157,7 @@ def run_quietly(config: RunConfig, ranks: int) -> Entries:
         TrainError: it failed or was stopped.
     """
     config.check(ranks)
-    finished = start_ranks(config, ranks, quiet=True)
-    if finished.summary.get("stopped"):
+    if start_ranks(config, ranks, quiet=True)["stopped"]:
         raise TrainError("stopped")
     return read_metrics(Path(config.out or ".") / METRICS)
 

@@ -23,7 +23,15 @@ FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the syst
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
 _OFFLOADABLE = ("activations", "gradients", "states")
-
+# Options that only fsdp_runtime has, with the values that change nothing.
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "block": ("auto", "none"),
+    "quantize": ("none",),
+    "reduce": ("none",),
+    "memory_budget": (None,),
+    "offload": ((),),
+    **dict.fromkeys(AXES, (1,)),
+}
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -185,13 +193,10 @@ class RunConfig:
             raise TrainError(f"--end-token {self.end_token}: only --documents ends sequences there; add it")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
-        if self.block not in ("auto", "none") and self.system != "fsdp_runtime":
-            raise TrainError(f"--block {self.block}: only fsdp_runtime respects blocks, not {self.system}")
-        for name in ("quantize", "reduce"):
-            if getattr(self, name) != "none" and self.system != "fsdp_runtime":
-                raise TrainError(
-                    f"--{name} {getattr(self, name)}: only fsdp_runtime has it, not {self.system}"
-                )
+        for name, plain in _EVERYWHERE.items():
+            if self.system != "fsdp_runtime" and (value := getattr(self, name)) not in plain:
+                value = ",".join(value) if isinstance(value, tuple) else value
+                raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
         if self.compute == "scaled" and self.quantize not in ("fp8", "mxfp8"):
             raise TrainError(
                 f"--compute scaled multiplies codes of --quantize fp8 or mxfp8, not of {self.quantize}"
@@ -216,7 +221,6 @@ class RunConfig:
 
     def _check_budget(self) -> None:
         for reason, applies in (
-            (f"only fsdp_runtime has it, not {self.system}", self.system != "fsdp_runtime"),
             ("it decides what --no-reshard does", not self.reshard),
             (f"not with --pp {self.pp}, whose stages are used in turns", self.pp > 1),
         ):
@@ -227,7 +231,6 @@ class RunConfig:
         unknown = [kind for kind in self.offload if kind not in _OFFLOADABLE]
         for reason, applies in (
             (f"expected {', '.join(_OFFLOADABLE)}", bool(unknown)),
-            (f"only fsdp_runtime has it, not {self.system}", self.system != "fsdp_runtime"),
             (
                 "add states: the optimizer that brings gradients to the device keeps its states in CPU memory too",
                 "gradients" in self.offload and "states" not in self.offload,
@@ -271,9 +274,6 @@ class RunConfig:
 
     def _check_splits(self, splits: Splits) -> None:
         """Raises `TrainError` for options that do not work with the splits."""
-        asked = next(f"--{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-        if self.system != "fsdp_runtime":
-            raise TrainError(f"{asked}: only fsdp_runtime has it here, not {self.system}")
         inside = [f"--{axis} {getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
         if self.hf_config and inside:
             raise TrainError(f"{inside[0]} knows the modules of the built-in model, not of --hf-config")
@@ -395,44 +395,23 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     return RunConfig(model=_model(options, PRESETS["small"]), **values)
 
 
-# Options that a resumed run may not change, and why; options of the model are in addition.
-_FIXED = {
-    "optimizer": "its state is another's",
-    "hf_config": "its weights are of another model",
-    "seed": "the next batch would not be the next",
-    "seq_len": "the next batch would not be the next",
-    "batch": "the next batch would not be the next",
-    "documents": "the next batch would not be the next",
-    "end_token": "the next batch would not be the next",
-    "dtype": "its data would be read differently",
-}
-
-
 def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
     """The options of a resumed run: its saved ones, replaced by those on the command line.
 
     Raises:
-        TrainError: one on the command line cannot change.
+        TrainError: another `hf_config`; of others the checkpoint says whether they may change.
     """
     values = _values(options)
-    if "hf_config" in values:
-        values["hf_config"] = _absolute(values["hf_config"])
-    for name, reason in _FIXED.items():
-        if name in values and values[name] != getattr(saved, name):
-            raise TrainError(
-                f"--{name.replace('_', '-')} {values[name]}: the run in {run} has {getattr(saved, name)}, and {reason}"
-            )
-    sizes = _sizes(options)
-    model = _model(options, saved.model) if sizes else saved.model
-    for field_ in dataclasses.fields(ModelConfig):
-        value, before = getattr(model, field_.name), getattr(saved.model, field_.name)
-        if value != before:
-            flags = ", ".join(f"{flag} {value}" for flag, value in sizes.items())
-            raise TrainError(f"{flags}: {field_.name} is {value}, the run in {run} has {before}")
+    if "hf_config" in values and _absolute(values.pop("hf_config")) != saved.hf_config:
+        raise TrainError(
+            f"--hf-config {options.hf_config}: the run in {run} has {saved.hf_config}, whose weights are of "
+            "another model"
+        )
     changes = {
         "measure": False,
         "profile": None,
         "memory_snapshot": None,
+        "model": _model(options, saved.model),
         **values,
         "out": str(run),
         "resume": True,

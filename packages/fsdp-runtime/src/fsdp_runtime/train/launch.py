@@ -57,14 +57,6 @@ _GRACE = 5.0  # seconds a rank that lost contact waits, so that the agent sees t
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Result of a launch: the summary of its run, and the signal that ended it early, if any."""
-
-    summary: dict[str, Any]
-    stopped_by: int | None
-
-
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -85,8 +77,8 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
     return max((n for n in range(1, max(1, most) + 1) if config.divides(n)), default=1)
 
 
-def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finished:
-    """Run `config` on `ranks` local ranks and wait.
+def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> dict[str, Any]:
+    """Run `config` on `ranks` local ranks and wait; returns the summary of the run.
 
     SIGINT, SIGTERM and SIGHUP tell the ranks to save and leave; a second SIGINT ends them.
 
@@ -96,8 +88,16 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        Path(name, "stop").touch()
+        if received.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt
+
     check_installed(config.log_to)
-    with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name, _stop_file(Path(name)) as received:
+    with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name, on_stop_signals(on_signal):
         control = Path(name)
         settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
         (control / "config.json").write_text(json.dumps(settings))
@@ -120,8 +120,8 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> Finish
                 elastic_launch(launch, sys.executable)("-P", "-m", "fsdp_runtime.train.launch", name)
         except ChildFailedError as error:
             raise TrainError(_describe(*error.get_first_failure(), control)) from None
-        summary = json.loads((control / "summary.json").read_text())
-        return Finished(summary, received[0] if received else summary["stopped_by"])
+        summary: dict[str, Any] = json.loads((control / "summary.json").read_text())
+        return summary | ({"stopped_by": received[0]} if received else {})
 
 
 @contextmanager
@@ -170,21 +170,6 @@ def _quiet_agent() -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def _stop_file(control: Path) -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP write the control folder's ``stop``. Yields the signals received, in order."""
-    received: list[int] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        (control / "stop").touch()
-        if received.count(signal.SIGINT) > 1:
-            raise KeyboardInterrupt
-
-    with on_stop_signals(on_signal):
-        yield received
-
-
 # Rank 0 chooses the folder; paths may differ between machines: what is in the files is compared.
 _OWN = ("out", "data", "held_out", "hf_config")
 
@@ -206,15 +191,9 @@ class StopFlag:
             self.received = signal.SIGTERM
         return self.received
 
-    @contextlib.contextmanager
-    def handling(self) -> Iterator[None]:
-        """Record SIGINT, SIGTERM and SIGHUP inside."""
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.received = number
-
-        with on_stop_signals(on_signal):
-            yield
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal."""
+        self.received = number
 
 
 @contextlib.contextmanager
@@ -257,7 +236,7 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
         config.check(world_size)
         _init_process_group(config, rank, world_size)
         # Handlers come after set-up: a rank that waits for others in C++ would not run them, so a signal ends it.
-        with stop.handling():
+        with on_stop_signals(stop.receive):
             check_options(config)
             with choose_folder(config) as folder:
                 out = folder.path

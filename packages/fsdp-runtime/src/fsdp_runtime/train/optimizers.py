@@ -49,20 +49,6 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     return OPTIMIZERS[name]
 
 
-def not_available(name: str) -> str | None:
-    """Why an optimizer cannot be built here, or None."""
-    spec = optimizer_spec(name)
-    if spec.source == "torch":
-        return None
-    try:
-        import block_optim
-    except ImportError:
-        return "block-optim is not installed (pip install 'fsdp-runtime[train]')"
-    if not hasattr(block_optim, spec.cls):
-        return f"block_optim {block_optim.__version__} has no {spec.cls}"
-    return None
-
-
 def make_optimizer(
     name: str, model: nn.Module, *, lr: float | None, weight_decay: float
 ) -> torch.optim.Optimizer:
@@ -71,11 +57,9 @@ def make_optimizer(
     Norms and other vectors get no weight decay. `lr` None takes the table's.
 
     Raises:
-        TrainError: an unknown or missing optimizer.
+        TrainError: an unknown optimizer.
     """
-    spec, reason = optimizer_spec(name), not_available(name)
-    if reason:
-        raise TrainError(f"--optimizer {name}: {reason}")
+    spec = optimizer_spec(name)
     peak = spec.lr if lr is None else lr
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if spec.source == "torch":
@@ -104,7 +88,7 @@ def make_optimizer(
 def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_size: int) -> Any:
     """The block policy that an optimizer asks for, before the model is sharded; None where it needs none."""
     spec = optimizer_spec(name)
-    if spec.source == "torch" or not_available(name):
+    if spec.source == "torch":
         return None
     import block_optim
 

@@ -6,15 +6,12 @@ a unit's first parameter), ``done`` (of the first layer's backward; those of oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_runtime.memory import LiveBytes, UnitMemory, fake_tensors
-
-Reductions = Literal["at once", "soon", "late"]  # when they end: see `step_peaks`
-ENDS: tuple[Reductions, ...] = get_args(Reductions)
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,7 @@ def record(
     make_model: Callable[[], nn.Module],
     layers_of: Callable[[nn.Module], list[nn.Module]],
     run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
     rows: int,
     seq_len: int,
     device: torch.device,
@@ -40,16 +38,22 @@ def record(
     is made of fake tensors.
 
     Args:
-        make_model: builds the model; called where tensors are fake.
+        make_model: builds the model; called where tensors are fake and of `dtype` by default.
         layers_of: the modules that are units, the root apart.
         run: (model, tokens, targets) -> loss.
+        dtype: of the parameters.
         rows, seq_len: of a microbatch on one rank.
         device: whose kernels are chosen.
     """
+    before = torch.get_default_dtype()
     with fake_tensors():
-        with torch.device(device):
-            model = make_model()
-            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                model = make_model()
+                tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+        finally:
+            torch.set_default_dtype(before)
         recorder = _Recorder()
         model.train()
         with recorder.live:
@@ -124,59 +128,51 @@ def without_activations(layers: int) -> list[Moment]:
     return [Moment(what, unit, 0) for what, unit in marks]
 
 
-def step_peaks(units: Sequence[UnitMemory], moments: list[Moment], ends: Reductions) -> tuple[int, int]:
+def step_peaks(units: Sequence[UnitMemory], moments: list[Moment]) -> tuple[int, int]:
     """The most bytes of a step with activations, buffers and new gradient shards; and of buffers alone.
 
-    One unit is gathered ahead; one reduction runs while backward continues. Released buffers stay in the pool until
-    the pool is trimmed. A reduction that ends at once counts without its scratch: a lower bound, because a transport
-    may hold that where no meter of tensors sees it.
+    One unit is gathered ahead; one reduction runs while backward continues, until the next unit's last gradient.
+    Released buffers stay in the pool until the pool is trimmed.
 
     Args:
         units: the root first, then the layers in order.
         moments: of one microbatch.
-        ends: when reductions end: "at once", at the next unit's first gradient ("soon"), or after its last ("late").
     """
     last, pool, buffers, peak = len(units) - 1, 0, 0, 0
     for moment in moments:
-        used, shards = _used(units, moment, ends)
+        used, shards = _used(units, moment)
         trimmed = moment.what in ("done", "end") or (moment.what == "leave" and moment.unit in (0, last))
         pool = used if trimmed else max(pool, used)
         buffers, peak = max(buffers, pool), max(peak, moment.live + pool + shards)
     return peak, buffers
 
 
-def _used(units: Sequence[UnitMemory], moment: Moment, ends: Reductions) -> tuple[int, int]:
+def _used(units: Sequence[UnitMemory], moment: Moment) -> tuple[int, int]:
     """Bytes of the buffers in use at a moment; and of new gradient shards and scratch."""
     what, unit, last = moment.what, moment.unit, len(units) - 1
     kept = {number for number in range(1, last + 1) if units[number].kept_after_forward}
-    gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
+    gathered, encoded, reducing, running, shards = {0}, set[int](), set[int](), 0, 0
     if what == "enter":
         ahead = min(unit + 1, last)
         gathered |= {unit, ahead} | {number for number in kept if number < unit}
         encoded = {ahead} - {unit}
     elif what == "leave":
         gathered |= {number for number in kept if number <= (unit or last)}
-    elif what in ("backward", "gradient"):
-        unit = unit or last + 1  # the root's backward comes first
-        in_order = [number for number in range(last, 0, -1) if number not in kept]
-        started = in_order[: last - unit + 2]  # gathered for backward until now
-        encoded = {number for number in started if number < unit}
-        gathered |= {number for number in (*kept, *started) if number <= unit}
-        reducing = {0, unit} if what == "gradient" else {0}
-        if unit < last and (ends == "late" or what == "backward"):
-            running = unit + 1
     else:
-        unit, running = 0, 1
-    reducing = (
-        {number for number in (*reducing, running) if number <= last}
-        if what not in ("enter", "leave")
-        else set()
-    )
-    shards = 0 if what in ("enter", "leave") else sum(each.gradients for each in units[unit + 1 :])
-    scratch = units[running].scratch if running and ends != "at once" else 0
+        if what in ("backward", "gradient"):
+            unit = unit or last + 1  # the root's backward comes first
+            in_order = [number for number in range(last, 0, -1) if number not in kept]
+            started = in_order[: last - unit + 2]  # gathered for backward until now
+            encoded = {number for number in started if number < unit}
+            gathered |= {number for number in (*kept, *started) if number <= unit}
+        else:
+            unit = 0
+        running = unit + 1 if unit < last else 0
+        reducing = {0, running} | ({unit} if what == "gradient" and unit <= last else set())
+        shards = sum(each.gradients for each in units[unit + 1 :])
     buffers = [
         *(size for number in gathered for size in units[number].gathered),
         *(size for number in encoded for size in units[number].decoding),
         *(size for number in reducing for size in units[number].reducing),
     ]
-    return sum(buffers), shards + scratch
+    return sum(buffers), shards + (units[running].scratch if running else 0)

@@ -31,7 +31,7 @@ from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import Meshes, make_meshes
 from .parallel.runtime import SplitRuntime
 from .parallel.tensor_parallel import parallelize
-from .peaks import ENDS, Moment, record, step_peaks, without_activations
+from .peaks import Moment, record, step_peaks, without_activations
 from .planned_models import build_planned, has_forward
 from .systems import wrap_order
 from .trainer import model_config
@@ -55,7 +55,7 @@ class MemoryPlan:
     units: tuple[UnitPlan, ...]
     buffers: int  # the most bytes of gathered buffers
     activations: int  # the most bytes of activations and temporaries
-    pass_peaks: tuple[int, int, int]  # of both with gradients: reductions end at once, soon or late
+    pass_peak: int  # the most bytes of both with gradients
     optimizer_step: int | None  # temporaries; None: not known
     scratch: int  # buffers that the optimizer keeps
 
@@ -83,26 +83,9 @@ class MemoryPlan:
     def peak(self) -> int:
         """The most live bytes of a step, once the order of units is known (from the second step on).
 
-        Half-way between reductions that end before the next unit's first gradient, and after its last: where in its
-        backward one ends is a matter of the wire.
+        If reductions end with the next unit's backward; where they end sooner, a step holds a few percent less.
         """
-        _, soon, late = self._peaks
-        return (soon + late) // 2
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The peak if reductions end at once, as on the last rank to begin, or after the next unit's last gradient.
-
-        The lower one counts no scratch of reductions, which a transport may hold where no meter of tensors sees it.
-        """
-        least, _, most = self._peaks
-        return least, most
-
-    @property
-    def _peaks(self) -> tuple[int, int, int]:
-        update = self.gradients + (self.optimizer_step or 0)
-        at_once, soon, late = (self.at_rest + max(most, update) for most in self.pass_peaks)
-        return at_once, soon, late
+        return self.at_rest + max(self.pass_peak, self.gradients + (self.optimizer_step or 0))
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, rank: int = 0) -> MemoryPlan:
@@ -134,54 +117,28 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     stages, step, scratch = _sharded(config, vocab_size, meshes, device)
     passes = stage_passes(config, vocab_size, meshes, device)
     passes_held = splits.passes_held(rank * splits.pp // world_size, config.accumulate)
-    waiting = (passes_held - 1) * sum(stage.kept for stage in passes) // len(passes)
+    waiting = (passes_held - 1) * sum(map(_kept, passes)) // len(passes)
     # A forward follows the first backward.
     gathered = splits.pp > 1 and passes_held < len(passes) * config.accumulate
     if gathered:  # gradients are reduced after the last microbatch, of all units
         waiting += sum(sum(unit.reducing) + unit.gradients for units in stages for unit in units)
-    peaks, buffers = [], 0
-    for units, stage in zip(stages, passes, strict=True):
+    peak = buffers = 0
+    for units, moments in zip(stages, passes, strict=True):
         own = units
         if gathered:  # nothing is reduced after this microbatch
             own = [replace(unit, reducing=(), gradients=0, scratch=0) for unit in units]
-        waiting_shards = _shards(own) if config.accumulate > 1 else 0
-        of_ends = [step_peaks(own, stage.moments, ends) for ends in ENDS]
-        peaks.append([peak + waiting + waiting_shards for peak, _ in of_ends])
-        buffers = max(buffers, of_ends[-1][1])
-    at_once, soon, late = (max(of_stages) for of_stages in zip(*peaks, strict=True))
+        of_pass, of_buffers = step_peaks(own, moments)
+        if config.accumulate > 1:  # the gradient shards of an earlier microbatch
+            of_pass += sum(unit.gradients for unit in own)
+        peak, buffers = max(peak, of_pass + waiting), max(buffers, of_buffers)
     return MemoryPlan(
         units=tuple(unit for units in stages for unit in units),
         buffers=buffers,
-        activations=max(moment.live for stage in passes for moment in stage.moments) + waiting,
-        pass_peaks=(at_once, soon, late),
+        activations=max(moment.live for moments in passes for moment in moments) + waiting,
+        pass_peak=peak,
         optimizer_step=step,
         scratch=scratch,
     )
-
-
-def kept_peaks(config: RunConfig, vocab_size: int, plan: MemoryPlan) -> list[int]:
-    """The most live bytes of a step where the last 0, 1, ... layers stay gathered between forward and backward.
-
-    Where reductions take as long as they can. Called inside `simulated_ranks`; no pipeline.
-    """
-    device = pick_device(config.device)
-    meshes = make_meshes(config.splits(dist.get_world_size()), device.type)
-    moments = stage_passes(config, vocab_size, meshes, device)[0].moments
-    update = plan.gradients + (plan.optimizer_step or 0)
-    root, *layers = plan.units
-    peaks = []
-    for count in range(len(layers) + 1):
-        first = len(layers) - count
-        own = [root, *(replace(layer, kept_after_forward=n >= first) for n, layer in enumerate(layers))]
-        peak, _ = step_peaks(own, moments, "late")
-        peak += _shards(own) if config.accumulate > 1 else 0
-        peaks.append(plan.at_rest + max(peak, update))
-    return peaks
-
-
-def _shards(units: list[UnitPlan]) -> int:
-    """Bytes of the gradient shards of an earlier microbatch."""
-    return sum(unit.gradients for unit in units)
 
 
 def _sharded(
@@ -214,16 +171,15 @@ def _sharded(
     return stages, step, live.now + kept - state if spec.routed else 0
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One microbatch through one stage, forward and backward: its moments, and bytes kept between the two."""
-
-    moments: list[Moment]
-    kept: int
+def _kept(moments: list[Moment]) -> int:
+    """Bytes that are kept between forward and backward."""
+    return next(moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0))
 
 
-def stage_passes(config: RunConfig, vocab_size: int, meshes: Meshes, device: torch.device) -> list[Pass]:
-    """Live bytes of each of this rank's stages, besides parameters and kept gradients."""
+def stage_passes(
+    config: RunConfig, vocab_size: int, meshes: Meshes, device: torch.device
+) -> list[list[Moment]]:
+    """Moments of one microbatch through each of this rank's stages, forward and backward."""
     splits = meshes.splits
     rows = config.batch // (splits.readers * config.accumulate)
     if config.hf_config:
@@ -249,22 +205,24 @@ def stage_passes(config: RunConfig, vocab_size: int, meshes: Meshes, device: tor
         return cross_entropy + config.model.aux_weight * aux
 
     with loss_parallel() if splits.tp > 1 else nullcontext():
-        return [_pass(partial(build, number), run, dtype, rows, length, device) for number in numbers]
+        return [
+            record(partial(build, number), wrap_order, run, dtype, rows, length, device) for number in numbers
+        ]
 
 
 @lru_cache(maxsize=1)  # other splits, the same pass
-def _undivided_pass(config: RunConfig, rows: int, device: torch.device) -> Pass:
+def _undivided_pass(config: RunConfig, rows: int, device: torch.device) -> list[Moment]:
     """The pass of a model of ``--hf-config``; of one without forward all live bytes are 0."""
     build = partial(build_planned, config, 1)
     if not has_forward(config):
         with torch.device("meta"):
-            return Pass(without_activations(len(wrap_order(build()))), 0)
+            return without_activations(len(wrap_order(build())))
 
     def run(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return losses_from(model(tokens), targets)[0]
 
     try:
-        return _pass(build, run, _compute_dtype(config), rows, config.seq_len, device)
+        return record(build, wrap_order, run, _compute_dtype(config), rows, config.seq_len, device)
     except Exception as error:  # whatever a forward does without values
         raise TrainError(
             f"{config.hf_config}: forward and backward fail on tensors without values in {config.precision} (plan the "
@@ -274,27 +232,6 @@ def _undivided_pass(config: RunConfig, rows: int, device: torch.device) -> Pass:
 
 def _compute_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
-def _pass(
-    build: Callable[[], nn.Module],
-    run: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
-    dtype: torch.dtype,
-    rows: int,
-    length: int,
-    device: torch.device,
-) -> Pass:
-    def in_dtype() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return build()
-        finally:
-            torch.set_default_dtype(before)
-
-    moments = record(in_dtype, wrap_order, run, rows, length, device)
-    kept = [moment.live for moment in moments if (moment.what, moment.unit) == ("leave", 0)]
-    return Pass(moments, kept[0])
 
 
 def _unit_plan(

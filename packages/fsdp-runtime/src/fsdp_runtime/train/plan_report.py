@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import groupby, product
 from typing import Any
@@ -10,29 +10,27 @@ from typing import Any
 from ragged_shard.testing import simulated_ranks
 
 from .config import RunConfig
-from .data import read_data
 from .errors import TrainError
 from .hardware import device_memory, pick_device
 from .launch import pick_ranks, start_ranks
-from .model import ModelConfig
-from .plan import MemoryPlan, kept_peaks, make_plan, plan_here
+from .plan import MemoryPlan, make_plan, plan_here
 from .planned_models import has_forward
 from .splits import AXES, Splits
-from .traffic import traffic_lines, traffic_of, traffic_of_units
-from .trainer import MEASURED_STEP, model_config
+from .traffic import traffic_of, traffic_of_units
+from .trainer import MEASURED_STEP, data_of, model_config
 
 
-def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> list[str]:
+def plan_lines(plan: MemoryPlan, splits: Splits) -> list[str]:
     """The plan as a markdown table and sums; what is sent only where all parameters are sharded over the same ranks."""
     lines = [
-        f"rank 0 of {ranks}; MB are 10^6 bytes",
+        f"rank 0 of {splits.world_size}; MB are 10^6 bytes",
         "",
         "| unit | parameters | shard (elements) | padding | weights MB | gradients MB | optimizer MB | gathered MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for _, equal in groupby(plan.units, lambda unit: dataclasses.replace(unit, name="")):
-        unit, *others = equal
-        name = f"{unit.name} to {others[-1].name} ({len(others) + 1}, each)" if others else unit.name
+        unit, *rest = equal
+        name = f"{unit.name} to {rest[-1].name} ({len(rest) + 1}, each)" if rest else unit.name
         shard = " + ".join(f"{size:,}" for size in unit.shards)
         padding = unit.padding / (unit.padding + unit.parameters)
         lines.append(
@@ -40,10 +38,10 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
             f"| {megabytes(unit.gradients)} | {megabytes(unit.state)} "
             f"| {megabytes(sum(unit.gathered))} |"
         )
-    over = splits.shards if splits else ranks
+    others = splits.shards - 1
     sent = [
-        ("sent by one gather of every unit", (over - 1) * sum(unit.given for unit in plan.units)),
-        ("sent by one reduction of every unit", (over - 1) * sum(unit.reduced for unit in plan.units)),
+        ("sent by one gather of every unit", others * sum(unit.given for unit in plan.units)),
+        ("sent by one reduction of every unit", others * sum(unit.reduced for unit in plan.units)),
     ]
     rows = [
         ("weights and their codes", plan.weights),
@@ -52,24 +50,22 @@ def plan_lines(plan: MemoryPlan, ranks: int, splits: Splits | None = None) -> li
         ("gradients, when all are there", plan.gradients),
         ("gathered buffers, at most", plan.buffers),
         ("activations and temporaries, at most", plan.activations),
-        ("gradients, buffers, activations together, at most", plan.pass_peaks[-1]),
+        ("gradients, buffers, activations together, at most", plan.pass_peak),
         ("temporaries of the optimizer's step", plan.optimizer_step),
-        *(sent if splits is None or splits.one_mesh else ()),
-        ("peak if reductions are over at once", plan.bounds[0]),
-        ("peak if they take the next unit's backward", plan.bounds[1]),
-        ("expected peak, half-way", plan.peak),
+        *(sent if splits.one_mesh else ()),
+        ("peak", plan.peak),
     ]
     return [*lines, "", *(f"{text + ':':<52}{megabytes(nbytes):>12} MB" for text, nbytes in rows)]
 
 
-def megabytes(nbytes: int | None) -> str:
+def megabytes(nbytes: float | None) -> str:
     """Format bytes as MB (10^6)."""
     return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
 
 
-def split_config(config: RunConfig, asked: Mapping[str, int]) -> RunConfig:
+def split_config(config: RunConfig, sizes: Iterable[int]) -> RunConfig:
     """The run with other splits: a number for each of `AXES`."""
-    changes: dict[str, Any] = {axis: asked[axis] for axis in AXES}
+    changes: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
     return dataclasses.replace(config, **changes)
 
 
@@ -80,7 +76,7 @@ def candidates(config: RunConfig, world_size: int) -> list[Splits]:
     experts = inside if config.model.num_experts else [1]
     allowed = []
     for sizes in product(divisors, inside, inside, inside, experts):
-        chosen = split_config(config, dict(zip(AXES, sizes, strict=True)))
+        chosen = split_config(config, sizes)
         with suppress(TrainError):
             chosen.check(world_size)
             allowed.append(chosen.splits(world_size))
@@ -103,7 +99,7 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
         TrainError: what was asked for does not fit together, under any splits where it asks for none.
     """
     ranks = asked_ranks if asked_ranks and not config.measure else pick_ranks(config, asked_ranks)
-    vocab_size = 1 if config.hf_config else _vocab_size(config)  # such a model has its own
+    vocab_size = 1 if config.hf_config else data_of(config).vocab_size  # such a model has its own
     chosen = any(getattr(config, axis) > 1 for axis in AXES)
     list_splits = not (chosen or config.measure or config.system != "fsdp_runtime")
     try:
@@ -114,11 +110,16 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
         print(f"without splits: {error}\n")
     else:
         splits, plan = config.splits(ranks), make_plan(config, vocab_size, ranks)
-        print(*plan_lines(plan, ranks, splits), "", sep="\n")
+        print(*plan_lines(plan, splits), "", sep="\n")
         if not config.hf_config:
-            print(*_lines_of_layers(config, vocab_size, ranks, plan), "", sep="\n")
+            print(_line_of_layers(config, vocab_size, splits), "", sep="\n")
         elif not has_forward(config):
             print(f"Activations are not counted: {config.hf_config} has tensors only; plan a config.json\n")
+        if config.memory_budget is not None and plan.peak > config.memory_budget:
+            raise TrainError(
+                f"--memory-budget {config.memory_budget:,}: a rank is planned to hold {plan.peak:,} bytes at least, "
+                "with every layer freed after forward"
+            )
         if config.measure:
             _measure(config, ranks, plan)
     if list_splits:
@@ -127,53 +128,14 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
     return 0
 
 
-def _vocab_size(config: RunConfig) -> int:
-    return read_data(
-        config.data,
-        dtype=config.dtype,
-        vocab_size=config.vocab_size,
-        held_out=config.held_out,
-        seq_len=config.seq_len,
-    ).vocab_size
-
-
-def _lines_of_layers(config: RunConfig, vocab_size: int, ranks: int, plan: MemoryPlan) -> list[str]:
-    """What the built-in model's layers send, and what it costs to keep some of them gathered."""
-    sizes = model_config(config, vocab_size)
-    lines = traffic_lines(config, sizes, config.splits(ranks))
-    if config.pp > 1 or not config.reshard:
-        return lines
-    with simulated_ranks(ranks, collectives="skip"):
-        peaks = kept_peaks(config, vocab_size, plan)
-    return [*lines, "", *curve_lines(config, sizes, ranks, peaks)]
-
-
-def curve_lines(config: RunConfig, sizes: ModelConfig, ranks: int, peaks: list[int]) -> list[str]:
-    """A Markdown table of peak memory and bytes sent, by the number of layers that stay gathered.
-
-    Raises:
-        TrainError: not even freeing all of them fits ``config.memory_budget``.
-    """
-    budget = config.memory_budget
-    if budget is not None and min(peaks) > budget:
-        raise TrainError(
-            f"--memory-budget {budget:,}: a rank is planned to hold {min(peaks):,} bytes at least, with every layer "
-            "freed after forward"
-        )
-    fits = [kept for kept, peak in enumerate(peaks) if budget is None or peak <= budget]
-    rows = []
-    shown = {round(i * (len(peaks) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)} | {fits[-1]}
-    for kept in sorted(shown):
-        sent = traffic_of(config, sizes, config.splits(ranks), kept=kept).fsdp
-        chosen = ", as many as fit" if budget is not None and kept == fits[-1] else ""
-        rows.append(f"| {kept}{chosen} | {megabytes(peaks[kept])} | {sent / 1e6:,.2f} |")
-    return [
-        "memory against bytes sent (--memory-budget): the last layers that stay gathered after forward",
-        "",
-        "| layers | peak MB | MB sent: fsdp |",
-        "| --- " * 3 + "|",
-        *rows,
-    ]
+def _line_of_layers(config: RunConfig, vocab_size: int, splits: Splits) -> str:
+    """What the built-in model's layers send on each axis, and the pipeline's bubble."""
+    traffic = dataclasses.asdict(traffic_of(config, model_config(config, vocab_size), splits))
+    sent = ", ".join(f"{axis} {megabytes(nbytes)}" for axis, nbytes in traffic.items() if nbytes)
+    bubble = splits.bubble(config.accumulate)
+    return (
+        f"one rank sends in a step ({splits}; layers only, MB): {sent or 0}; pipeline's bubble {bubble:.1%}"
+    )
 
 
 def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
@@ -181,7 +143,7 @@ def _measure(config: RunConfig, ranks: int, plan: MemoryPlan) -> None:
     short = dataclasses.replace(
         config, steps=MEASURED_STEP, save_every=0, eval_every=0, plot=False, resume=False
     )
-    summary = start_ranks(short, ranks, quiet=True).summary
+    summary = start_ranks(short, ranks, quiet=True)
     for text, planned, measured in (
         ("live bytes before it", plan.at_rest, summary["measured_rest"]),
         ("peak", plan.peak, summary["measured_peak"]),
@@ -216,7 +178,7 @@ def splits_lines(config: RunConfig, vocab_size: int, ranks: int, gib: float | No
         if len(rows) == _SHOWN or planned == _PLANNED:
             break
         planned += 1
-        chosen = split_config(config, {axis: getattr(splits, axis) for axis in AXES})
+        chosen = split_config(config, [getattr(splits, axis) for axis in AXES])
         plan = plan_here(chosen, vocab_size)
         peak = plan.peak
         if config.hf_config:

@@ -3,32 +3,30 @@
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import socket
 import time
-import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ragged_shard import gather_from_ranks
 
-from ..checkpoint.dcp_files import Reader
+from ..checkpoint.convert import converted_tensors, write_safetensors
+from ..checkpoint.dcp_files import dcp_tensors
 from .checkpoint import (
     CHECKPOINTS,
     RUN_FILE,
-    Planner,
     checkpoints_of,
     find_damage,
     is_as_written,
     latest,
     read_about,
+    saved_options,
     shortened,
 )
 from .config import RunConfig
@@ -37,59 +35,29 @@ from .report import METRICS
 
 RUNS = Path("runs")
 LOCK = ".lock"
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # of an export; None: that of training
 
 
+@dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. On rank 0 it is locked while this is open: the kernel frees the lock of a dead process.
-
-    Leaving with an exception before anything was written removes the folders that were made.
+    """The folder of a run.
 
     Attributes:
+        path: where it is.
         resume: whether to go on from its newest checkpoint.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path, self.resume = path, resume
-        self._lock: int | None = None
-        self._made: list[Path] = []
-
-    def make(self, *, new: bool = False, patience: float = 0.0) -> None:
-        """Make the folder, and lock it. `new`: it must not be there. `patience`: seconds to wait for the lock."""
-        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
-        self.path.mkdir(parents=True, exist_ok=not new)
-        self._made = missing
-        self._lock = _locked(self.path / LOCK, patience)
-
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and self._made:
-            self._remove_if_unused()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _remove_if_unused(self) -> None:
-        """Only what a run makes before its first step; a folder that holds more is not empty and stays."""
-        metrics = self.path / METRICS
-        if metrics.exists() and metrics.stat().st_size:
-            return
-        with contextlib.suppress(OSError):
-            metrics.unlink(missing_ok=True)
-            (self.path / LOCK).unlink(missing_ok=True)
-            if (self.path / CHECKPOINTS).exists():
-                (self.path / CHECKPOINTS).rmdir()
-            for folder in self._made:
-                folder.rmdir()
+    path: Path
+    resume: bool
 
 
-def choose_folder(config: RunConfig) -> RunFolder:
-    """The folder of a run, made if need be and locked. Collective.
+@contextlib.contextmanager
+def choose_folder(config: RunConfig) -> Iterator[RunFolder]:
+    """The folder of a run, made if need be. Collective.
 
-    Where torchrun starts the ranks again, they go on with the folder that they had before.
+    Inside, rank 0 has locked it: the kernel frees the lock of a dead process. Leaving with an exception before anything
+    was written removes the folders that were made. Where torchrun starts the ranks again, they go on with the folder
+    that they had before.
 
     Raises:
         TrainError: on every rank: the folder holds another run, or a running one, or there is none to resume,
@@ -97,18 +65,63 @@ def choose_folder(config: RunConfig) -> RunFolder:
     """
     folder: RunFolder | None = None
     problem: str | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            folder = _resumed(config) if config.resume else _fresh(config)
-        except TrainError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
-    chosen = (folder.path, folder.resume) if folder else None
-    chosen, problem = gather_from_ranks((chosen, problem))[0]
-    if chosen is None:
-        raise TrainError(problem or "no folder")
-    return folder or RunFolder(chosen[0], resume=chosen[1])
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                folder = _taken(config, stack)
+            except TrainError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"cannot make the run's folder: {error.strerror}: {error.filename}"
+        folder, problem = gather_from_ranks((folder, problem))[0]
+        if folder is None:
+            raise TrainError(problem or "no folder")
+        yield folder
+
+
+def _taken(config: RunConfig, stack: contextlib.ExitStack) -> RunFolder:
+    """The run's folder, made and locked until the stack is left."""
+    before = _begun_before(config)
+    path = run_to_resume(config.out) if config.resume else before
+    if path is None and config.out is not None:
+        path = Path(config.out)
+    while path is None:
+        fresh = next_free(RUNS)
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            _take(fresh, stack, new=True)
+            return RunFolder(fresh, False)
+    patience = config.timeout if path == before else 0.0  # a rank that is cut off ends within that time
+    _take(path, stack, patience=patience)
+    resume = latest(path) is not None
+    if resume and not (config.resume or path == before):
+        raise TrainError(
+            f"--out {path} holds a run already: add --resume to go on with it, or give another folder"
+        )
+    return RunFolder(path, resume)
+
+
+def _take(path: Path, stack: contextlib.ExitStack, *, new: bool = False, patience: float = 0.0) -> None:
+    """Make a folder and lock it. `new`: it must not be there. `patience`: seconds to wait for the lock."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=not new)
+    lock = _locked(path / LOCK, patience)
+    if lock is not None:
+        stack.callback(os.close, lock)
+
+    def remove_if_unused(kind: object, error: object, trace: object) -> None:
+        """Remove what a run makes before its first step; a folder that holds more is not empty and stays."""
+        metrics = path / METRICS
+        if error is None or not missing or (metrics.exists() and metrics.stat().st_size):
+            return
+        with contextlib.suppress(OSError):
+            metrics.unlink(missing_ok=True)
+            (path / LOCK).unlink(missing_ok=True)
+            if (path / CHECKPOINTS).exists():
+                (path / CHECKPOINTS).rmdir()
+            for folder in missing:
+                folder.rmdir()
+
+    stack.push(remove_if_unused)
 
 
 def this_launch() -> str:
@@ -128,36 +141,6 @@ def _begun_before(config: RunConfig) -> Path | None:
     launch = this_launch()
     candidates = [Path(config.out)] if config.out is not None else sorted(RUNS.glob("*"), reverse=True)
     return next((path for path in candidates if launch and _holder(path / LOCK)[1] == launch), None)
-
-
-def _fresh(config: RunConfig) -> RunFolder:
-    before = _begun_before(config)
-    if before is not None:
-        folder = RunFolder(before)
-        folder.make(patience=config.timeout)  # a rank that is cut off ends within that time
-        folder.resume = latest(before) is not None
-        return folder
-    while config.out is None:
-        folder = RunFolder(next_free(RUNS))
-        with contextlib.suppress(FileExistsError):  # another run was faster
-            folder.make(new=True)
-            return folder
-    folder = RunFolder(Path(config.out))
-    with contextlib.ExitStack() as on_failure:
-        on_failure.push(folder)
-        folder.make()
-        if latest(folder.path) is not None:
-            raise TrainError(
-                f"--out {folder.path} holds a run already: add --resume to go on with it, or give another folder"
-            )
-        on_failure.pop_all()
-    return folder
-
-
-def _resumed(config: RunConfig) -> RunFolder:
-    folder = RunFolder(run_to_resume(config.out), resume=True)
-    folder.make(patience=config.timeout if _begun_before(config) == folder.path else 0.0)
-    return folder
 
 
 def run_to_resume(out: str | None) -> Path:
@@ -190,11 +173,9 @@ def saved_config(run: Path) -> RunConfig:
             problems.append(f"{checkpoint} is damaged: {RUN_FILE}")
             continue
         try:
-            return RunConfig.from_json(read_about(checkpoint)["config"])
+            return saved_options(checkpoint, read_about(checkpoint))
         except TrainError as error:
             problems.append(str(error))
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            problems.append(f"{checkpoint} has options of another version of fsdp-train: {one_line(error)}")
     raise TrainError("; ".join(problems) or f"--resume: {run} has no complete checkpoint")
 
 
@@ -278,55 +259,21 @@ def export(run: str, output: str | None, dtype: str) -> int:
     Raises:
         TrainError: no complete checkpoint, or it cannot be read, or the file cannot be written.
     """
-    from safetensors.torch import save_file
-
     folder = Path(run)
     checkpoint = next(iter(checkpoints_of(folder)), None)
     if checkpoint is None:
         raise TrainError(f"{run} has no complete checkpoint")
     if lines := find_damage(checkpoint):
         raise TrainError(f"{checkpoint} is damaged: {shortened(lines)}")
-    about = read_about(checkpoint)
-    tensors = read_model(checkpoint)
-    if dtype == "bf16":
-        tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
-    path = Path(output) if output else folder / "model.safetensors"
-    if output is None and checkpoint == folder:
-        path = Path("model.safetensors")
+    path = Path(output) if output else Path("." if checkpoint == folder else run, "model.safetensors")
     if path.is_dir():
         raise TrainError(f"cannot write {path}: it is a folder")
-    partial = path.with_name(path.name + ".part")
+    step = read_about(checkpoint)["step"]
     try:
-        save_file(tensors, partial, metadata={"format": "pt", "step": str(about["step"])})
-        os.replace(partial, path)
-    except (OSError, ValueError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise TrainError(f"cannot write {path}: {one_line(error)}") from error
-    except Exception as error:  # safetensors raises its own class for a full disk
-        raise TrainError(f"cannot write {path}: {one_line(error)}") from error
-    total = sum(t.numel() for t in tensors.values())
-    print(f"{path}: {len(tensors)} tensors, {total / 1e6:.2f}M parameters, step {about['step']}")
+        tensors = converted_tensors(dcp_tensors(checkpoint, "model"), dtype=_DTYPES[dtype])
+        write_safetensors(path, tensors, {"step": str(step)})
+    except Exception as error:  # of a damaged file anything
+        raise TrainError(f"cannot export {checkpoint} to {path}: {one_line(error)}") from error
+    total = sum(math.prod(tensor.shape) for tensor in tensors)
+    print(f"{path}: {len(tensors)} tensors, {total / 1e6:.2f}M parameters, step {step}")
     return 0
-
-
-def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The whole model of a checkpoint, on the host, in this process alone.
-
-    Raises:
-        TrainError: files are missing or damaged.
-    """
-    try:
-        reader = Reader(checkpoint)
-        entries = reader.read_metadata().state_dict_metadata
-        wanted: dict[str, Any] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():  # that one process loads is what is meant
-            warnings.simplefilter("ignore", UserWarning)
-            dcp_load(wanted, storage_reader=reader, planner=Planner(), no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise TrainError(f"cannot read {checkpoint}: {one_line(error)}") from error
-    return {name.removeprefix("model."): tensor.contiguous() for name, tensor in wanted.items()}

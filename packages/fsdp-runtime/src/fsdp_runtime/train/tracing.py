@@ -8,10 +8,12 @@ from types import TracebackType
 
 import torch
 
-from fsdp_runtime.memory import has_memory_snapshots, memory_history, save_memory_snapshot
 from ragged_shard import is_cpu
 
+from .._torch_compat import dump_memory, has_memory_snapshots, record_memory
 from .errors import TrainError, agreed, one_line
+
+_EVENTS = 100_000  # of the allocator, that a snapshot has
 
 
 def step_range(text: str) -> range:
@@ -57,7 +59,6 @@ class Recorder:
         self._snapshot, self._folder, self._rank, self._device = snapshot, folder, rank, device
         self._profiler: torch.profiler.profile | None = None  # once it has warmed up
         self._tracing = False
-        self._history = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -72,7 +73,7 @@ class Recorder:
             yield
         if number == self._snapshot:
             with agreed("writing the memory snapshot"):
-                save_memory_snapshot(self._path("memory", "pickle"), self._device)
+                dump_memory(self._device, str(self._path("memory", "pickle")))
 
     @contextlib.contextmanager
     def _profile(self, number: int) -> Iterator[None]:
@@ -103,22 +104,23 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         if self._snapshot is not None:
-            self._history.enter_context(memory_history(self._device))
+            record_memory(self._device, _EVENTS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._history:
-            if isinstance(error, torch.OutOfMemoryError):
-                self._save_after(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            self._save_after(error)
+        if self._snapshot is not None:
+            record_memory(self._device, 0)
         if self._tracing:
             self._write_trace()
 
     def _save_after(self, error: torch.OutOfMemoryError) -> None:
         path = self._path("out-of-memory", "pickle")
         try:
-            save_memory_snapshot(path, self._device)
+            dump_memory(self._device, str(path))
             error.add_note(f"Memory snapshot: {path}")
-        except (OSError, ValueError) as problem:  # the run ends with the first error
+        except Exception as problem:  # the run ends with the first error
             error.add_note(f"No memory snapshot: {one_line(problem)}")

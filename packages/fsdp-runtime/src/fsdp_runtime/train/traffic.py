@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a step, counted on paper: which splits send least."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass
 
 from fsdp_runtime.memory import UnitMemory
 
@@ -10,21 +10,16 @@ from .model import ModelConfig
 from .splits import Splits
 
 
-def _bytes_of(collectives: str) -> float:
-    sent: float = field(default=0.0, metadata={"of": collectives})
-    return sent
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank sends in a step, by axis."""
 
-    fsdp: float = _bytes_of("gathers and reductions of parameters")
-    hsdp: float = _bytes_of("all-reduces of gradient shards")
-    tp: float = _bytes_of("gathers and reduce-scatters of activations")
-    cp: float = _bytes_of("gathers of keys and values, and their gradients")
-    ep: float = _bytes_of("all-to-alls of tokens, if experts are evenly used")
-    pp: float = _bytes_of("activations between stages, and their gradients")
+    fsdp: float  # gathers and reductions of parameters
+    hsdp: float = 0.0  # all-reduces of gradient shards
+    tp: float = 0.0  # gathers and reduce-scatters of activations
+    cp: float = 0.0  # gathers of keys and values, and their gradients
+    ep: float = 0.0  # all-to-alls of tokens, if experts are evenly used
+    pp: float = 0.0  # activations between stages, and their gradients
 
     @property
     def total(self) -> float:
@@ -33,11 +28,8 @@ class Traffic:
         return total
 
 
-def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: int = 0) -> Traffic:
-    """Bytes that one rank sends in a step: the rank of the pipeline with the most layers, without embedding and head.
-
-    `kept` layers stay gathered between forward and backward.
-    """
+def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits) -> Traffic:
+    """Bytes that one rank sends in a step for its layers: the rank of the pipeline with the most of them."""
     item = 2 if config.precision == "bf16" else 4
     m, layers = config.accumulate, -(-sizes.num_layers // splits.pp)
     rows = config.batch / splits.readers  # of a step
@@ -49,7 +41,7 @@ def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits, *, kept: i
 
     over = splits.shards * splits.tp // splits.ep  # ranks that the experts of one ep rank are sharded over
     shared = dense / splits.tp * others(splits.shards) + experts / splits.ep * others(over)
-    times = (2 - kept / layers) * m if config.reshard else (1 if splits.pp > 1 else m)
+    times = 2 * m if config.reshard else (1 if splits.pp > 1 else m)
     reductions = 1 if splits.pp > 1 else m
     fsdp = layers * shared * (times * item + reductions * 4)
     shard = layers * (dense / splits.tp / splits.shards + experts / splits.ep / over)
@@ -91,15 +83,3 @@ def _layer_elements(sizes: ModelConfig) -> tuple[int, int]:
     tables = sizes.vocab_size * sizes.dim * (1 if sizes.tied else 2)
     layer = (sizes.num_parameters - tables - sizes.dim) // sizes.num_layers
     return (layer - ff, ff) if sizes.num_experts else (layer, 0)
-
-
-def traffic_lines(config: RunConfig, sizes: ModelConfig, splits: Splits) -> list[str]:
-    """Bytes that one rank sends in a step on each axis, and the pipeline's bubble."""
-    traffic = traffic_of(config, sizes, splits)
-    lines = [f"one rank sends in a step ({splits}; layers only, MB):"]
-    lines += [
-        f"  {axis.name:<5}{axis.metadata['of'] + ':':<52}{nbytes / 1e6:>12,.2f}"
-        for axis in fields(traffic)
-        if (nbytes := getattr(traffic, axis.name))
-    ]
-    return [*lines, f"pipeline's bubble: {splits.bubble(config.accumulate):.1%} of a step"]

@@ -134,13 +134,7 @@ class Trainer:
         allowed = timedelta(seconds=config.timeout)
         self.meshes = make_meshes(self.splits, self.device.type, allowed)
         with agreed("reading the data"):
-            self.data = read_data(
-                config.data,
-                dtype=config.dtype,
-                vocab_size=config.vocab_size,
-                held_out=config.held_out,
-                seq_len=config.seq_len,
-            )
+            self.data = data_of(config)
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
         check_agreement({"--data (a digest of names and sizes)": self.data.identity})
@@ -230,22 +224,10 @@ class Trainer:
             return 6.0 * used
         return flops_per_token(model_config(self.config, self.data.vocab_size), self.config.seq_len)
 
-    # What makes a batch what it is: a resumed run must not differ in these.
-    def _identity(self) -> dict[str, Any]:
-        config = self.config
-        documents = {"documents": True, "end_token": config.end_token} if config.documents else {}
-        return {
-            "seed": config.seed,
-            "seq_len": config.seq_len,
-            "batch": config.batch,
-            "data": self.data.identity,
-            **documents,
-        }
-
     def _about(self) -> dict[str, Any]:
         return {
             "config": self.config.to_json(),
-            "identity": self._identity(),
+            "identity": {"data": self.data.identity},
             "parameters": self._described,
             "vocab_size": self.data.vocab_size,
             "world_size": self.world_size,
@@ -259,7 +241,7 @@ class Trainer:
         with agreed("resuming"):
             about = ckpt.read_about(checkpoint)
             ckpt.check_same_model(checkpoint, about["parameters"], self._described)
-            ckpt.check_same_run(checkpoint, about, self.config.to_json(), self._identity())
+            ckpt.check_same_run(checkpoint, about, self.config, self.data.identity)
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(checkpoint, self.model, self.optimizer, self.group)
         for group, value in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
@@ -511,6 +493,17 @@ class Trainer:
             f"{config.batch} x {config.seq_len} tokens a step, {self.data.train.num_tokens / 1e6:.1f}M tokens of "
             f"{self.data.source}"
         )
+
+
+def data_of(config: RunConfig) -> TextData:
+    """The data of a run."""
+    return read_data(
+        config.data,
+        dtype=config.dtype,
+        vocab_size=config.vocab_size,
+        held_out=config.held_out,
+        seq_len=config.seq_len,
+    )
 
 
 def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:

@@ -10,6 +10,8 @@
 The exchanges are those of DTensor, so that autograd knows them.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -47,7 +49,7 @@ def parallelize(model: Transformer, meshes: Meshes, seq_len: int) -> set[nn.Para
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
                 assert meshes.slices is not None
-                module.sum_counts = SumCounts(meshes.slices.get_group("slices"))
+                module.sum_counts = partial(_sum_over, group=meshes.slices.get_group("slices"))
     if splits.cp > 1:
         for module in model.modules():
             if isinstance(module, Attention):
@@ -127,14 +129,8 @@ def _gathered(x_BKTC: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-class SumCounts:
-    """Adds up counts over the ranks that have slices of the same sequences; an all-reduce, without gradients."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def __call__(self, counts_BE: Tensor) -> Tensor:
-        """(B, E) in and out."""
-        total_BE = counts_BE.detach().clone()
-        dist.all_reduce(total_BE, group=self.group)
-        return total_BE
+def _sum_over(counts_BE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Counts (B, E), added up over the ranks that have slices of the same sequences: an all-reduce, no gradients."""
+    total_BE = counts_BE.detach().clone()
+    dist.all_reduce(total_BE, group=group)
+    return total_BE
