@@ -19,6 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from .measure import fake_ranks, launch, table
 from .systems import fully_shard_of
 
@@ -83,9 +86,6 @@ class Calls:
 
 def count_here(request: dict[str, Any]) -> dict[str, Any]:
     """`{part: figures}` of a system in this process, of the part `show` each function's calls, and `ways`."""
-    import torch
-    from torch import nn
-
     fully_shard, folders = _system(request["system"])
     found: dict[str, Any] = {}
 
@@ -170,7 +170,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
 
 def train(system: str, how: str | None, backend: str = "aot_eager") -> dict[str, Any]:
     """Losses of three steps of the workload "tiny", its blocks units; with `how` also graphs, and breaks by reason."""
-    import torch
     import torch._dynamo.utils
 
     from fsdp_runtime.train.model import losses_of

@@ -27,6 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from .compare import Clock, build_all, noise_of
 from .measure import (
     CpuTimes,
@@ -62,8 +66,6 @@ MIB = 1 << 20
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """On a rank: build, train a little, then save and load in turns."""
-    import torch.distributed as dist
-
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     clock = Clock(job)
@@ -86,7 +88,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _round_trip(trainer: Trainer, clock: Clock) -> tuple[dict[str, float], int]:
-    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -152,7 +153,6 @@ def _shapes(parameters: float, width: int = WIDTH) -> dict[str, tuple[int, int]]
 
 def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
     """Write a file for each gigabyte or so; returns the bytes of all tensors."""
-    import torch
     from safetensors.torch import save_file
 
     total, batch, number = 0, dict[str, Any](), 0
@@ -167,9 +167,6 @@ def _write(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str) -> int:
 
 def _model(shapes: dict[str, tuple[int, int]], dtype: str, fully_shard: Callable[..., Any]) -> Any:
     """A model on meta, sharded layer by layer."""
-    import torch
-    from torch import nn
-
     model: Any = nn.Module()
     model.layers = nn.ModuleList()
     for name, shape in shapes.items():
@@ -212,8 +209,6 @@ class Peak:
 
 def run_weights(request: dict[str, Any]) -> dict[str, Any]:
     """On a rank: load in one way, then save; bytes and memory of all ranks."""
-    import torch.distributed as dist
-
     ours = request["way"].startswith("ours")
     folder, shapes = Path(request["folder"]), request["shapes"]
     model = _model(shapes, request["dtype"], fully_shard_of("ours" if ours else "fsdp2"))
@@ -231,8 +226,6 @@ def run_weights(request: dict[str, Any]) -> dict[str, Any]:
 
 def _load(way: str, model: Any, folder: Path) -> int:
     """Load; the bytes of files that this rank used."""
-    import torch
-    import torch.distributed as dist
     from safetensors import safe_open
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -270,7 +263,6 @@ def _load(way: str, model: Any, folder: Path) -> int:
 
 def _save(way: str, model: Any, folder: Path) -> int:
     """Write the full model; the bytes read, which are none."""
-    import torch.distributed as dist
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -337,7 +329,6 @@ def run_convert(request: dict[str, Any]) -> dict[str, float]:
 
 def _digests(folder: Path) -> dict[str, int]:
     """A checksum of each tensor in the safetensors files of a folder."""
-    import torch
     from safetensors import safe_open
 
     sums = {}

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from . import counts, measure
 from .measure import (
     add_keep_noisy,
@@ -83,22 +86,16 @@ class Clock:
 
     def batch(self, trainer: Trainer) -> Any:
         """The next batch of this rank for this system."""
-        import torch.distributed as dist
-
         step = self._steps.get(trainer.name, 0)
         self._steps[trainer.name] = step + 1
         return batch_of(self.job.workload, step, dist.get_rank(), self.job.device)
 
     def elapsed(self) -> float:
         """Seconds since the start by rank 0's clock; the same on all ranks."""
-        import torch.distributed as dist
-
         return self.sum(time.perf_counter() - self._began if dist.get_rank() == 0 else 0.0)
 
     def calibrate(self) -> float:
         """Rank 0's fixed loop while the others wait: four ranks on two cores would only measure each other."""
-        import torch.distributed as dist
-
         dist.barrier()
         seconds = measure.calibrate() if dist.get_rank() == 0 else 0.0
         dist.barrier()
@@ -106,8 +103,6 @@ class Clock:
 
     def mean_losses(self, trainer: Trainer, steps: int) -> list[float]:
         """The loss of each of some steps, averaged over ranks."""
-        import torch.distributed as dist
-
         return [self.sum(trainer.step(self.batch(trainer))) / dist.get_world_size() for _ in range(steps)]
 
     def measure(self, trainer: Trainer, steps: int) -> dict[str, float]:
@@ -115,8 +110,6 @@ class Clock:
 
         On a GPU the parts are those of a step more, since each ends by waiting for the device.
         """
-        import torch.distributed as dist
-
         batches = [self.batch(trainer) for _ in range(steps)]
         parts: list[list[float]] = []
         self._now()
@@ -160,16 +153,11 @@ class Clock:
 
     def _now(self) -> float:
         if self.job.device == "cuda":
-            import torch
-
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def sum(self, value: float) -> float:
         """The sum over ranks."""
-        import torch
-        import torch.distributed as dist
-
         total = torch.tensor(value, dtype=torch.float64, device=self.job.device)
         dist.all_reduce(total)
         return float(total)
@@ -181,8 +169,6 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     Walls are taken between barriers, so they are the slowest rank's. In a simulated world each measurement is repeated
     with a network that takes no time, which shows exposed communication; losses mean nothing there.
     """
-    import torch.distributed as dist
-
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     clock = Clock(job)
@@ -243,8 +229,6 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     where a page that n processes share counts 1/n. On CUDA also the most that torch's allocator reserved and allocated,
     and what it has reserved and not allocated in the end; `request["allocator"]`: its settings.
     """
-    import torch
-
     job = Job.of(request)
     if reason := why_not(request["system"], job):
         return {"skipped": reason}
@@ -259,9 +243,6 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
 
 def peaks(device: str) -> dict[str, int]:
     """Bytes of memory of this process until now, the most of any rank; see `footprint`."""
-    import torch
-    import torch.distributed as dist
-
     nbytes = {
         "start": measure.memory_field("status", "VmHWM"),
         "pss": measure.memory_field("smaps_rollup", "Pss"),

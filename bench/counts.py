@@ -20,6 +20,9 @@ from argparse import ArgumentParser
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from . import calls
 from .measure import ROOT, fake_ranks, launch, mib, options_of, save, save_tables, table, table_of
 from .models import WORKLOADS, batch_of
@@ -43,8 +46,6 @@ def count(name: str, job: Job) -> dict[str, Any]:
     Returns:
         {"parts": {"forward" | "backward" | "update": {...}}, "peak": ..., "at_peak": {kind: bytes}, "each": ...}
     """
-    import torch.distributed as dist
-
     trainer = build(name, job)
     tally = Tally(job.mesh.size(), lambda: parked_bytes(trainer.module))
     watch = GatheredParameters(tally, sharded=name not in ("plain", "ddp"))
@@ -124,8 +125,6 @@ class GatheredParameters:
         self._handle.remove()
 
     def _look(self, module: Any, inputs: Any) -> None:
-        import torch
-
         for parameter in module._parameters.values():
             if type(parameter) is not torch.nn.Parameter:
                 continue
@@ -291,8 +290,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
 
 def write_expected() -> None:
     """Commit to today's counts."""
-    import torch
-
     content = {
         "torch": torch.__version__.split("+")[0],
         "figures": gate(),
@@ -314,8 +311,6 @@ RECIPES = {  # name: reshard_after_forward (None: ranks of a node), keeps parame
 
 def zero_bytes(name: str, workload: Any, ranks: int, node: int, microbatches: int) -> tuple[float, float]:
     """Bytes that a rank receives in a step: over all ranks, and inside its node."""
-    import torch
-
     from fsdp_runtime import fully_shard
     from fsdp_runtime.train.model import losses_of
     from ragged_shard.testing import simulated_ranks

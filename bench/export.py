@@ -19,6 +19,10 @@ from argparse import ArgumentParser
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from .measure import interleave, launch, mib, options_of, save_tables, seconds_of, table, table_of
 
 WAYS = {
@@ -32,10 +36,6 @@ WAYS = {
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """On a rank: bytes, memory and values that each way exports after the step."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
     from fsdp_runtime import fully_shard, iter_full_params
     from fsdp_runtime.checkpoint import ExportedParams
     from fsdp_runtime.checkpoint.export import Exporter
@@ -104,8 +104,6 @@ KINDS = ("none", "activations", "states", "gradients,states", "activations,gradi
 
 def _trainer(workload: Any, kinds: str) -> Any:
     """A function that runs a step and calls back between forward and backward."""
-    import torch
-
     from fsdp_runtime import fully_shard
     from fsdp_runtime.checkpoint import OffloadedOptimizer
     from fsdp_runtime.memory import SelectiveOffloadPolicy
@@ -151,8 +149,6 @@ def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
 
 def offload_seconds(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step of each kind, in turns."""
-    import torch
-
     from ragged_shard import DeviceLayer, use_device_layer
     from ragged_shard.testing import simulated_ranks
 

@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import longest, rates
 from .compare import PARTS, Clock, build_all, footprint, rounds, summarise
 from .measure import (
@@ -122,8 +124,6 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
 
 def profiled(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     """For each system a step's launches, copies, host ms, and the share of time that the compute stream is idle."""
-    import torch
-
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     clock, out = Clock(job), {}
@@ -166,8 +166,6 @@ def steps_work(events: list[dict[str, Any]]) -> dict[str, float]:
 
 def graphed(request: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of a step as it is, and as a captured graph."""
-    import torch
-
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     (trainer,) = trainers.values()
@@ -260,8 +258,6 @@ def run(
     layers: int = 32,
 ) -> dict[str, Any]:
     """Everything that fits into the budget; what each piece gave, also as JSON of its own in `out`."""
-    import torch
-
     start = time.monotonic()
     work: list[tuple[str, float, Callable[[float], dict[str, Any]]]] = []
     if not skip_tests:
@@ -362,8 +358,6 @@ def summary(content: dict[str, Any]) -> str:
 
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
-    import torch
-
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (540)")

@@ -23,6 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from . import calls, measure
 from .compare import PARTS, build_all, parts_of
 from .measure import (
@@ -83,9 +86,6 @@ def _sharded(system: str, model: Any, mesh: Any) -> Any:
 
 def measure_units(rounds: int) -> dict[str, list[float]]:
     """Thread CPU seconds of forward and backward of 64 linear units of 8 x 8 on four fake ranks, round by round."""
-    import torch
-    from torch import nn
-
     x = torch.ones(2, WIDTH)
     with fake_ranks(4) as mesh:
         models = {
@@ -105,8 +105,6 @@ def measure_params(rounds: int) -> dict[str, dict[str, float]]:
 
     The least of all rounds: work that is the same in each of them takes longer only where others disturb it.
     """
-    import torch
-
     x = torch.ones(2, WIDTH)
     losses: dict[Any, Any] = {}
     steps: dict[Any, Callable[[], Any]] = {}
@@ -215,9 +213,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
 
 def measure_clip(elements: int, rounds: int) -> dict[str, float]:
     """Microseconds of each way to clip, the least of all rounds; plain tensors are this rank's slices alone."""
-    import torch
-    from torch import nn
-
     import fsdp_runtime
 
     with fake_ranks(4) as mesh:
@@ -259,9 +254,6 @@ def main_clip(parser: ArgumentParser, arguments: list[str]) -> int:
 
 def llama(layers: int) -> Any:
     """The tensors of Llama-3.1-405B, on meta, in some number of layers."""
-    import torch
-    from torch import nn
-
     width, hidden, keys, words = 16384, 53248, 1024, 128256
     shapes = [(width, width), (width, keys), (width, keys), (width, width)]
     shapes += [(width, hidden), (width, hidden), (hidden, width)]

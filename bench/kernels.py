@@ -24,6 +24,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .measure import table
 
 SMS, CLOCK, BANDWIDTH = 132, 1.98e9, 4.8e12
@@ -63,8 +65,6 @@ class Case:
     @property
     def variant(self) -> Any:
         """What `Launch` would compile."""
-        import torch
-
         from block_optim.adam.q8.variants import quantized_variant
         from block_optim.adam.variants import Types, wide_variant
 

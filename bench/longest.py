@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from .measure import timer_of
 
 SHAPE: dict[str, Any] = {
@@ -55,8 +59,6 @@ SIDES = {
 
 def build(side: Side, sizes: dict[str, Any], device: str, mesh: Any) -> tuple[Any, Any]:
     """The sharded model with random weights, and its optimizer."""
-    import torch
-
     from block_optim import AdamW8bit, local_of
     from fsdp_runtime.train import ModelConfig, RunConfig, Transformer
     from fsdp_runtime.train.systems import make_system
@@ -85,10 +87,6 @@ def trained(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         torch.OutOfMemoryError: the context does not fit.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     from fsdp_runtime.train.model import losses_of
 
     from .compare import peaks

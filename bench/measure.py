@@ -31,6 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "bench" / "results"
 TOO_BUSY = 3  # exit code
@@ -66,8 +70,6 @@ def answer(run: Callable[..., Any], request: dict[str, Any]) -> Any:
     """Answer a request on a rank; in a simulated world `run` also gets the `Simulation`."""
     if "simulate" not in request:
         return run(request)
-    import torch.distributed as dist
-
     from ragged_shard.testing import Network, simulated_ranks
 
     dist.destroy_process_group()
@@ -83,9 +85,6 @@ def fake_ranks(ranks: int, *, rank: int = 0) -> Iterator[Any]:
 
     Torch's own fake group, unlike `simulated_ranks`, passes the dispatcher, where collectives are counted.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():  # a launched rank that stands for one of many
@@ -119,8 +118,6 @@ def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.thread
 
 def cuda_seconds(call: Callable[[], Any]) -> float:
     """Seconds between the start and the end of a call on the current CUDA stream, by events."""
-    import torch
-
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -183,8 +180,6 @@ def spread(values: list[float]) -> float:
 
 def describe() -> dict[str, Any]:
     """Machine and date, as a results file has them."""
-    import torch
-
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -229,8 +224,6 @@ def busy_share(seconds: float = 1.0) -> float:
 
 def calibrate() -> float:
     """Seconds of a fixed piece of single-threaded work: the best of five, so that one interruption is no verdict."""
-    import torch
-
     best = float("inf")
     for _ in range(5):
         a = torch.ones(192, 192)

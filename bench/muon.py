@@ -28,6 +28,11 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
 from . import measure
 from .measure import fake_ranks, interleave, launch, save_tables, table_of
 from .optimizers import matrices
@@ -44,8 +49,6 @@ MODELS: dict[str, tuple[int, list[tuple[int, int]]]] = {  # (layers, matrices of
 
 def layouts(system: str, mesh: Any) -> list[Any]:
     """One placement for each matrix; None for plain tensors."""
-    from torch.distributed.tensor import Shard
-
     from ragged_shard import RaggedShard
 
     world = mesh.size()
@@ -69,14 +72,10 @@ class AllGatherMuon:
     """The same update where every rank gathers all updates and orthogonalises each."""
 
     def __init__(self, params: list[Any], lr: float) -> None:
-        import torch
-
         self.params, self.lr = params, lr
         self.momenta = [torch.zeros_like(p) for p in params]
 
     def step(self) -> None:
-        import torch
-
         from block_optim import orthogonalize
 
         with torch.no_grad():
@@ -92,9 +91,7 @@ def build(
     system: str, mesh: Any, weights: list[Any], grads: list[Any], lr: float = 0.02
 ) -> tuple[list[Any], Any]:
     """A system's parameters, with gradients, and its optimizer."""
-    import torch
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
     from torch.distributed.tensor import distribute_tensor as torch_distribute
 
     from block_optim import Muon
@@ -124,10 +121,6 @@ def build(
 
 def run(request: dict[str, Any]) -> dict[str, list[float]]:
     """Medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs, deviation: the most of any rank."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     from ragged_shard.testing import record_collectives
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -197,9 +190,6 @@ def plan_of(model: str, world_size: int) -> Any:
 
     Builds rank 0's part of the parameters, of which nothing is ever written, and one byte of state for each element.
     """
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-
     from block_optim import Muon
 
     layers, shapes = MODELS[model]
@@ -259,8 +249,6 @@ def plans_table(
 
 def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
     """FLOPs of one matrix, as Muon plans with them."""
-    import torch
-
     from block_optim import Muon
 
     matrix = torch.nn.Parameter(torch.empty(rows, columns, device=device))

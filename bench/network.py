@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from . import measure
 from .compare import PARTS, Clock, build_all, noise_of, summarise
 from .measure import FOLDER, ROOT, add_keep_noisy, mib, options_of, print_tables, record, table_of
@@ -90,8 +92,6 @@ def run(mbits: float, request: dict[str, Any]) -> dict[str, Any]:
 
 def answer(rank: int, request: str) -> None:
     """Train all systems in turns on this rank, and print the samples."""
-    import torch.distributed as dist
-
     asked = json.loads(request)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29577", rank=rank, world_size=2)
     job = Job.of(asked)

@@ -18,6 +18,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
 from . import measure
 from .measure import (
     fake_ranks,
@@ -45,9 +49,6 @@ def sharded(mesh: Any, block: Any = None) -> dict[str, list[Any]]:
     Ragged ones are in flat buffers, as the runtime has them; no cut is in a `block`. DTensors have `Shard(0)`, as
     FSDP2 has them.
     """
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-
     from dbuffer import DBuffer, Recycler
     from layout_planner import TensorSpec, plan
 
@@ -79,8 +80,6 @@ def sharded(mesh: Any, block: Any = None) -> dict[str, list[Any]]:
 
 def measure_steps(rounds: int) -> dict[str, float]:
     """`{name: milliseconds}`. *New gradients* are other objects over the same memory in every step."""
-    import torch
-
     from block_optim import AdamW, AdamW8bit
     from layout_planner import Elements, Tile
 
@@ -150,8 +149,6 @@ def plain_parameters(kind: str) -> list[Any]:
 
     Muon's have 0.1M parameters, since bf16 products are slow on a CPU without bf16 units; AdamW's 1.8M.
     """
-    import torch
-
     dim, inner = WIDTHS[kind]
     generator = torch.Generator().manual_seed(0)
     params = []
@@ -164,8 +161,6 @@ def plain_parameters(kind: str) -> list[Any]:
 
 def measure_plain(rounds: int) -> list[list[str]]:
     """Rows of the table: medians in milliseconds, ratio to the peer within a turn, and the ratio's quartiles."""
-    import torch
-
     from block_optim import AdamW8bit, Muon
 
     torch.set_num_threads(1)
@@ -208,10 +203,7 @@ MESHES = ((2, 1), (1, 2))
 
 def states_on(request: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     """Dtype of each optimizer's first moment and the weight after two equal gradients, on torch's `fully_shard`."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
     from torchao.optim import AdamW8bit as TorchAO
 
     from block_optim import AdamW8bit
@@ -267,8 +259,6 @@ PARAMETERS = sum(map(math.prod, SHAPES))
 
 def build(system: str, stagger: bool = True, params: list[Any] | None = None) -> Any:
     """An optimizer of the model's shapes, blocks up to 128, roots or bases every 10 steps."""
-    import torch
-
     import block_optim
 
     torch.set_num_threads(1)
@@ -284,8 +274,6 @@ def build(system: str, stagger: bool = True, params: list[Any] | None = None) ->
 
 def set_gradients(params: list[Any], generator: Any) -> None:
     """Gradients like those of a small batch: of rank 64, with noise."""
-    import torch
-
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator)
         if param.dim() == 2:
@@ -296,8 +284,6 @@ def set_gradients(params: list[Any], generator: Any) -> None:
 
 def profiles(system: str) -> dict[bool, tuple[float, float]]:
     """Median and largest milliseconds of steps 11 to 50, staggered (True) and with all refreshes together."""
-    import torch
-
     steps, before = {}, {}
     for stagger in (True, False):
         optimizer = build(system, stagger)
@@ -330,9 +316,6 @@ def formula(system: str) -> float:
 
 def bytes_sent(system: str) -> int:
     """Bytes of a step over 4 ranks with `Shard(0)`, which cuts blocks, from rank 0's plan; 0 by the block policy."""
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-
     logging.getLogger("block_optim").setLevel(logging.ERROR)
     with fake_ranks(4) as mesh:
         params = []

@@ -16,6 +16,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
 from .measure import fake_ranks, interleave, launch, medians_ms, options_of, table
 from .models import WORKLOADS, groups_of
 
@@ -64,9 +69,6 @@ WORLD_SIZE, RANK, DIM = 64, 1, 512
 
 def parameters(system: str, mesh: Any) -> list[Any]:
     """This rank's parameters with gradients, in one system's form; the same number of local elements in each."""
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-
     from ragged_shard import RaggedDTensor, RaggedShard
 
     torch.manual_seed(0)
@@ -90,8 +92,6 @@ def parameters(system: str, mesh: Any) -> list[Any]:
 
 def compare_placements(case: str, systems: tuple[str, ...], rounds: int) -> dict[str, float]:
     """Median milliseconds of each system in one of the cases."""
-    import torch
-
     options: dict[str, Any] = {
         "foreach": {"foreach": True},
         "fused": {"fused": True},
@@ -111,9 +111,6 @@ def compare_placements(case: str, systems: tuple[str, ...], rounds: int) -> dict
 
 def construction() -> dict[str, float]:
     """Microseconds of one `from_local` with a layout that is cached, ours and torch's."""
-    import torch
-    from torch.distributed.tensor import DTensor, Shard
-
     from ragged_shard import RaggedDTensor, RaggedShard
 
     whole: dict[str, Any] = {"shape": torch.Size([8 * WORLD_SIZE, DIM]), "stride": (DIM, 1)}
@@ -186,8 +183,6 @@ class Ours:
     """Every group as one buffer of parameters and one of gradients; each phase over all groups."""
 
     def __init__(self, model: Any, mesh: Any, dtype: str) -> None:
-        import torch
-
         from dbuffer import DBuffer, Gather, Recycler, ReduceScatter
         from layout_planner import TensorSpec, plan
 
@@ -232,7 +227,6 @@ class FSDP2:
     """The same groups by torch's `fully_shard`, its collectives replaced through its own hooks."""
 
     def __init__(self, model: Any, mesh: Any, dtype: str) -> None:
-        import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -263,8 +257,6 @@ class FSDP2:
             module.reshard()
 
     def before_reduce(self) -> None:
-        import torch
-
         for module, group in zip(self.modules, self.groups, strict=True):
             module.unshard()
             for parameter in group.fsdp_params:
@@ -314,10 +306,6 @@ def main_buffer(parser: ArgumentParser, arguments: list[str]) -> int:
 
 def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | None]]:
     """On a rank: `{kind: {transport: (wall, CPU) milliseconds}}`; None if this machine does not allow it."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     from dbuffer import DBuffer, Gather, ReduceScatter
     from layout_planner import TensorSpec, plan
 

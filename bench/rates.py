@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from .kernels import CASES, Case
 from .measure import interleave, medians_ms, print_tables, table_of, timer_of
 from .muon import MODELS, flops_of
@@ -67,8 +69,6 @@ def rated(kernel: str, case: str, turns: dict[str, Turn], device: str) -> list[R
 
 def moving(kernel: str, case: str, calls: Calls, nbytes: float, device: str) -> list[Row]:
     """Rows of calls that move as many bytes as a copy, which comes first."""
-    import torch
-
     source, target = torch.empty(2, int(nbytes) // 2, dtype=torch.uint8, device=device)
     calls = {"copy": partial(target.copy_, source), **calls}
     return rated(kernel, case, {name: Turn(call, nbytes, "copy") for name, call in calls.items()}, device)
@@ -145,8 +145,6 @@ def others(case: str, missing: dict[str, str], *args: Any) -> Calls:
 
 def newton_schulz(device: str, tiny: bool) -> Iterator[Row]:
     """Rows of an 8B model's matrices, and of a stack of small ones."""
-    import torch
-
     from block_optim import orthogonalize
 
     unit, half = unit_of(device, tiny), torch.float16 if device == "cuda" else torch.float32
@@ -177,8 +175,6 @@ def _each(function: Any, matrices: list[Any]) -> None:
 
 def adamw_steps(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Row]:
     """Rows of a layer's matrices, for the representatives of `bench kernels`."""
-    import torch
-
     from block_optim import AdamW8bit
     from layout_planner import Elements, Tile
 
@@ -204,8 +200,6 @@ def adamw_steps(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Ro
 
 def decoders(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Row]:
     """Rows of formats whose codes are read back as bf16."""
-    import torch
-
     from dbuffer import BlockFormat, BlockFP8, BlockNF4, BlockNVFP4, RowRun
 
     unit = unit_of(device, tiny)
@@ -266,8 +260,6 @@ def table(answer: dict[str, Any]) -> dict[str, Any]:
 
 def main(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table."""
-    import torch
-
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the path")
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"

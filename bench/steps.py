@@ -23,6 +23,8 @@ import statistics
 from argparse import ArgumentParser
 from typing import Any
 
+import torch
+
 from .measure import save_tables, table_of
 
 VOCAB, CONTEXT, BATCH = 128, 64, 16
@@ -62,8 +64,6 @@ def build_optimizer(model: Any, name: str, lr: float) -> Any:
 @functools.cache
 def tokens() -> tuple[Any, Any]:
     """Bytes of the standard library's source to train on, and 32 held-out sequences: the text of `fsdp-train`."""
-    import torch
-
     from fsdp_runtime.train.data import read_data
 
     data = read_data([], dtype="uint8", vocab_size=None, held_out=[], seq_len=CONTEXT)
@@ -81,8 +81,6 @@ def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
     Args:
         request: optimizer, learning rate, seed, target, most steps.
     """
-    import torch
-
     from fsdp_runtime.train.model import losses_of
 
     from .models import Shape, build

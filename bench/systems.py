@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from .models import WORKLOADS, Workload
 
 LEARNING_RATE = 1e-3
@@ -45,9 +49,6 @@ class Job:
     @classmethod
     def of(cls, request: dict[str, Any]) -> "Job":
         """The job that a request describes, on a mesh over all ranks."""
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
         device = request.get("device", "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
         options = {key: request[key] for key in ("optimizer", "precision", "options") if key in request}
@@ -107,8 +108,6 @@ def why_not(name: str, job: Job) -> str | None:
 
 def _as_compared(system: str, name: str, job: Job) -> Trainer:
     """As `fsdp-train compare` builds it."""
-    import torch
-
     from fsdp_runtime.train.systems import make_system
 
     return _finish(name, job, make_system(_config(job, system), torch.device(job.device), job.mesh))
@@ -125,8 +124,6 @@ def _ours(
     **options: Any,
 ) -> Trainer:
     """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
-    import torch
-
     from fsdp_runtime.train.systems import Runtime
 
     arguments = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
@@ -177,7 +174,6 @@ def _gathering(name: str, job: Job) -> Trainer:
 
 
 def _fsdp1(name: str, job: Job) -> Trainer:
-    import torch
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -279,8 +275,6 @@ def _block_policy(job: Job) -> Any:
 
 def make_optimizers(module: Any, job: Job) -> list[Any]:
     """The job's optimizer over a module's parameters; for Muon a second one takes what is not a matrix of a block."""
-    import torch
-
     parameters = list(module.parameters())
     if job.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)]
@@ -391,8 +385,6 @@ class Gathering:
 
     def step(self) -> None:
         """Communicates two gathers for each parameter: its weights and its gradient."""
-        import torch
-
         from ragged_shard import distribute_like
 
         with torch.no_grad():
@@ -418,8 +410,6 @@ def _always(job: Job) -> str | None:
 
 
 def _one_rank(job: Job) -> str | None:
-    import torch.distributed as dist
-
     # In a simulated world there is one process anyhow, and losses are not compared.
     if job.mesh.size() == 1 or dist.get_backend() == "simulated":
         return None
