@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-2)
     args = parser.parse_args()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -114,7 +114,7 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Build, shard, resume, train, save, export."""
     args = read_options()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -28,17 +28,18 @@ class Block(nn.Module):  # noqa: D101
 
 def main():
     """Train on the text of this file."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist.init_process_group()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(dist.get_rank() % torch.accelerator.device_count())
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
     model = nn.Sequential(embedding, *(Block() for _ in range(2)), nn.Linear(WIDTH, VOCABULARY)).to(device)
     for block in model[1:3]:
         fully_shard(block)
     fully_shard(model)
-    optimizer = mixed_optimizer_for(
-        model, lr=3e-3, others="adamw8bit"
-    )  # matrices: Muon; the rest: 8-bit AdamW
+    # Matrices: Muon; the rest: 8-bit AdamW.
+    optimizer = mixed_optimizer_for(model, lr=3e-3, others="adamw8bit")
 
     with open(__file__, "rb") as file:
         text = torch.tensor(list(file.read()), device=device)
