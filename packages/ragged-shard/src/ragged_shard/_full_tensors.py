@@ -4,7 +4,6 @@ What state dicts are made of. A check of all tensors comes before any of them is
 and none waits for another.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import _comm
+from ragged_shard import _redistribute
 from ragged_shard._agreement import raise_on_all_ranks
 from ragged_shard._device import CPU
 from ragged_shard._distribute import scatter
-from ragged_shard._geometry import axis_extents, shard_box
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
 from ragged_shard._tensor import RaggedDTensor
@@ -137,15 +135,12 @@ def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """Gather to the first rank of the ragged axis; other ranks get a tensor of that shape without its values."""
     axis = sharding.axis
     assert axis is not None
-    neutral = sharding.replace(axis, Replicate())
-    base = shard_box(
-        neutral.placements, tuple(sharding.mesh.shape), tuple(sharding.shape), sharding.coordinate
-    ).sizes
-    ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
-    counts = [math.prod(extent.shape) for extent in axis_extents(base, sharding.ragged, ranks)]
-    if ranks == 1:
-        return local.clone().view(base)
-    send = [counts[rank]] + [0] * (ranks - 1)
-    receive = counts if rank == 0 else [0] * ranks
-    flat = _comm.all_to_all(local.reshape(-1), send, receive, sharding.mesh.get_group(axis)).wait()
-    return flat.view(base) if rank == 0 else local.new_zeros(()).expand(base).contiguous()
+    dims, _, *factor = sharding.ragged._key()
+    one_hot = [int(rank == 0) for rank in range(sharding.axis_size(axis))]
+    target = sharding.replace(axis, type(sharding.ragged)(dims, one_hot, *factor))
+    base = sharding.replace(axis, Replicate()).local_shape
+    assert base is not None
+    moved = _redistribute.start(local, sharding, target).wait()
+    if sharding.coordinate[axis] > 0:
+        return moved.new_zeros(()).expand(base).contiguous()
+    return (moved.clone() if moved is local else moved).view(base)

@@ -1,18 +1,18 @@
 """Which roots are due in a step, in batches over the whole model, and how one batch is computed."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
 from block_optim.shampoo.batches import capacity, load_square
 from block_optim.shampoo.plan import SIDES, OwnedBlock
 from block_optim.shampoo.roots import TINY, RootCounts, RootOptions, Roots, inverse_roots
-from block_optim.shampoo.rule import ShampooOptions
+from block_optim.shampoo.rule import beta2, first_due, is_due, root_options
 
 
 @dataclass
@@ -20,18 +20,20 @@ class RootJob:
     """Roots of factors of one size and kind, of any tensors and sides.
 
     Attributes:
+        group: a parameter group with their options; `run` does not read it, since it may run when these are edited.
         items: the blocks and sides.
         dim: size of the factors.
         diagonal: whether they are diagonal.
         first: whether these are the blocks' first roots.
     """
 
-    options: ShampooOptions
+    group: Group
+    root: RootOptions
     step: int
-    items: Sequence[tuple[OwnedBlock, str]]
     dim: int
     diagonal: bool
     first: bool
+    items: Sequence[tuple[OwnedBlock, str]] = ()
 
     def views(self, kind: str) -> list[Tensor]:
         """The blocks' states of a kind: "factor" or "root"."""
@@ -39,13 +41,13 @@ class RootJob:
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Copies of the corrected factors and the last roots."""
-        packed, compute = self.options.packed, self.items[0][0].tensor.compute
+        packed, compute = self.group["packed"], self.items[0][0].tensor.compute
         count = capacity(
             len(self.items), linalg.chunk_size(self.dim, self.dim), self.views("factor")[0].device
         )
         factors = load_square(self.views("factor"), self.dim, self.diagonal, packed, count, compute)
-        if self.options.beta2 < 1:
-            factors /= 1 - self.options.beta2**self.step
+        if (beta := beta2(self.group)) < 1:
+            factors /= 1 - beta**self.step
         last = load_square(self.views("root"), self.dim, self.diagonal, packed, count, compute)
         return factors, last
 
@@ -53,26 +55,26 @@ class RootJob:
         """The roots of loaded factors; writes nothing else."""
         factors, last = inputs
         compute = diagonal_roots if self.diagonal else inverse_roots
-        return compute(factors, self.options.root, last=last).without(len(factors) - len(self.items))
+        return compute(factors, self.root, last=last).without(len(factors) - len(self.items))
 
 
 def root_jobs(works: Sequence[TensorStep]) -> list[RootJob]:
     """All roots whose turn it is, equal sizes together."""
-    classes: dict[tuple[ShampooOptions, int, tuple[int, bool, bool], object], list[tuple[OwnedBlock, str]]]
-    classes = defaultdict(list)
+    classes: dict[Hashable, tuple[RootJob, list[tuple[OwnedBlock, str]]]] = {}
     for group, step, members in by_step(works):
-        options = ShampooOptions.of(group)
+        root, how = root_options(group), (beta2(group), group["packed"], group["overlap"])
         for block in StepBlocks(members).blocks:
-            if options.is_due(block.number, step):
-                first = step == options.first_due(block.number)
+            if is_due(group, block.number, step):
+                first = step == first_due(group, block.number)
                 for side in SIDES:
-                    kind = block.dim(side), block.diagonal(side), first
+                    kind = step, block.dim(side), block.diagonal(side), first
                     memory = block.tensor.compute, block.tensor.param.device
-                    classes[options, step, kind, memory].append((block, side))
+                    job = RootJob(group, root, *kind)
+                    classes.setdefault((root, how, kind, memory), (job, []))[1].append((block, side))
     return [
-        RootJob(options, step, chunk, dim, diagonal, first)
-        for (options, step, (dim, diagonal, first), _), items in classes.items()
-        for chunk in linalg.chunks(items, linalg.chunk_size(dim, dim))
+        replace(job, items=chunk)
+        for job, items in classes.values()
+        for chunk in linalg.chunks(items, linalg.chunk_size(job.dim, job.dim))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Shampoo's options in force, and its arithmetic on batches of equal blocks. No state, no communication.
+"""Shampoo's options where they depend on others, and its arithmetic on batches of blocks. No state, no communication.
 
 When a block's turn comes, by its number, the step and the options, is the same at every world size:
 
@@ -14,8 +14,6 @@ When a block's turn comes, by its number, the step and the options, is the same 
     not staggered: all blocks at 8, 12, 16 ...
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -29,78 +27,57 @@ from block_optim.shampoo.roots import TINY, RootOptions
 GRAFTING = ("none", "rmsprop", "adam")
 
 
-@dataclass(frozen=True)
-class ShampooOptions:
-    """The options of a parameter group in force: defaults that depend on others are filled in.
+def root_options(group: Group) -> RootOptions:
+    """Exponent, method and ridge of a group's roots. Raises ValueError if they do not fit each other."""
+    exponent, epsilon = group["exponent"], group["root_epsilon"]
+    if exponent is None:  # by order: 1 / (2 * 2) for matrices, and 1/2 for KL, whose factors are covariances
+        exponent = 0.5 if group["kl"] else 0.25
+    if epsilon is None:
+        epsilon = 1e-3 if group["kl"] else 1e-5
+    return RootOptions(float(exponent), group["root_method"], epsilon)
 
-    Attributes:
-        beta1: decay of the filtered gradient.
-        beta2: decay of the factors; 1 for sums.
-        second_beta: decay of elementwise second moments.
-        start: the first step that preconditions.
-        frequency: steps between two computations of a block's roots.
-        root: exponent, method and ridge of the roots.
+
+def beta1(group: Group) -> float:
+    """Decay of the filtered gradient."""
+    return float(group["betas"][0])
+
+
+def beta2(group: Group) -> float:
+    """Decay of the factors; 1 for sums."""
+    return float(group["betas"][1])
+
+
+def second_beta(group: Group) -> float:
+    """Decay of elementwise second moments."""
+    if group["grafting_beta2"] is not None:
+        return float(group["grafting_beta2"])
+    return beta2(group) if beta2(group) < 1 or group["grafting"] == "none" else 0.999
+
+
+def first_preconditioned(group: Group) -> int:
+    """The first step that preconditions."""
+    start: int | None = group["start_preconditioning_step"]
+    return group["precondition_frequency"] if start is None else start
+
+
+def first_due(group: Group, number: int) -> int:
+    """The first step at which a block's roots are computed, by its number.
+
+    Staggered: in its phase, within the `precondition_frequency` steps up to the first preconditioned one; at that one
+    if this is before step 1.
     """
+    start = first_preconditioned(group)
+    step = start - (start - number) % group["precondition_frequency"]
+    return step if group["stagger"] and step >= 1 else start
 
-    beta1: float
-    beta2: float
-    second_beta: float
-    eps: float
-    grafting: str
-    kl: bool
-    start: int
-    frequency: int
-    stagger: bool
-    overlap: bool
-    packed: bool
-    root: RootOptions
 
-    @classmethod
-    def of(cls, group: Group) -> "ShampooOptions":
-        """Raises ValueError if root options do not fit each other."""
-        beta1, beta2 = map(float, group["betas"])
-        kl, grafting, frequency = group["kl"], group["grafting"], group["precondition_frequency"]
-        second_beta = group["grafting_beta2"]
-        if second_beta is None:
-            second_beta = beta2 if beta2 < 1 or grafting == "none" else 0.999
-        start = group["start_preconditioning_step"]
-        exponent = group["exponent"]
-        if (
-            exponent is None
-        ):  # by order: 1 / (2 * 2) for matrices, and 1/2 for KL, whose factors are covariances
-            exponent = 0.5 if kl else 0.25
-        epsilon = group["root_epsilon"]
-        if epsilon is None:
-            epsilon = 1e-3 if kl else 1e-5
-        return cls(
-            beta1=beta1,
-            beta2=beta2,
-            second_beta=float(second_beta),
-            eps=group["eps"],
-            grafting=grafting,
-            kl=kl,
-            start=frequency if start is None else start,
-            frequency=frequency,
-            stagger=group["stagger"],
-            overlap=group["overlap"],
-            packed=group["packed"],
-            root=RootOptions(float(exponent), group["root_method"], epsilon),
-        )
-
-    def first_due(self, number: int) -> int:
-        """The first step at which a block's roots are computed, by its number.
-
-        Staggered: in its phase, within the `frequency` steps up to `start`; at `start` if that is before step 1.
-        """
-        step = self.start - (self.start - number) % self.frequency
-        return step if self.stagger and step >= 1 else self.start
-
-    def is_due(self, number: int, step: int) -> bool:
-        """Whether a block's roots are computed in this step (counted from 1)."""
-        first = self.first_due(number)
-        if step <= first:
-            return step == first
-        return (step - (number if self.stagger else self.start)) % self.frequency == 0
+def is_due(group: Group, number: int, step: int) -> bool:
+    """Whether a block's roots are computed in this step (counted from 1)."""
+    first = first_due(group, number)
+    if step <= first:
+        return step == first
+    phase = number if group["stagger"] else first_preconditioned(group)
+    return bool((step - phase) % group["precondition_frequency"] == 0)
 
 
 def side_states(tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True) -> dict[str, Size]:
@@ -136,16 +113,16 @@ def apply_side(values: Tensor, matrix: Tensor, side: str) -> Tensor:
     return linalg.matmul(matrix, values) if side == ROWS else linalg.matmul(values, matrix)
 
 
-def whitened(options: ShampooOptions, step: int, batch: Batch, grads: Tensor) -> dict[str, Tensor]:
+def whitened(group: Group, step: int, batch: Batch, grads: Tensor) -> dict[str, Tensor]:
     """The gradient for each factor: whitened on the other side by S^-1/2.
 
     Until a block has roots, the other factor counts as isotropic, of the size that makes both equal:
     S = sqrt(mean G^2) I.
     """
-    ready = [step > options.first_due(block.number) for block in batch.blocks]
+    ready = [step > first_due(group, block.number) for block in batch.blocks]
     result = {}
     for side, other in ((ROWS, COLS), (COLS, ROWS)):
-        result[side] = apply_side(grads, batch.side("root", other, options.packed), other)
+        result[side] = apply_side(grads, batch.side("root", other, group["packed"]), other)
     if not all(ready):
         rms = linalg.norms(grads) / (batch.rows * batch.cols) ** 0.5
         scale = torch.where(rms > TINY, rms, torch.ones_like(rms)).sqrt().reciprocal()
@@ -156,23 +133,23 @@ def whitened(options: ShampooOptions, step: int, batch: Batch, grads: Tensor) ->
     return result
 
 
-def _graft(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:
+def _graft(group: Group, step: int, filtered: Tensor, second: Tensor) -> Tensor:
     """The grafting method's direction; `filtered` is corrected for bias already."""
-    if options.grafting == "adam":
-        second = second / (1 - options.second_beta**step)
-    return filtered / second.sqrt().add_(options.eps)
+    if group["grafting"] == "adam":
+        second = second / (1 - second_beta(group) ** step)
+    return filtered / second.sqrt().add_(group["eps"])
 
 
-def direction(options: ShampooOptions, step: int, batch: Batch, filtered: Tensor) -> Tensor:
+def direction(group: Group, step: int, batch: Batch, filtered: Tensor) -> Tensor:
     """The update of a batch of blocks, without the learning rate."""
-    if options.beta1 > 0:
-        filtered = filtered / (1 - options.beta1**step)
-    grafting = options.grafting != "none"
-    graft = _graft(options, step, filtered, batch.state("exp_avg_sq")) if grafting else None
-    if step < options.start:
+    if (beta := beta1(group)) > 0:
+        filtered = filtered / (1 - beta**step)
+    grafting = group["grafting"] != "none"
+    graft = _graft(group, step, filtered, batch.state("exp_avg_sq")) if grafting else None
+    if step < first_preconditioned(group):
         return torch.zeros_like(filtered) if graft is None else graft
-    result = apply_side(filtered, batch.side("root", ROWS, options.packed), ROWS)
-    result = apply_side(result, batch.side("root", COLS, options.packed), COLS)
+    result = apply_side(filtered, batch.side("root", ROWS, group["packed"]), ROWS)
+    result = apply_side(result, batch.side("root", COLS, group["packed"]), COLS)
     if graft is not None:
         size = linalg.norms(result)
         ratio = torch.where(size > 0, linalg.norms(graft) / size, torch.zeros_like(size))
@@ -180,15 +157,15 @@ def direction(options: ShampooOptions, step: int, batch: Batch, filtered: Tensor
     return result
 
 
-def elementwise_direction(options: ShampooOptions, step: int, filtered: Tensor, second: Tensor) -> Tensor:
+def elementwise_direction(group: Group, step: int, filtered: Tensor, second: Tensor) -> Tensor:
     """The update of a tensor without matrices: the grafting method's, or the diagonal preconditioner's."""
-    if options.beta1 > 0:
-        filtered = filtered / (1 - options.beta1**step)
-    if options.grafting != "none":
-        return _graft(options, step, filtered, second)
-    if options.beta2 < 1:
-        second = second / (1 - options.beta2**step)
-    return filtered / second.sqrt().add_(options.eps)
+    if (beta := beta1(group)) > 0:
+        filtered = filtered / (1 - beta**step)
+    if group["grafting"] != "none":
+        return _graft(group, step, filtered, second)
+    if (beta := beta2(group)) < 1:
+        second = second / (1 - beta**step)
+    return filtered / second.sqrt().add_(group["eps"])
 
 
 def take(weights: list[Tensor], updates: list[Tensor], lr: float | Tensor) -> None:

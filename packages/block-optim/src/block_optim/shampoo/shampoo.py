@@ -39,10 +39,13 @@ from block_optim.shampoo.root_jobs import RootJob, root_jobs
 from block_optim.shampoo.roots import Roots
 from block_optim.shampoo.rule import (
     GRAFTING,
-    ShampooOptions,
+    beta1,
+    beta2,
     direction,
     elementwise_direction,
     outer,
+    root_options,
+    second_beta,
     side_states,
     take,
     whitened,
@@ -161,7 +164,7 @@ class Shampoo(Preconditioned):
             check_range("exponent", group["exponent"], 1e-3)
             if group["kl"]:
                 raise ValueError("exponent: KL-Shampoo whitens by inverse square roots; leave it None")
-        ShampooOptions.of(group)
+        root_options(group)
 
     @override
     def format_of(self, group: Group) -> dict[str, Any]:
@@ -202,10 +205,10 @@ class Shampoo(Preconditioned):
         skip = active.found_inf
         works = self._gather(active)
         for group, step, members in by_step(works):
-            self._accumulate(ShampooOptions.of(group), step, members, skip)
+            self._accumulate(group, step, members, skip)
         overlapped = self._refresh(works, skip)  # roots of the whole model together
         for group, step, members in by_step(works):
-            self._precondition(ShampooOptions.of(group), step, members)
+            self._precondition(group, step, members)
         if overlapped:
             device = overlapped[0].views("factor")[0].device
             self._run_later(
@@ -214,60 +217,58 @@ class Shampoo(Preconditioned):
         self._scatter(works)
         self._apply(works, skip, _move, lambda works: _flat(works, "momentum_buffer"))
 
-    def _accumulate(
-        self, options: ShampooOptions, step: int, works: Sequence[TensorStep], skip: Tensor | None
-    ) -> None:
+    def _accumulate(self, group: Group, step: int, works: Sequence[TensorStep], skip: Tensor | None) -> None:
         """Advance the averages of whole runs, and the factors of blocks."""
         for portion in portions(skip, works, lambda w: 2 * w.grad.nbytes):
             with unless(skip, _flat(portion, "exp_avg", "exp_avg_sq")):
-                self._moments(options, portion)
+                self._moments(group, portion)
         own = StepBlocks(works)
         for batch in batches(own.blocks):
             with unless(skip, batch.views("factor_rows", "factor_cols")):
-                self._factors(options, step, batch, batch.matrices(own.grads(batch)))
+                self._factors(group, step, batch, batch.matrices(own.grads(batch)))
 
-    def _precondition(self, options: ShampooOptions, step: int, works: Sequence[TensorStep]) -> None:
+    def _precondition(self, group: Group, step: int, works: Sequence[TensorStep]) -> None:
         """Write the updates of works with these options and this step number."""
         for work in works:
             if work.tensor.grid is None:
                 first, second = work.tensor.flat("exp_avg"), work.tensor.flat("exp_avg_sq")
                 assert second is not None
                 filtered = work.grad if first is None else first
-                work.update.copy_(elementwise_direction(options, step, filtered, second))
+                work.update.copy_(elementwise_direction(group, step, filtered, second))
         own = StepBlocks(works)
         for batch in batches(own.blocks):
             has_average = "exp_avg" in batch.blocks[0].views
             filtered = batch.state("exp_avg") if has_average else batch.matrices(own.grads(batch))
             targets = own.updates(batch)
-            foreach_copy_(targets, list(direction(options, step, batch, filtered)[: len(targets)]))
+            foreach_copy_(targets, list(direction(group, step, batch, filtered)[: len(targets)]))
 
-    def _moments(self, options: ShampooOptions, works: Sequence[TensorStep]) -> None:
+    def _moments(self, group: Group, works: Sequence[TensorStep]) -> None:
         """Filtered gradients and the second moments of the grafting method, on whole runs."""
         if firsts := _flat(works, "exp_avg"):
-            foreach_lerp_(firsts, [w.grad for w in works], 1 - options.beta1)
-        some = [w for w in works if w.tensor.grid is None or options.grafting != "none"]
+            foreach_lerp_(firsts, [w.grad for w in works], 1 - beta1(group))
+        some = [w for w in works if w.tensor.grid is None or group["grafting"] != "none"]
         if moments := _flat(some, "exp_avg_sq"):
-            grads, beta = [w.grad for w in some], options.second_beta
+            grads, beta = [w.grad for w in some], second_beta(group)
             if beta < 1:
                 foreach_mul_(moments, beta)
             foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
 
-    def _factors(self, options: ShampooOptions, step: int, batch: Batch, grads: Tensor) -> None:
+    def _factors(self, group: Group, step: int, batch: Batch, grads: Tensor) -> None:
         """Advance both factors of a batch of blocks."""
-        sources = whitened(options, step, batch, grads) if options.kl else {ROWS: grads, COLS: grads}
+        sources = whitened(group, step, batch, grads) if group["kl"] else {ROWS: grads, COLS: grads}
         for side in SIDES:
             gained = outer(sources[side], side, batch.diagonal(side))
-            if options.kl:
+            if group["kl"]:
                 gained = gained / batch.dim(COLS if side == ROWS else ROWS)
                 gained = torch.where(
                     gained.isfinite().flatten(1).all(1).view(-1, *[1] * (gained.dim() - 1)), gained, 0.0
                 )
-            factor = batch.side("factor", side, options.packed)
-            if options.beta2 < 1:
-                factor.mul_(options.beta2).add_(gained, alpha=1 - options.beta2)
+            factor = batch.side("factor", side, group["packed"])
+            if (beta := beta2(group)) < 1:
+                factor.mul_(beta).add_(gained, alpha=1 - beta)
             else:
                 factor.add_(gained)
-            batch.put_side("factor", side, factor, options.packed)
+            batch.put_side("factor", side, factor, group["packed"])
 
     # ---------------------------------------------------------------- roots
 
@@ -275,7 +276,7 @@ class Shampoo(Preconditioned):
         """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
         later: list[RootJob] = []
         for job in root_jobs(works):
-            if job.options.overlap and not job.first:
+            if job.group["overlap"] and not job.first:
                 later.append(job)
             else:
                 with unless(skip, job.views("root")):
@@ -284,7 +285,7 @@ class Shampoo(Preconditioned):
 
     def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
         for job, result in results:
-            store_square(job.views("root"), result.roots, job.options.packed)
+            store_square(job.views("root"), result.roots, job.group["packed"])
             self._count(result.counts, [job.items[i][0] for i in result.kept])
 
 
