@@ -180,14 +180,13 @@ def splits_lines(config: RunConfig, vocab_size: int, ranks: int, gib: float | No
         planned += 1
         chosen = split_config(config, [getattr(splits, axis) for axis in AXES])
         plan = plan_here(chosen, vocab_size)
-        peak = plan.peak
         if config.hf_config:
             traffic = traffic_of_units(config, plan.units, splits)
-        if peak <= limit:
+        if plan.peak <= limit:
             cells = " | ".join(f"{getattr(traffic, axis) / 1e6:,.1f}" for axis in _SENT)
             bubble = splits.bubble(config.accumulate)
             rows.append(
-                f"| {splits} | {peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
+                f"| {splits} | {plan.peak / _GIB:,.2f} | {bubble:.0%} | {traffic.total / 1e6:,.1f} | {cells} |"
             )
     lines = [
         f"{len(traffics)} splits of {ranks} ranks; those that hold at most {limit / _GIB:.2f} GiB ({whose}) among the "

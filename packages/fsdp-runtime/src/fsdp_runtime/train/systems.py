@@ -9,7 +9,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,11 @@ class System:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Shard the model, give it its values and its optimizer. `initialise` is None where it has values."""
         model = self.wrap(self.materialise(model, initialise))
-        return model, make_optimizer(model)
+        return model, self.optimizer_of(model, make_optimizer)
+
+    def optimizer_of(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """The optimizer of a sharded model."""
+        return make_optimizer(model)
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Move the model to the device and write its initial values, one whole parameter at a time."""
@@ -103,28 +106,18 @@ class System:
         After `average_over_tokens` the sum of their cross-entropies by the step's tokens, times the readers: the mean
         over readers is the loss in both cases.
         """
+        loss, step, parts = torch.zeros((), device=self.device), None, len(batches)
         if self.token_loss is not None:
-            return self._accumulate_by_tokens(self.token_loss, model, batches, aux_weight)
-        loss = torch.zeros((), device=self.device)
+            step = self.token_loss.step((count_tokens(targets) for _, targets in batches), wait=False)
+            parts *= self.readers  # the balancing loss is a mean over sequences: all readers have as many
         for tokens, targets in batches:
             with self.autocast():
-                cross_entropy, aux = losses_of(model, tokens, targets)
-            loss += cross_entropy.detach() / len(batches)
-            self.backward((cross_entropy + aux_weight * aux) / len(batches))
-        return loss
-
-    def _accumulate_by_tokens(
-        self, token_loss: TokenLoss, model: nn.Module, batches: list[Batch], aux_weight: float
-    ) -> Tensor:
-        loss = torch.zeros((), device=self.device)
-        step = token_loss.step((count_tokens(targets) for _, targets in batches), wait=False)
-        for tokens, targets in batches:
-            with self.autocast():
-                total, aux = losses_of(model, tokens, targets, "sum")
-            cross_entropy = step.loss(total)
+                cross_entropy, aux = losses_of(model, tokens, targets, *self.reduction)
+            cross_entropy = cross_entropy / parts if step is None else step.loss(cross_entropy)
             loss += cross_entropy.detach()
-            # The balancing loss is a mean over sequences, of which all readers and microbatches have as many.
-            self.backward(cross_entropy + aux_weight / (self.readers * len(batches)) * aux)
+            self.backward(cross_entropy + aux_weight / parts * aux)
+        if step is None:
+            return loss
         self.tokens = step.total
         return loss * self.readers
 
@@ -162,16 +155,9 @@ class System:
 class FullyShard(System):
     """fsdp_runtime or FSDP2: the same calls, another import."""
 
-    def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Shard on the meta device, so that no rank ever holds the whole model."""
-        self.shard(model)
-        model = self.materialise(model, initialise)
-        return model, make_optimizer(model)
-
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
-        """Allocate and initialize. A model that has values was moved when it was sharded."""
+        """Shard, on the meta device so that no rank ever holds the whole model; then allocate and initialize."""
+        self.shard(model)
         return model if initialise is None else super().materialise(model, initialise)
 
     def shard(self, model: nn.Module) -> None:
@@ -247,12 +233,6 @@ class Runtime(FullyShard):
             ),
             **self.options,
         }
-
-    def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Also put the optimizer's states into CPU memory, if asked."""
-        return super().build(model, initialise, partial(self.optimizer_of, make_optimizer=make_optimizer))
 
     def optimizer_of(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """The optimizer, with its states in CPU memory if asked."""

@@ -67,29 +67,22 @@ class Recorder:
         Raises:
             TrainError: on every rank, if one cannot write.
         """
-        if number + 1 == self._profiled.start:
-            self._warm_up()
-        with self._profile(number) if number in self._profiled else contextlib.nullcontext():
-            yield
-        if number == self._snapshot:
-            with agreed("writing the memory snapshot"):
-                dump_memory(self._device, str(self._path("memory", "pickle")))
-
-    @contextlib.contextmanager
-    def _profile(self, number: int) -> Iterator[None]:
-        if not self._tracing:
-            (self._profiler or self._warm_up()).start_trace()
+        profiled = number in self._profiled
+        if self._profiler is None and (profiled or number + 1 in self._profiled):
+            self._profiler = torch.profiler.profile()
+            self._profiler.prepare_trace()
+        if self._profiler is not None and profiled and not self._tracing:
+            self._profiler.start_trace()
             self._tracing = True
-        with torch.profiler.record_function(f"ProfilerStep#{number}"):
+        label = torch.profiler.record_function(f"ProfilerStep#{number}")
+        with label if profiled else contextlib.nullcontext():
             yield
         if number + 1 == self._profiled.stop:
             with agreed("writing the trace"):
                 self._write_trace()
-
-    def _warm_up(self) -> torch.profiler.profile:
-        self._profiler = torch.profiler.profile()
-        self._profiler.prepare_trace()
-        return self._profiler
+        if number == self._snapshot:
+            with agreed("writing the memory snapshot"):
+                dump_memory(self._device, str(self._path("memory", "pickle")))
 
     def _write_trace(self) -> None:
         assert self._profiler is not None

@@ -58,7 +58,7 @@ class Pipeline:
             return torch.zeros((), device=self.device)
         # Before the first step the schedule has run the loss once to learn shapes.
         losses = torch.stack(self._seen[-len(batches) :])
-        return self.splits.pp * (losses.mean() if step is None else losses.sum())
+        return self.splits.pp * losses.sum()
 
     def evaluate(self, batches: list[Batch], reduction: str = "mean") -> Tensor:
         """The sum of the microbatches' losses, each reduced over its tokens, times the pipeline's ranks, where known.
@@ -95,12 +95,11 @@ class Pipeline:
             dist.send(x_BTD.contiguous(), group=self.group, group_dst=after)
 
     def _loss(self, out: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        weight = self.config.model.aux_weight / self.splits.tp
-        if self._step is None:
-            cross_entropy, aux = losses_from(out, targets)
-            self._seen.append(cross_entropy.detach())
-            return (cross_entropy + weight * aux) / self.config.accumulate
-        total, aux = losses_from(out, targets, "sum")
-        cross_entropy = self._step.loss(total)
+        config, splits, step = self.config, self.splits, self._step
+        cross_entropy, aux = losses_from(out, targets, "mean" if step is None else "sum")
+        cross_entropy = cross_entropy / config.accumulate if step is None else step.loss(cross_entropy)
         self._seen.append(cross_entropy.detach())
-        return cross_entropy + weight / (self.config.accumulate * self.splits.readers * self.splits.cp) * aux
+        parts = config.accumulate * (
+            1 if step is None else splits.readers * splits.cp
+        )  # of the balancing loss
+        return cross_entropy + config.model.aux_weight / splits.tp / parts * aux

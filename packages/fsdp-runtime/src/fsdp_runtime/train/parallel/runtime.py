@@ -37,7 +37,6 @@ class SplitRuntime(Runtime):
         """Divide, shard and initialize. The returned model has this rank's layers, named as in the whole."""
         model = self.divide(model)
         for stage in self.stages:
-            self.shard(stage)
             self.materialise(stage, initialise)
         if self.splits.pp > 1:
             self._pipeline = Pipeline(self.config, self.device, self.meshes, self.stages)
