@@ -1,36 +1,48 @@
-"""Python calls and files of a runtime's own code, and graphs of torch.compile, compared with FSDP2's.
+"""What the host does in a step, compared with FSDP2: Python calls and files, graphs of torch.compile, and the order.
 
 python -m bench calls                    calls in wrapping, forward and backward; files on a parameter's way
 python -m bench calls --show backward    also lists our functions in this part, most called first
+python -m bench calls --write-expected   also commits the tests to today's calls
 python -m bench compile                  graphs and graph breaks on sharded models, three steps each
+python -m bench timeline [--write]       the work that the host starts, in order; draws docs/assets/schedule.svg
 
 Three linear units and a root around them, on four ranks of torch's fake process group, in a new process for each
 system. *Own* files are those of our four packages, and of FSDP2's `torch/distributed/fsdp/_fully_shard`. Wrapping is
 that of the first unit; forward and backward are those of the fourth step. A parameter's way are the files entered from
 a forward to its first all-gather; a gradient's those of a backward without gathers, up to `.grad`. The counts differ
 between Python releases.
+
+The order is that of the third step of three linear units, as it passes the dispatcher: collectives, copies, products.
 """
 
 import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from .measure import fake_ranks, launch, table
-from .systems import fully_shard_of
+from ragged_shard import RaggedDTensor
+
+from .counts import COPIES, collective_of, write_expected
+from .measure import ROOT, fake_ranks, launch, options_of, table
+from .models import WORKLOADS, batch_of
+from .systems import shard
 
 PARTS = ("wrap", "forward", "backward")
 SYSTEMS = {"ours": "fsdp_runtime", "fsdp2": "FSDP2"}
 PACKAGES = ("fsdp_runtime", "dbuffer", "ragged_shard", "layout_planner")
 GOAL = {"wrap": 250, "forward": "FSDP2's", "backward": "FSDP2's"}
 FILES_GOAL = 12  # on the way of a parameter, and of a gradient
-COMPILED = ("fsdp2", "ours")
+PAIR = tuple(reversed(SYSTEMS))
 HOW = ("blocks, before", "blocks, after", "model, before", "model, after")
 NEAR = 1e-5  # relative, of losses
 
@@ -135,16 +147,10 @@ def measure(show: str | None = None) -> dict[str, Any]:
     return {name: launch(count_here, 1, {"system": name, "show": show}) for name in SYSTEMS}
 
 
-def at_most() -> dict[str, int]:
-    """Our own calls today, for the gate."""
-    counts = launch(count_here, 1, {"system": "ours"})
-    return {part: counts[part]["calls"] for part in PARTS}
-
-
-def main(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_calls(parser: ArgumentParser, arguments: list[str]) -> None:
     """Count and print."""
     parser.add_argument("--show", choices=PARTS, help="also list the calls of our own functions in this part")
-    options = parser.parse_args(arguments)
+    options = options_of(parser, arguments, write_expected=False)
     counts = measure(options.show)
     rows = [
         [part, label, *counts[name][part].values(), GOAL[part] if name == "ours" else ""]
@@ -152,17 +158,17 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
         for name, label in SYSTEMS.items()
     ]
     print(table(["", "system", "own calls", "functions", "files", "file switches", "goal, at most"], rows))
-    for way, text in (
-        ("parameter", "From a forward to the all-gather"),
-        ("gradient", "From autograd to .grad"),
-    ):
+    ways = {"parameter": "From a forward to the all-gather", "gradient": "From autograd to .grad"}
+    for way, text in ways.items():
         for name, label in SYSTEMS.items():
             files = counts[name]["ways"][way]
             goal = f" (goal: at most {FILES_GOAL})" if name == "ours" else ""
             print(f"\n{text}, {label}: {len(files)} files{goal}\n  {', '.join(files)}")
     if options.show:
         print(f"\n{table(['calls', 'file', 'function'], counts['ours']['shown'])}")
-    return 0
+    if options.write_expected:
+        at_most = {part: counts["ours"][part]["calls"] for part in PARTS}
+        write_expected(python_calls={"at_most": at_most, "goal": GOAL})
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -174,9 +180,6 @@ def train(system: str, how: str | None, backend: str = "aot_eager") -> dict[str,
 
     from fsdp_runtime.train.model import losses_of
 
-    from .models import WORKLOADS, batch_of
-
-    apply = fully_shard_of(system)
     what, _, when = (how or "").partition(", ")
     counters, tiny = torch._dynamo.utils.counters, WORKLOADS["tiny"]
     torch._dynamo.reset()
@@ -190,8 +193,7 @@ def train(system: str, how: str | None, backend: str = "aot_eager") -> dict[str,
     with fake_ranks(2) as mesh:
         model: Any = tiny.model()
         compile_now("before")
-        for unit in [*model.blocks, model]:
-            apply(unit, mesh=mesh)
+        shard(system, model, model.blocks, mesh=mesh)
         compile_now("after")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
@@ -217,13 +219,126 @@ def main_compile(parser: ArgumentParser, arguments: list[str]) -> int:
     """Print the table of graphs; 1 if compiled losses differ from those of eager."""
     parser.add_argument("--backend", default="aot_eager", choices=("eager", "aot_eager", "inductor"))
     options = parser.parse_args(arguments)
-    eager = {system: train(system, None)["losses"] for system in COMPILED}
+    eager = {system: train(system, None)["losses"] for system in PAIR}
     rows, differ = [], []
     for how in HOW:
-        results = {system: train(system, how, options.backend) for system in COMPILED}
-        differ += [f"{s}, {how}" for s in COMPILED if not agree(results[s]["losses"], eager[s])]
+        results = {system: train(system, how, options.backend) for system in PAIR}
+        differ += [f"{s}, {how}" for s in PAIR if not agree(results[s]["losses"], eager[s])]
         cells = ([r["graphs"], sum(r["breaks"].values())] for r in results.values())
         rows.append([how, *(cell for pair in cells for cell in pair)])
-    print(table(["compiled", *(f"{s}: {w}" for s in COMPILED for w in ("graphs", "breaks"))], rows))
+    print(table(["compiled", *(f"{s}: {w}" for s in PAIR for w in ("graphs", "breaks"))], rows))
     print("Losses differ from eager: " + "; ".join(differ) if differ else "Losses are those of eager.")
     return 1 if differ else 0
+
+
+# -- the order of a step -----------------------------------------------------------------------------------------------
+
+WIDTHS = (64, 96, 128, 160)  # of three layers: sizes tell whose a tensor is
+MOVES = {"all_gather": "gather", "reduce_scatter": "reduce"}
+PICTURE = ROOT / "docs" / "assets" / "schedule.svg"
+PRODUCTS = ("aten::mm", "aten::addmm")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the host starts: `kind` is "gather", "reduce", "copy", "forward" or "backward"."""
+
+    kind: str
+    unit: int
+
+
+class Timeline(TorchDispatchMode):
+    """Records events while entered; calls of one kind and unit that follow each other are one event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.phase = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, (DTensor, RaggedDTensor)) for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        kind = collective_of(name.split("::")[1].strip("_")) if name.startswith("c10d::") else None
+        if kind in MOVES:
+            self._add(MOVES[kind], _unit_of_bytes(max(t.nbytes for t in tensors)))
+        elif name in PRODUCTS:
+            shapes = [sorted(t.shape) for t in tensors]
+            self._add(self.phase, next(n for n in range(3) if sorted(WIDTHS[n : n + 2]) in shapes))
+        elif name in COPIES:
+            nbytes = max(t.nbytes for t in tensors)
+            is_bias = nbytes <= 4 * max(WIDTHS)
+            self._add("copy", self.events[-1].unit if is_bias else _unit_of_bytes(nbytes))
+        return result
+
+    def _add(self, kind: str, unit: int) -> None:
+        event = Event(kind, unit)
+        if self.events[-1:] != [event]:
+            self.events.append(event)
+
+
+def _unit_of_bytes(nbytes: int) -> int:
+    sizes = [4 * WIDTHS[n + 1] * (WIDTHS[n] + 1) for n in range(3)]
+    return min(range(3), key=lambda n: abs(nbytes - sizes[n]))
+
+
+def record_here(request: dict[str, Any]) -> list[Event]:
+    """The events of a system's third step, in this process."""
+    with fake_ranks(4) as mesh:
+        model = nn.Sequential(*(nn.Linear(WIDTHS[n], WIDTHS[n + 1]) for n in range(3)))
+        shard(request["system"], model, model, mesh=mesh)
+        for _ in range(3):
+            timeline = Timeline()
+            with timeline:
+                loss = model(torch.ones(2, WIDTHS[0])).sum()
+                timeline.phase = "backward"
+                loss.backward()
+            model.zero_grad()
+    return timeline.events
+
+
+LANES = {"collectives": ("gather", "reduce"), "copies": ("copy",), "products": ("forward", "backward")}
+COLORS = ("#f5b971", "#8fd19e", "#9ec5fe")
+LEFT, STEP, HEIGHT = 110, 27, 22
+
+
+def svg(timelines: dict[str, list[Event]]) -> str:
+    """Both schedules, one above the other; a column is the next thing that the host starts."""
+    width = LEFT + STEP * max(map(len, timelines.values())) + 10
+    title = "What the host starts in one step, in order, by FSDP2 and by fsdp_runtime"
+    lines = [f"<title>{title}</title>", f'<rect width="{width}" height="262" fill="#ffffff" rx="8"/>']
+    for number, (system, events) in enumerate(timelines.items()):
+        top = 16 + 124 * number
+        copies = sum(event.kind == "copy" for event in events)
+        name = f"{SYSTEMS[system]}: {copies} groups of copies"
+        lines.append(_label(12, top + 10, name, ' font-weight="bold"'))
+        for row, (lane, kinds) in enumerate(LANES.items()):
+            y = top + 20 + (HEIGHT + 6) * row
+            lines.append(_label(12, y + 15, lane))
+            lines.append(f'<path d="M{LEFT} {y + HEIGHT / 2}H{width - 8}" stroke="#d0d7de"/>')
+            for column, event in enumerate(events):
+                if event.kind in kinds:
+                    x, color = LEFT + STEP * column, COLORS[event.unit]
+                    size = f'width="{STEP - 2}" height="{HEIGHT}"'
+                    letter = "" if event.kind == "copy" else event.kind[0].upper()
+                    lines.append(f'<rect x="{x}" y="{y}" {size} fill="{color}" rx="3"/>')
+                    lines.append(_label(x + 4, y + 15, f"{letter}{event.unit + 1}"))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="262" viewBox="0 0 {width} 262" '
+    return "\n".join([head + 'font-family="sans-serif" font-size="12" role="img">', *lines, "</svg>", ""])
+
+
+def _label(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" fill="#1b1f24"{more}>{text}</text>'
+
+
+def main_timeline(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Record, print and draw."""
+    parser.add_argument("--write", action="store_true", help=f"draw {PICTURE.relative_to(ROOT)}")
+    write = parser.parse_args(arguments).write
+    timelines = {name: launch(record_here, 1, {"system": name}) for name in PAIR}
+    for name, events in timelines.items():
+        print(f"{SYSTEMS[name]}: {', '.join(f'{event.kind} {event.unit + 1}' for event in events)}")
+    if write:
+        PICTURE.write_text(svg(timelines))

@@ -1,9 +1,11 @@
-"""Checkpoints of model and optimizer, and weights in and out of a large model, compared with torch's ways.
+"""Weights and states out of a model and into it: checkpoints, files, engines, CPU memory; compared with torch's ways.
 
 python -m bench checkpoint     torch.distributed.checkpoint, save and load in turns; writes results/checkpoint.json
 python -m bench weights [--parameters 1e9] [--ranks 2 4] [--dtype bfloat16]
 python -m bench convert [--parameters 1e9] [--width 2048] [--ranks 2] [--dtype bfloat16] [--folder DIR];
                                writes results/convert-SIZE.json
+python -m bench export [--ranks 2 4] [--width 512] [--layers 8] [--lr 1e-6]
+python -m bench offload [--workload dense] [--ranks 8] [--rounds 5]     writes results/offload.json
 
 Checkpoints: each rank writes its part into one folder (in memory, /dev/shm, where there is one, so that no disk is
 measured) and loads it back into the same world.
@@ -14,6 +16,15 @@ at every few milliseconds: the most of any rank, and rank 0's. The shard counts.
 
 Conversion: random weights are written, loaded by the ranks, exported by them, converted to DCP by one process and
 converted back; each folder goes when the next is complete, and all tensors must have the bytes that were written.
+
+Export: whole weights, or what one small step changed, out of a sharded model, by each way. Linear layers with fp32
+shards on gloo ranks make one AdamW step; then each way exports bf16. Bytes are those that all ranks send, memory is a
+rank's most in tensors beyond its shards and its copy of the last export.
+
+Offload: one rank of a simulated world on the simulated device, which counts what a caching allocator would hold and the
+bytes copied to page-locked memory and back, and raises for an access without order. Times are taken without its checks
+and with nothing on the wire, all kinds in turns: copies run on the CPU, where they are queued, so that nothing
+overlaps, and "device" and CPU memory are equally fast.
 """
 
 import shutil
@@ -23,31 +34,31 @@ import threading
 import time
 import zlib
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as dcp_states
+from torch.distributed.tensor import distribute_tensor
 
+from fsdp_runtime import iter_full_params, load_safetensors, save_safetensors, set_full_state_dict
+from fsdp_runtime.checkpoint import ExportedParams, OffloadedOptimizer, convert_checkpoint
+from fsdp_runtime.checkpoint.export import Exporter
+from fsdp_runtime.memory import SelectiveOffloadPolicy
+from fsdp_runtime.train.model import losses_of
+from ragged_shard import DeviceLayer, use_device_layer
+from ragged_shard.testing import SimulatedDevice, record_collectives, record_memory, simulated_ranks
+
+from . import measure
 from .compare import Clock, build_all, noise_of
-from .measure import (
-    CpuTimes,
-    add_keep_noisy,
-    busy_share,
-    launch,
-    memory_field,
-    mib,
-    options_of,
-    print_tables,
-    record,
-    save_tables,
-    spread,
-    table,
-    table_of,
-)
-from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out
+from .measure import interleave, launch, mib, options_of, record, table, table_of
+from .models import WORKLOADS, batch_of, build
+from .systems import SYSTEMS, Job, Trainer, fully_shard_of, left_out, shard
 
 COMPARED = ["ddp", "ours", "fsdp2"]
 LOAD = {
@@ -71,39 +82,26 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     clock = Clock(job)
     for trainer in trainers.values():
         clock.mean_losses(trainer, 2)
-    sizes: dict[str, int] = {}
-
-    def sample(trainer: Trainer) -> dict[str, float]:
-        times, sizes[trainer.name] = _round_trip(trainer, clock)
-        return times
-
-    samples, calibration = clock.samples(trainers, request["rounds"], sample)
-    about = {
-        "workload": job.workload.name,
-        "ranks": dist.get_world_size(),
-        "bytes": sizes,
-        "skipped": skipped,
-    }
+    samples, calibration = clock.samples(trainers, request["rounds"], partial(_save_and_load, clock=clock))
+    about = {"workload": job.workload.name, "ranks": dist.get_world_size(), "skipped": skipped}
     return {**about, "samples": samples, "calibration": calibration}
 
 
-def _round_trip(trainer: Trainer, clock: Clock) -> tuple[dict[str, float], int]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
+def _save_and_load(trainer: Trainer, clock: Clock) -> dict[str, float]:
     folder = [tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)]
     dist.broadcast_object_list(folder)
     try:
         dist.barrier()
-        before, cpu, start = CpuTimes.now(), time.process_time(), time.perf_counter()
-        model, optimizer = get_state_dict(trainer.module, trainer.optimizers)
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        before, cpu, start = measure.CpuTimes.now(), time.process_time(), time.perf_counter()
+        model, optimizer = dcp_states.get_state_dict(trainer.module, trainer.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
         dist.barrier()
         saved = time.perf_counter()
-        model, optimizer = get_state_dict(trainer.module, trainer.optimizers)
-        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
-        set_state_dict(trainer.module, trainer.optimizers, model_state_dict=model, optim_state_dict=optimizer)
+        model, optimizer = dcp_states.get_state_dict(trainer.module, trainer.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        dcp_states.set_state_dict(
+            trainer.module, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
         dist.barrier()
         loaded, foreign = time.perf_counter(), before.foreign(clock.sum(time.process_time() - cpu))
         size = sum(path.stat().st_size for path in Path(folder[0]).rglob("*") if path.is_file())
@@ -111,7 +109,7 @@ def _round_trip(trainer: Trainer, clock: Clock) -> tuple[dict[str, float], int]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder[0], ignore_errors=True)
-    return {"save": saved - start, "load": loaded - saved, "foreign": foreign}, size
+    return {"save": saved - start, "load": loaded - saved, "foreign": foreign, "bytes": size}
 
 
 def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,23 +117,19 @@ def tables(raw: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, times in raw["samples"].items():
         saving, loading = (1e3 * statistics.median(s[key] for s in times) for key in ("save", "load"))
-        varied = spread([s["save"] for s in times])
-        rows.append(
-            [SYSTEMS[name].label, f"{saving:.0f}", f"{loading:.0f}", mib(raw["bytes"][name]), f"{varied:.0%}"]
-        )
+        varied = measure.spread([s["save"] for s in times])
+        size = mib(times[-1]["bytes"])
+        rows.append([SYSTEMS[name].label, f"{saving:.0f}", f"{loading:.0f}", size, f"{varied:.0%}"])
     text = f"{raw['workload']}, {raw['ranks']} ranks, model and AdamW state." + left_out(raw["skipped"])
     return [table_of("Checkpoints", text, "system; save ms; load ms; MiB on disk; spread", rows)]
 
 
-def main(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_checkpoint(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    add_keep_noisy(parser)
-    options = options_of(parser, arguments, workload="dense", ranks=2, rounds=5)
-    before = busy_share()
-    request = {"workload": options.workload, "systems": COMPARED, "rounds": options.rounds}
-    raw = launch(run, options.ranks, request)
-    raw["tables"] = print_tables(tables(raw))
-    return record("checkpoint", raw, noise_of(before, raw), options.keep_noisy)
+    o = options_of(parser, arguments, workload="dense", ranks=2, rounds=5, keep_noisy=False)
+    before = measure.busy_share()
+    raw = launch(run, o.ranks, {"workload": o.workload, "systems": COMPARED, "rounds": o.rounds})
+    return record("checkpoint", tables(raw), noise_of(before, raw), keep_noisy=o.keep_noisy, **raw)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -204,7 +198,7 @@ class Peak:
 
     @staticmethod
     def _memory() -> int:
-        return memory_field("status", "RssAnon", "RssShmem")
+        return measure.memory_field("status", "RssAnon", "RssShmem")
 
 
 def run_weights(request: dict[str, Any]) -> dict[str, Any]:
@@ -215,77 +209,76 @@ def run_weights(request: dict[str, Any]) -> dict[str, Any]:
     results = {}
     for action, act in (("load", _load), ("save", _save)):
         dist.barrier()
-        began, peak = time.perf_counter(), Peak()
-        read = act(request["way"], model, folder)
-        own = {"peak": peak.end(), "read": read, "seconds": time.perf_counter() - began}
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
+        dist.all_gather_object(every, rise(partial(act, request["way"], model, folder)))
         results[action] = every
     return results
 
 
+def rise(act: Callable[[], int | None]) -> dict[str, Any]:
+    """The most that this process's memory rises in a call, its seconds, and the bytes that it says it has read."""
+    began, peak = time.perf_counter(), Peak()
+    read = act()
+    return {"peak": peak.end(), "read": read, "seconds": time.perf_counter() - began}
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of the safetensors files of a folder, one at a time."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                yield name, opened.get_tensor(name)
+
+
 def _load(way: str, model: Any, folder: Path) -> int:
     """Load; the bytes of files that this rank used."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.tensor import distribute_tensor
-
-    from fsdp_runtime import load_safetensors, set_full_state_dict
-
     if way == "ours":
         return load_safetensors(model, folder).bytes_read
     state: dict[str, Any] = {}
     if way.endswith("from rank 0"):
         if dist.get_rank() == 0:
-            for file in sorted(folder.glob("part-*")):
-                state.update(load_file(file))
+            state = dict(tensors_in(folder))
         read = sum(tensor.nbytes for tensor in state.values())
         if way.startswith("ours"):
             set_full_state_dict(model, state, rank0_only=True)
         else:
             model.to_empty(device="cpu")
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            set_model_state_dict(model, state, options=options)
+            options = dcp_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            dcp_states.set_model_state_dict(model, state, options=options)
         return read
     model.to_empty(device="cpu")
     params, read = dict(model.named_parameters()), 0
-    for file in sorted(folder.glob("part-*")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a mapping
-                whole = opened.get_tensor(name)
-                read += whole.nbytes
-                with torch.no_grad():
-                    placed = distribute_tensor(whole, params[name].device_mesh, params[name].placements)
-                    params[name].copy_(placed)
+    for name, whole in tensors_in(folder):
+        read += whole.nbytes
+        with torch.no_grad():
+            params[name].copy_(distribute_tensor(whole, params[name].device_mesh, params[name].placements))
     return read
 
 
 def _save(way: str, model: Any, folder: Path) -> int:
     """Write the full model; the bytes read, which are none."""
     from safetensors.torch import save_file
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from fsdp_runtime import save_safetensors
 
     target = folder / "saved"
     if way.startswith("ours"):
         save_safetensors(model, target, bucket_bytes=256 * MIB, max_file_bytes=512 * MIB)
         return 0
     target.mkdir(exist_ok=True)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: Any = get_model_state_dict(model, options=options)
+    options = dcp_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = dcp_states.get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         save_file(state, target / "model.safetensors")
     return 0
 
 
-def main_weights(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_weights(parser: ArgumentParser, arguments: list[str]) -> None:
     """Print the tables."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options = options_of(parser, arguments, parameters=1e9, dtype="bfloat16")
     shapes = _shapes(options.parameters)
-    rows: dict[str, list[list[Any]]] = {"load": [], "save": []}
+    rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         total = _write(Path(folder), shapes, options.dtype)
         count = sum(a * b for a, b in shapes.values())
@@ -294,49 +287,31 @@ def main_weights(parser: ArgumentParser, arguments: list[str]) -> int:
             for way in LOAD:
                 request = {"way": way, "folder": folder, "shapes": shapes, "dtype": options.dtype}
                 results = launch(run_weights, ranks, request)
-                for action, names in (("load", LOAD), ("save", SAVE)):
+                for names, every in zip((LOAD, SAVE), results.values(), strict=True):
                     if way in names:
-                        every = results[action]
-                        most = max(result["peak"] for result in every)
-                        cells = [mib(most), mib(every[0]["peak"]), f"{most / total:.2f}"]
-                        cells.append(f"{max(result['seconds'] for result in every):.1f}")
-                        read = f"{sum(result['read'] for result in every) / total:.3f}"
-                        rows[action].append(
-                            [ranks, names[way], *([read] if action == "load" else []), *cells]
-                        )
-    heads = ["peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
-    print(table(["ranks", "way", "read / file", *heads], rows["load"]))
-    print(f"\n{table(['ranks', 'way', *heads], rows['save'])}")
-    return 0
+                        most, seconds = (max(one[key] for one in every) for key in ("peak", "seconds"))
+                        read = f"{sum(one['read'] for one in every) / total:.3f}" if names is LOAD else ""
+                        cells = (mib(most), mib(every[0]["peak"]), f"{most / total:.2f}", f"{seconds:.1f}")
+                        rows.append([ranks, names[way], read, *cells])
+    heads = ["ranks", "way", "read / file", "peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
+    print(table(heads, rows))
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------
 
 
-def run_export(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """On a rank: load the source by byte ranges, then write it again; see `run_weights`."""
-    return run_weights({**request, "way": "ours"})
-
-
-def run_convert(request: dict[str, Any]) -> dict[str, float]:
+def run_convert(request: dict[str, Any]) -> dict[str, Any]:
     """In one process: convert a folder; the rise of its memory and the seconds."""
-    from fsdp_runtime.checkpoint import convert_checkpoint
 
-    began, peak = time.perf_counter(), Peak()
-    convert_checkpoint(request["source"], request["destination"], max_file_bytes=1 << 30)
-    return {"peak": peak.end(), "seconds": time.perf_counter() - began}
+    def convert() -> None:
+        convert_checkpoint(**request, max_file_bytes=1 << 30)
+
+    return rise(convert)
 
 
 def _digests(folder: Path) -> dict[str, int]:
     """A checksum of each tensor in the safetensors files of a folder."""
-    from safetensors import safe_open
-
-    sums = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a mapping
-                sums[name] = zlib.crc32(opened.get_tensor(name).view(torch.uint8).numpy())
-    return sums
+    return {name: zlib.crc32(whole.view(torch.uint8).numpy()) for name, whole in tensors_in(folder)}
 
 
 def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ranks: int) -> list[list[Any]]:
@@ -345,7 +320,8 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
     Raises:
         ValueError: a tensor has other bytes at the end of a step.
     """
-    source, exported, dcp, back = (folder / name for name in ("source", "source/saved", "dcp", "back"))
+    names = ("source", "source/saved", "converted", "back")
+    source, exported, converted, back = (folder / name for name in names)
     source.mkdir(parents=True)
     total = _write(source, shapes, dtype)
     expected, rows = _digests(source), []
@@ -355,18 +331,19 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
             wrong = [name for name in expected if sums.get(name) != expected[name]]
             raise ValueError(f"{step}: {len(wrong)} tensors differ from what was written, {wrong[:3]} first")
 
-    request = {"folder": str(source), "shapes": shapes, "dtype": dtype}
-    for step, every in launch(run_export, ranks, request, timeout=3600).items():
+    request = {"folder": str(source), "shapes": shapes, "dtype": dtype, "way": "ours"}
+    for step, every in launch(run_weights, ranks, request, timeout=3600).items():
         name = "load_safetensors" if step == "load" else "save_safetensors"
         most, seconds = (max(one[key] for one in every) for key in ("peak", "seconds"))
         rows.append([name, ranks, mib(total), mib(most), f"{seconds:.1f}"])
     check("save_safetensors", exported)
     shutil.move(exported, folder / "exported")
     shutil.rmtree(source)
-    for step, start, end in (
-        ("safetensors to DCP", folder / "exported", dcp),
-        ("DCP to safetensors", dcp, back),
-    ):
+    conversions = {
+        "safetensors to DCP": (folder / "exported", converted),
+        "DCP to safetensors": (converted, back),
+    }
+    for step, (start, end) in conversions.items():
         figures = launch(run_convert, 1, {"source": str(start), "destination": str(end)}, timeout=3600)
         rows.append([step, 1, mib(total), mib(figures["peak"]), f"{figures['seconds']:.1f}"])
         shutil.rmtree(start)
@@ -388,4 +365,151 @@ def main_convert(parser: ArgumentParser, arguments: list[str]) -> int:
     text += "Peak: the most that a process's memory rises, without pages of files."
     title = f"Weights through files, {billions}"
     tables = [table_of(title, text, "step; processes; MiB; peak MiB; s", rows, exact=True)]
-    return save_tables(f"convert-{billions}", tables)
+    return record(f"convert-{billions}", tables)
+
+
+# -- export and offload ------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "full_tensor": "full_tensor() of each parameter",
+    "whole": "iter_full_params",
+    "rank 0": "iter_full_params(ranks=(0,))",
+    "blocks": "iter_full_params(ranks=(0,), changed_since=), rows",
+    "elements": "weight_patches, elements",
+}
+
+
+def run_export_ways(request: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: bytes, memory and values that each way exports after the step."""
+    torch.manual_seed(0)
+    width, bf16 = request["width"], torch.bfloat16
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(request["layers"])))
+    shard("ours", model, model)
+    blocks, elements = ExportedParams(), ExportedParams()
+
+    def values_of(way: str) -> int:
+        if way == "full_tensor":
+            full: Any = model.parameters()
+            return sum(param.full_tensor().to(bf16).numel() for param in full)
+        options: dict[str, Any] = {"dtype": bf16, "bucket_bytes": 1 << 22}
+        if way == "whole":
+            return sum(tensor.numel() for _, tensor in iter_full_params(model, **options))
+        if way == "rank 0":
+            return sum(tensor.numel() for _, tensor in iter_full_params(model, ranks=(0,), **options))
+        if way == "blocks":
+            changed = iter_full_params(model, ranks=(0,), changed_since=blocks, **options)
+            return sum(one.values.numel() for one in changed)
+        exporter = Exporter(model, bf16, 1 << 22, (0,), buffers=True)
+        return sum(one.values.numel() for one in exporter.elements(elements))
+
+    for way in ("blocks", "elements"):
+        values_of(way)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=request["lr"])
+    model(torch.randn(8, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    results: dict[str, Any] = {"total": sum(param.numel() for param in model.parameters())}
+    for way in WAYS:
+        with record_collectives() as sent, record_memory() as live:
+            count = values_of(way)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (sent.bytes_sent, live.peak))
+        results[way] = (sum(b for b, _ in every), max(peak for _, peak in every), count)
+    return results
+
+
+def main_export(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Print the table."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options = options_of(parser, arguments, width=512, layers=8, lr=1e-6)
+    rows = []
+    for ranks in options.ranks:
+        results = launch(run_export_ways, ranks, vars(options))
+        total = results.pop("total")
+        for way, (sent, peak, count) in results.items():
+            rows.append(
+                [ranks, WAYS[way], f"{sent / 2**20:.2f}", f"{peak / 2**20:.1f}", f"{1 - count / total:.2%}"]
+            )
+    print(f"{total / 1e6:.2f}M parameters, {mib(2 * total)} MiB in bf16, one AdamW step of lr {options.lr}")
+    print(table(["ranks", "way", "MiB sent", "peak MiB", "values not sent"], rows))
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+KINDS = ("none", "activations", "states", "gradients,states", "activations,gradients,states")
+
+
+def _trainer(workload: Any, kinds: str) -> Any:
+    """A function that runs a step and calls back between forward and backward."""
+    policy = SelectiveOffloadPolicy("activations" in kinds, "gradients" in kinds)
+    model = build(workload.shape)
+    shard("ours", model, model.blocks, offload_policy=policy)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if "states" in kinds:
+        optimizer = OffloadedOptimizer(optimizer, bucket_bytes=1 << 22)
+
+    def step(number: int, between: Any = lambda: None) -> None:
+        loss = losses_of(model, *batch_of(workload, number, 0))[0]
+        between()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def count_offload(workload: Any, kinds: str, ranks: int) -> dict[str, int]:
+    """Bytes of the third step: on the device between steps, after forward and at the peak; copied out and back."""
+    with SimulatedDevice("cpu:0") as device, simulated_ranks(ranks):
+
+        def held() -> int:
+            return sum(device.pools.used.values())
+
+        step, figures = _trainer(workload, kinds), {}
+        for number in range(2):
+            step(number)
+        figures["rest"], device.pools.peak = held(), dict(device.pools.used)
+        device.copied_out = device.copied_in = 0
+        step(2, lambda: figures.update(forward=held()))
+        return {**figures, "peak": device.pools.reserved, "out": device.copied_out, "back": device.copied_in}
+
+
+def offload_seconds(workload: Any, ranks: int, rounds: int) -> dict[str, float]:
+    """Median seconds of a step of each kind, in turns."""
+
+    class Tier(DeviceLayer):
+        """A device that does its work where it is called."""
+
+        asynchronous = registers_memory = True
+
+        def register_memory(self, address: int, nbytes: int) -> None:
+            pass
+
+        def unregister_memory(self, address: int) -> None:
+            pass
+
+    with use_device_layer(Tier(torch.device("cpu:0"))), simulated_ranks(ranks):
+        by_wall = partial(measure.seconds_of, clock=time.perf_counter)
+        steps = {kinds: partial(_trainer(workload, kinds), 0) for kinds in KINDS}
+        times = interleave(steps, rounds, warm_up=2, timer=by_wall)
+    return {kinds: statistics.median(seconds) for kinds, seconds in times.items()}
+
+
+def main_offload(parser: ArgumentParser, arguments: list[str]) -> int:
+    """Count, time, print and save."""
+    options = options_of(parser, arguments, workload="dense", ranks=8, rounds=5)
+    workload, rows = WORKLOADS[options.workload], []
+    counts = {kinds: count_offload(workload, kinds, options.ranks) for kinds in KINDS}
+    seconds = offload_seconds(workload, options.ranks, options.rounds)
+    for kinds, figures in counts.items():
+        cells = [mib(figures[key]) for key in ("rest", "forward", "peak", "out", "back")]
+        rows.append([kinds, *cells, f"{seconds[kinds] / seconds['none']:.2f}"])
+    text = (
+        f"{options.workload}, fp32, torch's AdamW, rank 0 of {options.ranks} simulated ones. MiB on the device between "
+        "steps, after forward and at the peak of a step; copied to the CPU and back. Step time is of that without "
+        "offload: medians in turns, copies overlap nothing."
+    )
+    header = "in CPU memory; at rest; after forward; peak; out; back; step time"
+    return record(
+        "offload", [table_of("Offload", text, header, rows, exact=True)], counts=counts, seconds=seconds
+    )

@@ -2,6 +2,8 @@
 
 python -m bench speed [--workload dense] [--ranks 2] ...      table; writes results/speed-WORKLOAD-RANKS.json
 python -m bench ablation                                      the same step without one idea; results/ablation.json
+python -m bench network [--rates 100,1000,10000]              two hosts and a link of a known rate; results/network.json
+python -m bench network --plot                                draws results/network.svg from it; needs matplotlib
 
 "Alone" is the same model on each rank without communication: the limit of what any system can reach.
 
@@ -9,34 +11,31 @@ Times: one launch, every system built in the same ranks from the same weights, i
 compared first; a system whose losses differ is dropped and reported. Ratios are taken within a round and the median
 over rounds is reported, so that a slow minute hits all systems equally. Memory: one launch for each system, since a
 process's peak cannot be divided among systems. Exit code 3, and nothing written, if the machine was too busy.
+
+Network: root, `ip` and `tc` make each host, a network namespace with one gloo rank; a veth pair joins them, and the
+kernel's token bucket limits what either end sends. Bytes are those that the link counted, with headers.
 """
 
 import itertools
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import counts, measure
-from .measure import (
-    add_keep_noisy,
-    fake_ranks,
-    in_turns,
-    launch,
-    mib,
-    options_of,
-    print_tables,
-    record,
-    table,
-    table_of,
-)
+from .measure import FOLDER, fake_ranks, interleave, launch, mib, options_of, record, table_of
 from .models import WORKLOADS, batch_of, describe
-from .systems import OPTIMIZERS, SYSTEMS, Job, Trainer, build, left_out, why_not
+from .systems import OPTIMIZERS, SYSTEMS, CannotRunError, Job, Trainer, build, left_out, reason_of
 
 OURS = ["ours", "ours-peer-memory", "ours-collectives"]
 ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed"]
@@ -54,13 +53,10 @@ def build_all(names: list[str], job: Job) -> tuple[dict[str, Trainer], dict[str,
     """Trainers by name, and the reasons why others are missing."""
     trainers, skipped = {}, {}
     for name in names:
-        if reason := why_not(name, job):
-            skipped[name] = reason
-            continue
         try:
             trainers[name] = build(name, job)
         except Exception as error:  # a peer that does not work here must not cost the others their figures
-            skipped[name] = f"{type(error).__name__}: {error}"
+            skipped[name] = reason_of(error)
     return trainers, skipped
 
 
@@ -117,9 +113,7 @@ class Clock:
         before, cpu, start = measure.CpuTimes.now(), time.process_time(), time.perf_counter()
         for batch in batches:
             if self.job.device == "cuda":
-                trainer.backward(loss := trainer.forward(batch))
-                trainer.update()
-                del loss
+                trainer.train(batch)
             else:
                 parts.append(parts_of(trainer, batch, self._now))
         self._now()
@@ -127,10 +121,7 @@ class Clock:
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         foreign = before.foreign(self.sum(cpu))
         parts = parts or [parts_of(trainer, self.batch(trainer), self._now)]
-        means = {
-            name: statistics.mean(values)
-            for name, values in zip(PARTS, zip(*parts, strict=True), strict=True)
-        }
+        means = dict(zip(PARTS, map(statistics.mean, zip(*parts, strict=True)), strict=True))
         return {"wall": wall / steps, "cpu": cpu / steps, **means, "foreign": foreign}
 
     def samples(
@@ -141,15 +132,15 @@ class Clock:
         seconds: float = float("inf"),
     ) -> tuple[dict[str, list[dict[str, float]]], list[float]]:
         """Samples of trainers that take turns, and a calibration for each round; after `seconds` none begins."""
-        taken: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
         calibration: list[float] = []
-        for names in in_turns(list(trainers), num_rounds):
+
+        def begin() -> bool:
             if calibration and self.elapsed() > seconds:
-                break
+                return False
             calibration.append(self.calibrate())
-            for name in names:
-                taken[name].append(sample(trainers[name]))
-        return taken, calibration
+            return True
+
+        return interleave(trainers, num_rounds, warm_up=0, timer=sample, begin=begin), calibration
 
     def _now(self) -> float:
         if self.job.device == "cuda":
@@ -167,14 +158,16 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     """Build all systems, compare their losses, and measure them in turns; raw samples of rank 0.
 
     Walls are taken between barriers, so they are the slowest rank's. In a simulated world each measurement is repeated
-    with a network that takes no time, which shows exposed communication; losses mean nothing there.
+    with a network that takes no time, which shows exposed communication; losses mean nothing there. Over a link (a
+    network interface) the bytes sent are counted, and losses are not compared: one system quantizes.
     """
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     clock = Clock(job)
     check_steps = request.get("check_steps", 3)
     losses = {name: clock.mean_losses(trainer, check_steps) for name, trainer in trainers.items()}
-    if simulation is None:
+    link = request.get("link")
+    if simulation is None and not link:
         compared = {name: curve for name, curve in losses.items() if SYSTEMS[name].communicates}
         differ = compare_losses(compared, TOLERANCE[job.precision] * (1 if job.optimizer == "adamw" else 10))
         skipped.update(differ)
@@ -185,7 +178,10 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     free: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
 
     def sample(trainer: Trainer) -> dict[str, float]:
+        before = _sent(link) if link else 0
         taken = clock.measure(trainer, request["steps"])
+        if link:
+            taken["sent"] = _sent(link) - before
         if simulation is not None:
             with no_delay(simulation):
                 free[trainer.name].append(clock.measure(trainer, request["steps"]))
@@ -230,13 +226,12 @@ def footprint(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]
     and what it has reserved and not allocated in the end; `request["allocator"]`: its settings.
     """
     job = Job.of(request)
-    if reason := why_not(request["system"], job):
-        return {"skipped": reason}
-    if settings := request.get("allocator"):
-        torch.cuda.memory._set_allocator_settings(
-            settings
-        )  # before anything is allocated; the variable came too early
-    trainer = build(request["system"], job)
+    if settings := request.get("allocator"):  # before anything is allocated; the variable came too early
+        torch.cuda.memory._set_allocator_settings(settings)
+    try:
+        trainer = build(request["system"], job)
+    except CannotRunError as error:
+        return {"skipped": str(error)}
     loss = Clock(job).mean_losses(trainer, 2 + request.get("steps", 3))[-1]
     return {"loss": loss, **peaks(job.device)}
 
@@ -260,26 +255,16 @@ def peaks(device: str) -> dict[str, int]:
 
 
 def speed(
-    workload: str,
-    ranks: int,
-    *,
-    systems: list[str],
-    num_rounds: int = 8,
-    steps: int = 2,
-    seconds: float = float("inf"),
-    memory: bool = True,
-    **job: Any,
+    workload: str, ranks: int, *, memory: bool = True, **request: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures of one workload, and reasons not to trust their times."""
+    """Figures of one workload, and reasons not to trust their times; `request`: of `rounds`, and of the job."""
     before = measure.busy_share()
-    request = {"workload": workload, "systems": systems, "rounds": num_rounds, "steps": steps, **job}
-    raw = launch(rounds, ranks, {**request, "seconds": seconds})
+    request = {"workload": workload, "rounds": 8, "steps": 2, **request}
+    raw = launch(rounds, ranks, request)
     noise = noise_of(before, raw)
     figures = {**raw, "times": summarise(raw), "memory": {}}
-    if memory:
-        for name in raw["samples"]:
-            request = {"workload": workload, "system": name, **job}
-            figures["memory"][name] = launch(footprint, ranks, request)
+    for name in raw["samples"] if memory else ():
+        figures["memory"][name] = launch(footprint, ranks, {**request, "system": name, "steps": 3})
     return figures, noise
 
 
@@ -314,45 +299,40 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
-def as_table(figures: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
-    """Markdown: one row a system, with the times of `parts`; below it the systems that could not run, and why."""
-    header = ["system", "tokens/s", "x FSDP2", "x DDP", "CPU s/step", *(f"{p} ms" for p in parts), "spread"]
-    pss = any("pss" in memory for memory in figures["memory"].values())
-    rows = []
+def speed_table(figures: dict[str, Any]) -> dict[str, Any]:
+    """One row a system; in the text the systems that could not run, and why."""
+    work, rows = figures["workload"], []
     for name, t in figures["times"].items():
-        if name not in SYSTEMS:  # of an old result
-            continue
-        memory = [figures["memory"].get(name, {}).get(kind) for kind in ("start", "pss")[: 1 + pss]]
+        memory = (figures["memory"].get(name, {}).get(kind) for kind in ("start", "pss"))
         ratios = (t.get(f"wall_ratio_{peer}") for peer in ("fsdp2", "ddp"))
         cells = [f"{t['tokens_per_second']:,.0f}", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios)]
-        cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in parts), f"{t['spread']:.1%}"]
+        cells += [f"{t['cpu']:.3f}", *(f"{1e3 * t[part]:.0f}" for part in PARTS), f"{t['spread']:.1%}"]
         rows.append([SYSTEMS[name].label, *cells, *(mib(nbytes) if nbytes else "" for nbytes in memory)])
-    header = [*header, "peak RSS MiB", "PSS MiB"][: len(header) + 1 + pss]
-    return table(header, rows) + left_out(figures["skipped"], before="\n\n")
+    done = max(map(len, figures["samples"].values()))
+    title = f"Speed: {work['name']}, {figures['ranks']} ranks, {figures['optimizer']}, {figures['precision']}"
+    text = f"{work['parameters'] / 1e6:.1f}M parameters in {work['tensors']} tensors, {work['tokens_per_rank']} tokens"
+    text += f" on each rank; rounds: {done}.{left_out(figures['skipped'])}"
+    parts = "; ".join(f"{part} ms" for part in PARTS)
+    header = f"system; tokens/s; x FSDP2; x DDP; CPU s/step; {parts}; spread; peak RSS MiB; PSS MiB"
+    return table_of(title, text, header, rows)
 
 
-def main(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_speed(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    add_keep_noisy(parser)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="dense")
     parser.add_argument("--systems", default=",".join(ALL), help="separated by commas")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=2, help="of each system in each round")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin no further round after these"
-    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after these")
     parser.add_argument("--no-memory", action="store_true", help="skip the launches that measure peak memory")
-    o = options_of(parser, arguments, ranks=2, rounds=8)
-    job = {key: getattr(o, key) for key in ("steps", "seconds", "optimizer", "precision")}
-    systems, memory = o.systems.split(","), not o.no_memory
-    figures, noise = speed(o.workload, o.ranks, systems=systems, num_rounds=o.rounds, memory=memory, **job)
-    done = max(map(len, figures["samples"].values()))
-    print(
-        f"{o.workload}, {o.ranks} ranks, {o.optimizer}, {o.precision}; {done} rounds\n\n{as_table(figures)}"
-    )
+    o = options_of(parser, arguments, ranks=2, rounds=8, keep_noisy=False)
+    keys = ("rounds", "steps", "seconds", "optimizer", "precision")
+    request = {"systems": o.systems.split(","), **{key: getattr(o, key) for key in keys}}
+    figures, noise = speed(o.workload, o.ranks, memory=not o.no_memory, **request)
     suffix = "".join(f"-{x}" for x in (o.optimizer, o.precision) if x not in ("adamw", "float32"))
-    return record(f"speed-{o.workload}-{o.ranks}{suffix}", figures, noise, o.keep_noisy)
+    name = f"speed-{o.workload}-{o.ranks}{suffix}"
+    return record(name, [speed_table(figures)], noise, keep_noisy=o.keep_noisy, **figures)
 
 
 # -- ablation ----------------------------------------------------------------------------------------------------------
@@ -362,17 +342,12 @@ def ablate(ranks: int, num_rounds: int) -> tuple[dict[str, Any], list[str]]:
     """Times without one idea each, exact counts on 64 simulated ranks, and reasons not to trust the times.
 
     Experts in stacked tensors with biases, in sizes whose blocks share no small multiple; blocks of 32 rows; for the
-    optimizer's part 8-bit AdamW in tiles of 32x32.
+    optimizer's part 8-bit AdamW in its own blocks.
     """
-    from ragged_shard.testing import RankError
-
     before = measure.busy_share()
     common = {"workload": "ablation", "rounds": num_rounds, "steps": 2}
     layout = launch(rounds, ranks, {**common, "systems": LAYOUT, "options": BLOCKS})
-    try:
-        optimizer = launch(rounds, ranks, {**common, "systems": OPTIMIZER, "optimizer": "adamw8bit"})
-    except RankError as error:
-        optimizer = {"failed": str(error).splitlines()[-1], "samples": {}, "calibration": [], "skipped": {}}
+    optimizer = launch(rounds, ranks, {**common, "systems": OPTIMIZER, "optimizer": "adamw8bit"})
     base = counts.plain("ablation")
     with fake_ranks(64) as mesh:
         job = Job(WORKLOADS["ablation"], mesh, options=BLOCKS)
@@ -384,21 +359,17 @@ def ablate(ranks: int, num_rounds: int) -> tuple[dict[str, Any], list[str]]:
 def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's tables."""
     out: list[dict[str, Any]] = []
-    texts = {
-        "layout": "Blocks of 32 rows, AdamW.",
-        "optimizer": "8-bit AdamW in tiles of 32x32: on whole blocks in place, or on gathered tensors.",
-    }
-    for key, text in texts.items():
-        raw = figures[key]
-        if not raw["samples"].get("ours"):
-            continue
-        times = summarise(raw)
+    for key, text in (
+        ("layout", "Blocks of 32 rows, AdamW."),
+        ("optimizer", "8-bit AdamW: on whole blocks in place, or on gathered tensors."),
+    ):
+        times = summarise(figures[key])
         rows = [
             [SYSTEMS[n].label, f"{times['ours']['wall'] / t['wall']:.1%}", f"{t['cpu'] / times['ours']['cpu']:.2f}",
              f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
             for n, t in times.items()
         ]  # fmt: skip
-        text += left_out(raw["skipped"])
+        text += left_out(figures[key]["skipped"])
         header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
         out.append(table_of(f"Ablation, {figures['ranks']} real ranks: {key}", text, header, rows))
     rows = [
@@ -413,8 +384,167 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    add_keep_noisy(parser)
-    options = options_of(parser, arguments, ranks=2, rounds=8)
-    figures, noise = ablate(options.ranks, options.rounds)
-    figures["tables"] = print_tables(ablation_tables(figures))
-    return record("ablation", figures, noise, options.keep_noisy)
+    o = options_of(parser, arguments, ranks=2, rounds=8, keep_noisy=False)
+    figures, noise = ablate(o.ranks, o.rounds)
+    return record("ablation", ablation_tables(figures), noise, keep_noisy=o.keep_noisy, **figures)
+
+
+# -- two hosts and a slow network --------------------------------------------------------------------------------------
+
+LINKED = ("fsdp2", "ours", "ours-quantized")
+LINK = "eth0"
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+BURST_SECONDS, BURST_LEAST = 0.004, 65536  # of the bucket; a packet of a veth pair has up to 64 KiB
+TIMEOUT = 1800.0
+# Of the arithmetic: parameters, GPUs, bytes a second into each, FLOP/s that a step reaches.
+MODEL, GPUS, PORT, REACHED = 8.0e9, 64, 400e9 / 8, 400e12
+WIRES = {"bf16 gathers and reductions": (2, 2), "fp8 gathers, int8 reductions": (1, 1)}  # bytes an element
+
+
+@contextmanager
+def hosts(mbits: float) -> Iterator[tuple[str, str]]:
+    """Names of two network namespaces, joined by a link of a rate; they are gone on leaving."""
+    names = (f"bench-{os.getpid()}-0", f"bench-{os.getpid()}-1")
+    rate = mbits * 1e6
+    burst = max(BURST_LEAST, int(rate / 8 * BURST_SECONDS))
+    limit = f"tbf rate {rate:.0f}bit burst {burst} latency 100ms"
+    try:
+        for name in names:
+            _run(f"ip netns add {name}")
+        _run(f"ip link add {LINK} netns {names[0]} type veth peer name {LINK} netns {names[1]}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _run(f"ip -n {name} address add {address}/24 dev {LINK}")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"ip -n {name} link set {LINK} up")
+            _run(f"tc -n {name} qdisc add dev {LINK} root {limit}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+
+def on_hosts(mbits: float, workload: str, num_rounds: int) -> dict[str, Any]:
+    """Rank 0's answer of `rounds`, of two ranks on two hosts."""
+    request = {"workload": workload, "systems": LINKED, "rounds": num_rounds, "steps": 1, "link": LINK}
+    with hosts(mbits) as names:
+        code = "import sys; from bench.compare import answer_host; answer_host(int(sys.argv[1]), sys.argv[2])"
+        env = measure.environment(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
+        running = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-c", code, str(rank), json.dumps(request)],
+                env=env, stdout=subprocess.PIPE, text=True,
+            )
+            for rank, name in enumerate(names)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT)[0] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in running):
+        raise RuntimeError(f"ranks ended with {[process.returncode for process in running]}; see above")
+    result: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return result
+
+
+def answer_host(rank: int, request: str) -> None:
+    """Run `rounds` on this host's rank, and print the answer."""
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29577", rank=rank, world_size=2)
+    print(json.dumps(rounds(json.loads(request))))
+    dist.destroy_process_group()
+
+
+def _sent(link: str) -> int:
+    return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+
+
+def network_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measured table, and the arithmetic for GPUs."""
+    rows = []
+    for mbits, raw in figures["rates"].items():
+        for name, t in summarise(raw).items():
+            cells = [f"{t['tokens_per_second']:,.0f}", f"{t['wall_ratio_fsdp2']:.2f}", mib(int(t["sent"]))]
+            cells += [*(f"{1e3 * t[part]:.0f}" for part in PARTS), f"{raw['losses'][name][-1]:.3f}"]
+            rows.append([f"{float(mbits):,.0f}", SYSTEMS[name].label, *cells, f"{t['spread']:.0%}"])
+    header = (
+        "Mbit/s; system; tokens/s; x FSDP2; MiB sent a step; forward ms; backward ms; update ms; loss; spread"
+    )
+    text = (
+        f"Workload {figures['workload']}, fp32, one gloo rank on each of two hosts, which the kernel's token bucket"
+        " limits. *Sent* by one rank, as the link counted. *Loss* after as many steps on the same batches."
+    )
+    text += left_out(next(iter(figures["rates"].values()))["skipped"])
+    return [
+        table_of("Two hosts and a slow network", text, header, rows),
+        table_of(
+            "The same for GPUs, computed",
+            f"{MODEL / 1e9:.0f}B parameters on {GPUS} GPUs, {PORT / 1e9:.0f} GB/s into each; two gathers, one reduction"
+            f" a step. *Hidden from*: a GPU's tokens whose computation at {REACHED / 1e12:.0f} TFLOP/s takes as long.",
+            "wire; GB a step; seconds; hidden from, tokens",
+            [arithmetic(name, *sizes) for name, sizes in WIRES.items()],
+            exact=True,
+        ),
+    ]
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Draw tokens/s by the link's rate, a line with the range of all rounds for each system, and the bytes sent."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, bytes_sent) = pyplot.subplots(
+        1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 1)
+    )
+    rates = figures["rates"]
+    times = {float(rate): summarise(raw) for rate, raw in rates.items()}
+    tokens = 2 * next(iter(rates.values()))["workload"]["tokens_per_rank"]
+    for name in next(iter(times.values())):
+        speeds = [t[name]["tokens_per_second"] for t in times.values()]
+        speed.plot(list(times), speeds, "o-", label=SYSTEMS[name].label)
+        walls = [[sample["wall"] for sample in raw["samples"][name]] for raw in rates.values()]
+        slowest, fastest = ([tokens / end(wall) for wall in walls] for end in (max, min))
+        speed.fill_between(list(times), slowest, fastest, alpha=0.2)
+        sent = statistics.median(t[name]["sent"] for t in times.values())
+        bytes_sent.bar(SYSTEMS[name].label.replace(", ", "\n"), sent / 2**20)
+    speed.set(xscale="log", yscale="log", xlabel="Mbit/s between two hosts", ylabel="tokens/s")
+    speed.legend(frameon=False, fontsize="small")
+    speed.grid(alpha=0.3, which="both")
+    bytes_sent.set(ylabel="MiB that a rank sends in a step")
+    bytes_sent.tick_params(axis="x", labelsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
+    """Bytes of a step over the network, their seconds, and the tokens whose computation takes as long."""
+    nbytes = (2 * gathered + reduced) * MODEL * (GPUS - 1) / GPUS
+    seconds = nbytes / PORT
+    return [name, f"{nbytes / 1e9:.1f}", f"{seconds:.2f}", f"{seconds * REACHED / (6 * MODEL):,.0f}"]
+
+
+def main_network(parser: ArgumentParser, arguments: list[str]) -> int:
+    """Measure, print, record."""
+    parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
+    parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
+    parser.add_argument("--plot", action="store_true", help="draw the recorded figures, measure nothing")
+    o = options_of(parser, arguments, rounds=5, keep_noisy=False)
+    if o.plot:
+        (recorded,) = measure.load_all("network")
+        plot(recorded["figures"], FOLDER / "network.svg")
+        busy = (f"busy machine: {why}" for why in recorded["noise"])
+        print(f"drawn in {FOLDER / 'network.svg'}", *busy, sep="\n")
+        return 0
+    before = measure.busy_share()
+    rates = {rate: on_hosts(float(rate), o.workload, o.rounds) for rate in o.rates.split(",")}
+    noise = noise_of(before, *rates.values())
+    figures = {"workload": o.workload, "rates": rates}
+    return record("network", network_tables(figures), noise, keep_noisy=o.keep_noisy, **figures)

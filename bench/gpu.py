@@ -6,8 +6,8 @@
     unused-SYSTEM[-expandable]
                              what the allocator holds and nobody uses after 100 steps of Qwen3-30B-A3B's layers
     memory-...-R-SYSTEM      peak reserved and allocated memory of one system, as rank 0 of R
-    longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see longest.py
-    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see rates.py
+    longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see below
+    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see kernels.py
     profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
     graph                    a step captured into a CUDA graph, and the same step without
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -32,21 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from . import longest, rates
-from .compare import PARTS, Clock, build_all, footprint, rounds, summarise
-from .measure import (
-    ROOT,
-    commit,
-    cuda_seconds,
-    describe,
-    interleave,
-    launch,
-    medians_ms,
-    mib,
-    table,
-    table_of,
-)
+from block_optim import AdamW8bit, local_of
+from fsdp_runtime.train import ModelConfig, RunConfig, Transformer
+from fsdp_runtime.train.model import losses_of
+from fsdp_runtime.train.systems import make_system
+from ragged_shard.testing import RankError, run_ranks, shut_down
+
+from . import measure
+from .compare import PARTS, Clock, build_all, footprint, peaks, rounds, summarise
+from .kernels import measure_rates, rates_table
+from .measure import ROOT, launch, mib, table, table_of
 from .systems import SYSTEMS as KNOWN
 from .systems import Job
 
@@ -74,9 +73,8 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
     device, precision = ("cpu", "float32") if dry else ("cuda", "bfloat16")
     rounds_and_steps = {"rounds": 2, "steps": 1} if dry else {"rounds": 6, "steps": 3}
     base: dict[str, Any] = {"device": device, "precision": precision, **rounds_and_steps}
-    dense, stacked, experts = (
-        ("tiny", "tiny-moe", "tiny-moe") if dry else ("gpu-dense", "gpu-stacked", "gpu-experts")
-    )
+    sizes = ("tiny", "tiny-moe", "tiny-moe") if dry else ("gpu-dense", "gpu-stacked", "gpu-experts")
+    dense, stacked, experts = sizes
     everyone = ["plain", "ours", "fsdp2", "ddp", "fsdp1"]
     request = {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone}
     out = [Piece("one-rank", rounds, 1, request, 110)]
@@ -96,20 +94,15 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
             request = world(ranks, dense, system=system)
             out.append(Piece(f"memory-{dense}-{ranks}-{system}", footprint, 1, request, 60))
     out.append(Piece("profile-8", profiled, 1, world(8, dense, systems=list(PEERS)), 90))
-    for side in longest.SIDES:
-        request = {
-            "device": device,
-            "side": side,
-            "sizes": {**longest.SHAPE, "num_layers": layers},
-            "steps": 3,
-        }
-        request |= {"least": 1024, "most": 1 << 20}
+    for side in SIDES:
+        request = {"device": device, "side": side, "sizes": {**SHAPE, "num_layers": layers}}
+        request |= {"least": 1024, "most": 1 << 20, "steps": 3}
         if dry:
-            request |= {"sizes": longest.TINY, "least": 16, "most": 128, "steps": 1}
+            request |= {"sizes": TINY, "least": 16, "most": 128, "steps": 1}
             request["pretended_limit"] = 0 if side == "fsdp2" else 100
         name = f"longest-{request['sizes']['num_layers']}-{side}"
-        out.append(Piece(name, longest.trained, max(1, gpus), request, 100))
-    out.append(Piece("rates", rates.measure, 1, {"device": device, "tiny": dry}, 200))
+        out.append(Piece(name, trained, max(1, gpus), request, 100))
+    out.append(Piece("rates", measure_rates, 1, {"device": device, "tiny": dry}, 200))
     if not dry:  # a CPU has no graphs
         out.append(Piece("graph", graphed, 1, {**base, "workload": "gpu-small", "systems": ["ours"]}, 90))
     for workload in (dense, stacked):
@@ -133,8 +126,7 @@ def profiled(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
         torch.accelerator.synchronize() if job.device == "cuda" else None
         with torch.profiler.profile() as profile:
             began = time.perf_counter()
-            trainer.backward(trainer.forward(batch))
-            trainer.update()
+            trainer.train(batch)
             host = time.perf_counter() - began
             torch.accelerator.synchronize() if job.device == "cuda" else None
         trace = Path(request["out"]) / f"trace-{name}.json"
@@ -169,16 +161,12 @@ def graphed(request: dict[str, Any]) -> dict[str, Any]:
     job = Job.of(request)
     trainers, skipped = build_all(request["systems"], job)
     (trainer,) = trainers.values()
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            group["capturable"] = True
+    for group in trainer.optimizer.param_groups:
+        group["capturable"] = True
     clock = Clock(job)
     batch = clock.batch(trainer)
 
-    def step() -> None:
-        trainer.backward(trainer.forward(batch))
-        trainer.update()
-
+    step = partial(trainer.train, batch)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -188,8 +176,8 @@ def graphed(request: dict[str, Any]) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    times = interleave({"as it is": step, "graph": graph.replay}, 10, timer=cuda_seconds)
-    return {"graph": medians_ms(times), "skipped": skipped}
+    times = measure.interleave({"as it is": step, "graph": graph.replay}, 10, timer=measure.cuda_seconds)
+    return {"graph": measure.medians_ms(times), "skipped": skipped}
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -212,13 +200,11 @@ def run_tests(package: str, out: Path, limit: float) -> dict[str, Any]:
             code = subprocess.run(
                 [sys.executable, "-m", "pytest", *options, f"packages/{package}"],
                 cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+                env=measure.environment(),
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {
-                "failed": f"the GPU tests took longer than {limit:.0f} s",
-                "counts": outcome(log.read_text()),
-            }
+            failed = f"the GPU tests took longer than {limit:.0f} s"
+            return {"failed": failed, "counts": outcome(log.read_text())}
     result = {"counts": outcome(log.read_text())}
     # Exit code 5: nothing collected, which on a machine without a GPU is no failure.
     return result if code in (0, 5) else {"failed": f"pytest ended with {code}; see {log.name}", **result}
@@ -233,14 +219,11 @@ def outcome(log: str) -> dict[str, int]:
 
 def run_piece(piece: Piece, out: Path, limit: float) -> dict[str, Any]:
     """A piece's answer, or how it failed; a failure's log is in `out`."""
-    from ragged_shard.testing import RankError
-
     try:
-        if piece.worker is longest.trained:
-            return longest.run_side(piece.ranks, piece.request, limit)
-        answer: dict[str, Any] = launch(
-            piece.worker, piece.ranks, {**piece.request, "out": str(out)}, timeout=limit
-        )
+        if piece.worker is trained:
+            return run_side(piece.ranks, piece.request, limit)
+        request = {**piece.request, "out": str(out)}
+        answer: dict[str, Any] = launch(piece.worker, piece.ranks, request, timeout=limit)
     except RankError as error:
         (out / f"{piece.name}.log").write_text(str(error))
         return {"failed": "; ".join(map(repr, error.causes.values())) or str(error)}
@@ -316,16 +299,12 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
         if "start" in piece
     ]
     work = [
-        [
-            KNOWN[system].label,
-            *(w[key] for key in ("kernels", "copies", "launches")),
-            f"{w['host_ms']:.2f}",
-            f"{w['idle']:.1%}",
-        ]
+        [KNOWN[system].label, *(w[key] for key in ("kernels", "copies", "launches")), f"{w['host_ms']:.2f}",
+         f"{w['idle']:.1%}"]
         for system, w in pieces.get("profile-8", {}).get("profile", {}).items()
-    ]
+    ]  # fmt: skip
     graph = [[name, f"{ms:.2f}"] for name, ms in pieces.get("graph", {}).get("graph", {}).items()]
-    contexts = [longest.row_of(name, p) for name, p in pieces.items() if "trials" in p]
+    contexts = [context_row(name, p) for name, p in pieces.items() if "trials" in p]
     skipped = {(KNOWN[s].label, why) for p in pieces.values() for s, why in p.get("skipped", {}).items()}
     tables: list[tuple[str, str, str, list[list[Any]]]] = [
         ("", text, "world; system; step ms; x FSDP2; forward ms; backward ms; optimizer ms; spread", rows),
@@ -333,18 +312,18 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
          "world and system; reserved MiB; allocated MiB; unused MiB; RSS MiB", memory),
         (": one step", "Host time is without waiting; the stream with the most kernels is idle between them.",
          "system; kernels; copies; launches; host ms; idle", work),
-        (": the longest context of an 8B full fine-tune", longest.ABOUT, longest.HEADER, contexts),
+        (": the longest context of an 8B full fine-tune", CONTEXT_ABOUT, CONTEXT_HEADER, contexts),
         (": CUDA graph", "The whole step, ours.", "step; ms", graph),
         (": exposed communication", "Step minus the same step with no delay on the wire.",
          "world; system; exposed ms; share of the step", exposed),
         (": not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),
     ]  # fmt: skip
     made = [
-        table_of(title + name, about, header, lines)
-        for name, about, header, lines in tables
-        if lines or not name
+        table_of(title + name, about, header, rows)
+        for name, about, header, rows in tables
+        if rows or not name
     ]
-    return [*made, *(rates.table(piece) for piece in pieces.values() if "rates" in piece)]
+    return [*made, *(rates_table(piece) for piece in pieces.values() if "rates" in piece)]
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -356,7 +335,7 @@ def summary(content: dict[str, Any]) -> str:
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
-def main(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_gpu(parser: ArgumentParser, arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
@@ -371,16 +350,196 @@ def main(parser: ArgumentParser, arguments: list[str]) -> int:
         return 1
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = {
-        "only": options.only,
-        "resume": options.resume,
-        "skip_tests": options.skip_tests,
-        "layers": options.layers,
-    }
+    chosen = {key: getattr(options, key) for key in ("only", "resume", "skip_tests", "layers")}
     figures = run(options.out, dry=options.dry_run, budget=options.budget, **chosen)
-    content: dict[str, Any] = {"machine": describe(), "commit": commit(), "noise": [], "figures": figures}
+    content = measure.result_of(figures)
     figures["tables"] = report_tables(content)
     (options.out / "figures.json").write_text(json.dumps(content, indent=1))
     (options.out / "summary.md").write_text(summary(content))
     print(f"\n{summary(content)}\nwritten to {options.out}")
     return int(any("failed" in piece for piece in figures["pieces"].values()))
+
+
+# -- the longest context -----------------------------------------------------------------------------------------------
+#
+# The model has the layers of Llama-3-8B and random weights; every side computes in bf16, reduces gradients in fp32, and
+# recomputes each block in backward. One sequence on each rank; the loss is taken of all logits in fp32. A context fits
+# if two steps do, the second with all states of the optimizer in memory. Each trial has new processes, so that one that
+# ran out of memory leaves nothing behind.
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128256, "dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ff_dim": 14336,
+    "rope_theta": 5e5,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "vocab_size": 128, "dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ff_dim": 96,
+}  # fmt: skip
+OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "ALLOC_FAILED")
+FINER = 8  # the search ends with a context that is too long by an eighth or less
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those compared.
+
+    Attributes:
+        system: name in `fsdp_runtime.train.systems`.
+        dtype: of parameters and gradients between steps.
+        about: which optimizer, and the bytes that a parameter takes with its gradient and states.
+    """
+
+    system: Any
+    dtype: str
+    about: str
+
+
+SIDES = {
+    "fsdp2": Side("fsdp2", "float32", "torch.optim.AdamW, fp32 parameters and states: 16 bytes a parameter"),
+    "fsdp2-bf16": Side("fsdp2", "bfloat16", "torch.optim.AdamW, bf16 parameters and states: 8 bytes a parameter"),
+    "ours": Side("fsdp_runtime", "bfloat16",
+                 "AdamW8bit, bf16 parameters, rounded stochastically: 6 bytes a parameter, 12 in the embedding"),
+}  # fmt: skip
+
+
+def build_side(side: Side, sizes: dict[str, Any], device: str, mesh: Any) -> tuple[Any, Any]:
+    """The sharded model with random weights, and its optimizer."""
+
+    def start(model: Any) -> Any:
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                local = local_of(param)
+                local.fill_(1.0) if "norm" in name else local.normal_(std=0.02)
+        if side.system == "fsdp2":
+            return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return AdamW8bit(model.named_parameters(), lr=1e-4, stochastic_rounding=True)
+
+    optimizer = "torch-adamw" if side.system == "fsdp2" else "adamw8bit"  # whose blocks are not cut
+    config = RunConfig(system=side.system, optimizer=optimizer, precision="bf16", batch=mesh.size(), clip=0.0)
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**sizes, tied=False), checkpointing=True)
+    model.to(getattr(torch, side.dtype))
+    return make_system(config, torch.device(device), mesh).build(model, None, start)
+
+
+def trained(request: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a step with sequences of `request["length"]` tokens, and peaks of memory.
+
+    Raises:
+        torch.OutOfMemoryError: the context does not fit.
+    """
+    length, device, sizes = request["length"], request["device"], request["sizes"]
+    if length > request.get("pretended_limit", length):
+        raise torch.OutOfMemoryError(f"a dry run pretends that {length} tokens are out of memory")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model, optimizer = build_side(SIDES[request["side"]], sizes, device, mesh)
+    tokens = torch.randint(sizes["vocab_size"], (1, length + 1), device=device)
+
+    def step() -> None:
+        losses_of(model, tokens[:, :-1], tokens[:, 1:])[0].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    times = [measure.timer_of(device)(step) for _ in range(1 + request["steps"])][1:]
+    out = {"length": length, "seconds": statistics.median(times), **peaks(device)}
+    out["tokens_per_second"] = length * mesh.size() / out["seconds"]
+    dist.destroy_process_group()  # which also ends this process after the call, and so frees its memory
+    return out
+
+
+def search(trial: Callable[[int], Any | None], least: int, most: int) -> tuple[Any | None, int | None]:
+    """Find the longest context that fits, by doubling, then by halving the gap.
+
+    Args:
+        trial: returns a sample of a length, None where it does not fit; raises TimeoutError where no time is left.
+        least: first length, of which all are multiples.
+        most: largest length to try.
+
+    Returns:
+        The sample of the longest that fits, and the shortest that does not; None if there is none.
+    """
+    length, fits, best, over = least, 0, None, None
+    while length <= most:
+        try:
+            sample = trial(length)
+        except TimeoutError:
+            break
+        if sample is None:
+            over = length
+        else:
+            best, fits = sample, length
+        if over is None:
+            length *= 2
+            continue
+        length = (fits + over) // 2 // least * least
+        if length <= fits or (over - fits) * FINER <= fits:
+            break
+    return best, over
+
+
+def out_of_memory(error: Any) -> str | None:
+    """The cause of a `RankError` if a device's memory was full, else None."""
+    causes = map(repr, error.causes.values())
+    return next((cause for cause in causes if any(word in cause for word in OUT_OF_MEMORY)), None)
+
+
+def run_side(ranks: int, request: dict[str, Any], limit: float) -> dict[str, Any]:
+    """The longest context of a side, with all trials; `request` as of `trained`, with `least` and `most` lengths.
+
+    Takes no more than `limit` seconds: with less left than twice the last trial took, the search ends where it is.
+    """
+    began = [time.monotonic()]  # of each trial, and of the next
+    end, trials = began[0] + limit, list[dict[str, Any]]()
+
+    def trial(length: int) -> dict[str, Any] | None:
+        left, asked = end - began[-1], {**request, "length": length}
+        if trials and left < 2 * (began[-1] - began[-2]):
+            raise TimeoutError
+        try:
+            sample, *_ = run_ranks(ranks, trained, asked, timeout=left, device=request["device"], seed=0)
+        except RankError as error:
+            if trials and time.monotonic() >= end:
+                raise TimeoutError from error
+            if (cause := out_of_memory(error)) is None:
+                raise
+            sample, failed = None, {"length": length, "out_of_memory": cause}
+        began.append(time.monotonic())
+        trials.append(sample or failed)
+        return sample
+
+    shut_down()
+    try:
+        best, over = search(trial, request["least"], request["most"])
+    finally:
+        shut_down()
+    side = SIDES[request["side"]]
+    about = {"compared": CONTEXT_ABOUT, "about": side.about, "parameters": side.dtype, "ranks": ranks}
+    about |= {key: request[key] for key in ("side", "sizes")}
+    answer = {**about, "fits": best is not None, "longest": best, "too_long": over, "trials": trials}
+    return {**answer, "line": line_of(answer)}
+
+
+CONTEXT_HEADER = (
+    "world and side; optimizer; ranks; layers; longest that fits; does not fit; tokens/s; peak GiB"
+)
+CONTEXT_ABOUT = (
+    "Tokens of one sequence on each rank, layers of Llama-3-8B, computed in bf16, blocks recomputed in backward;"
+    " tokens/s and reserved memory with the longest."
+)
+
+
+def context_row(name: str, answer: dict[str, Any]) -> list[str]:
+    """The piece's row under CONTEXT_HEADER."""
+    best, over = answer["longest"], answer["too_long"]
+    row = [name, answer["about"], str(answer["ranks"]), str(answer["sizes"]["num_layers"])]
+    too_long = f"{over:,}" if over else "not searched further"
+    if best is None:
+        return [*row, "none: out of memory", too_long, "", ""]
+    peak = best.get("cuda_reserved", best["start"]) / 2**30
+    return [*row, f"{best['length']:,}", too_long, f"{best['tokens_per_second']:,.0f}", f"{peak:.1f}"]
+
+
+def line_of(answer: dict[str, Any]) -> str:
+    """The result in a line."""
+    cells = zip(CONTEXT_HEADER.split("; ")[2:], context_row("", answer)[2:], strict=True)
+    return "; ".join(f"{name} {cell}" for name, cell in cells if cell)

@@ -1,7 +1,8 @@
 """Benchmarks whose history asv keeps: what is compared from commit to commit. Run by asv alone.
 
 asv takes any rise for a regression, so it tracks seconds, bytes and shares, never tokens/s. Times of a busy machine are
-NaN, which asv does not show. A commit whose packages cannot run a benchmark has no figure.
+NaN, which asv does not show. A commit whose packages cannot run a benchmark has no figure. The modules imported here
+import most of the packages inside functions, so that a name which an old commit lacks costs one benchmark.
 """
 
 import math
@@ -10,178 +11,161 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import calls, compare, counts, host, muon, optimizers, packages
+from . import calls, compare, counts, host, optimizers
 
 
-def recorded_as(module: str, **units: str) -> Callable[[type], type]:
-    """A class decorator: asv's names of the benchmarks begin with `module`, in any file.
+def recorded_as(module: str, **figures: tuple[str, Callable[..., float]]) -> Callable[[type], type]:
+    """A class decorator that makes asv's benchmarks; their names begin with `module`, in any file.
 
     Recorded figures go by name, so a class can move to another file without losing its past.
 
     Args:
         module: first part of the name.
-        units: of benchmarks, by the name of the method.
+        figures: by the second part of the name, the unit, and a function of what `setup_cache` returned, where the
+            class has one, and of a value for each of `params`.
     """
 
-    def name(cls: type) -> type:
-        for attribute, function in list(vars(cls).items()):
-            if attribute.startswith(("track_", "time_")):
-                function.benchmark_name = f"{module}.{cls.__name__}.{attribute}"
-        for attribute, unit in units.items():
-            vars(cls)[attribute].unit = unit
+    def make(cls: type) -> type:
+        for name, (unit, figure) in figures.items():
+            setattr(cls, f"track_{name}", _method(figure, unit))
+        for name, function in list(vars(cls).items()):
+            if name.startswith(("track_", "time_")):
+                function.benchmark_name = f"{module}.{cls.__name__}.{name}"
         return cls
 
-    return name
+    return make
+
+
+def _method(figure: Callable[..., float], unit: str) -> Any:
+    def track(self: Any, *args: Any) -> float:
+        return figure(*args)
+
+    track.unit, track.version = unit, "1"  # type: ignore[attr-defined]
+    return track
 
 
 # -- fsdp-runtime ------------------------------------------------------------------------------------------------------
 
 
 @recorded_as(
-    "runtime", track_collectives="calls", track_calls="calls", track_wire_bytes="bytes",
-    track_copied_forward_bytes="bytes", track_copied_backward_bytes="bytes", track_peak_bytes="bytes",
-    track_peak_of_fsdp2="ratio",
-)  # fmt: skip
+    "runtime",
+    collectives=("calls", lambda found, ranks: sum(found[ranks]["ours"]["collectives"].values())),
+    calls=("calls", lambda found, ranks: sum(found[ranks]["ours"]["calls"].values())),
+    wire_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["wire_bytes"]),
+    copied_forward_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["copied"]["forward"]),
+    copied_backward_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["copied"]["backward"]),
+    peak_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["peak"]),
+    peak_of_fsdp2=(
+        "ratio",
+        lambda found, ranks: found[ranks]["ours"]["peak"] / found[ranks]["fsdp2"]["peak"],
+    ),
+)
 class Counts:
     """One step of a 31.6M-parameter Llama on simulated ranks, beyond the same model's own step. Exact."""
 
     params = ([8, 64, 1024],)
     param_names = ("ranks",)
     timeout = 600
-    version = "1"
 
     def setup_cache(self) -> dict[int, dict[str, Any]]:
         base = counts.plain("counts")
         return {ranks: counts.compare("counts", ranks, ("ours", "fsdp2"), base) for ranks in self.params[0]}
 
-    def track_collectives(self, figures: Any, ranks: int) -> float:
-        return sum(figures[ranks]["ours"]["collectives"].values())
 
-    def track_calls(self, figures: Any, ranks: int) -> float:
-        return sum(figures[ranks]["ours"]["calls"].values())
-
-    def track_wire_bytes(self, figures: Any, ranks: int) -> float:
-        return figures[ranks]["ours"]["wire_bytes"]
-
-    def track_copied_forward_bytes(self, figures: Any, ranks: int) -> float:
-        return figures[ranks]["ours"]["copied"]["forward"]
-
-    def track_copied_backward_bytes(self, figures: Any, ranks: int) -> float:
-        return figures[ranks]["ours"]["copied"]["backward"]
-
-    def track_peak_bytes(self, figures: Any, ranks: int) -> float:
-        return figures[ranks]["ours"]["peak"]
-
-    def track_peak_of_fsdp2(self, figures: Any, ranks: int) -> float:
-        return figures[ranks]["ours"]["peak"] / figures[ranks]["fsdp2"]["peak"]
-
-
-@recorded_as("runtime", track_own_calls="calls", track_own_calls_of_fsdp2="ratio")
+@recorded_as(
+    "runtime",
+    own_calls=("calls", lambda found, part: found["ours"][part]["calls"]),
+    own_calls_of_fsdp2=(
+        "ratio", lambda found, part: found["ours"][part]["calls"] / found["fsdp2"][part]["calls"]
+    ),
+)  # fmt: skip
 class PythonCalls:
     """Python calls of our own code for a small model, and as a share of FSDP2's. Exact for one Python release."""
 
     params = (list(calls.PARTS),)
     param_names = ("part",)
     timeout = 300
-    version = "1"
 
     def setup_cache(self) -> dict[str, Any]:
         return calls.measure()
 
-    def track_own_calls(self, figures: Any, part: str) -> float:
-        return figures["ours"][part]["calls"]
 
-    def track_own_calls_of_fsdp2(self, figures: Any, part: str) -> float:
-        return figures["ours"][part]["calls"] / figures["fsdp2"][part]["calls"]
+def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable[..., float]]:
+    def figure(found: Any, workload: str, system: str) -> float:
+        figures = found[workload]
+        if figures["noise"] or system not in figures["times"]:
+            return math.nan
+        return of(figures["times"][system][key])
+
+    return "seconds" if of is float else "ratio", figure
 
 
 @recorded_as(
-    "runtime", track_step_seconds="seconds", track_cpu_seconds="seconds", track_forward_seconds="seconds",
-    track_backward_seconds="seconds", track_optimizer_seconds="seconds", track_step_of_ddp="ratio",
-    track_peak_rss_bytes="bytes",
-)  # fmt: skip
+    "runtime",
+    step_seconds=_time("wall"),
+    cpu_seconds=_time("cpu"),
+    forward_seconds=_time("forward"),
+    backward_seconds=_time("backward"),
+    optimizer_seconds=_time("update"),
+    step_of_ddp=_time("wall_ratio_ddp", lambda ratio: 1 / ratio),
+    peak_rss_bytes=(
+        "bytes",
+        lambda found, work, system: found[work]["memory"].get(system, {}).get("start", math.nan),
+    ),
+)
 class Speed:
     """Two gloo ranks of one thread each, systems alternating: seconds a step, and peak memory of new processes."""
 
     params = (["dense", "moe"], ["ddp", "fsdp2", "ours"])
     param_names = ("workload", "system")
     timeout = 900
-    version = "1"
 
     def setup_cache(self) -> dict[str, Any]:
         figures = {}
         for workload in self.params[0]:
-            found, noise = compare.speed(workload, 2, systems=self.params[1], num_rounds=4, steps=1)
+            found, noise = compare.speed(workload, 2, systems=self.params[1], rounds=4, steps=1)
             for reason in noise:
                 print(f"{workload}: times are not kept, the machine is too busy: {reason}", file=sys.stderr)
             figures[workload] = {**found, "noise": noise}
         return figures
 
-    def track_step_seconds(self, figures: Any, workload: str, system: str) -> float:
-        return _time(figures[workload], system, "wall")
 
-    def track_cpu_seconds(self, figures: Any, workload: str, system: str) -> float:
-        return _time(figures[workload], system, "cpu")
-
-    def track_forward_seconds(self, figures: Any, workload: str, system: str) -> float:
-        return _time(figures[workload], system, "forward")
-
-    def track_backward_seconds(self, figures: Any, workload: str, system: str) -> float:
-        return _time(figures[workload], system, "backward")
-
-    def track_optimizer_seconds(self, figures: Any, workload: str, system: str) -> float:
-        return _time(figures[workload], system, "update")
-
-    def track_step_of_ddp(self, figures: Any, workload: str, system: str) -> float:
-        return 1 / _time(figures[workload], system, "wall_ratio_ddp")
-
-    def track_peak_rss_bytes(self, figures: Any, workload: str, system: str) -> float:
-        return figures[workload]["memory"].get(system, {}).get("start", math.nan)
-
-
-def _time(figures: dict[str, Any], system: str, key: str) -> float:
-    if figures["noise"] or system not in figures["times"]:
-        return math.nan
-    return figures["times"][system][key]
-
-
-@recorded_as("runtime", track_step_ms="ms", track_share_of_fsdp2="ratio")
+@recorded_as(
+    "runtime",
+    step_ms=("ms", lambda samples: 1e3 * statistics.median(samples["ours"])),
+    share_of_fsdp2=("ratio", host.units_ratio),
+)
 class TinyUnits:
     """Thread CPU time of a step with 64 tiny units on the fake process group. To stay below 0.6 of FSDP2's."""
 
     timeout = 300
-    version = "1"
 
     def setup_cache(self) -> dict[str, list[float]]:
         return host.measure_units(45)
-
-    def track_step_ms(self, samples: Any) -> float:
-        return 1e3 * statistics.median(samples["ours"])
-
-    def track_share_of_fsdp2(self, samples: Any) -> float:
-        return host.units_ratio(samples)
 
 
 # -- layout-planner, ragged-shard and dbuffer --------------------------------------------------------------------------
 
 
-@recorded_as("planner", track_padding_percent="%", track_gap_percent="% above the proven bound")
+def _gap_percent(model: str, block: str) -> float:
+    layouts = host.plan_model(model, block)
+    padded = sum(count * layout.padded_numel for count, layout in layouts)
+    return 100 * (padded / sum(count * layout.lower_bound for count, layout in layouts) - 1)
+
+
+@recorded_as(
+    "planner",
+    padding_percent=("%", lambda model, block: host.padding_percent(host.plan_model(model, block))),
+    gap_percent=("% above the proven bound", _gap_percent),
+)
 class Plan:
     """All layers of a model at 1024 ranks. To stay under 0.3 s for each block size."""
 
-    params = (packages.MODELS, packages.BLOCKS)
+    params = (host.MODELS, host.BLOCKS)
     param_names = ("model", "block")
 
     def time_plan(self, name: str, block: str) -> None:
-        packages.plan_model(name, block)
-
-    def track_padding_percent(self, name: str, block: str) -> float:
-        return packages.padding_percent(packages.plan_model(name, block))
-
-    def track_gap_percent(self, name: str, block: str) -> float:
-        layouts = packages.plan_model(name, block)
-        padded = sum(count * layout.padded_numel for count, layout in layouts)
-        return 100 * (padded / sum(count * layout.lower_bound for count, layout in layouts) - 1)
+        host.plan_model(name, block)
 
 
 @recorded_as("planner")
@@ -189,64 +173,75 @@ class Fingerprint:
     """The cost for every rank, once, of checking that all agree."""
 
     def setup(self) -> None:
-        self.layouts = [layout for _, layout in packages.plan_model("deepseek-v3", "rows:16")]
+        self.layouts = [layout for _, layout in host.plan_model("deepseek-v3", "rows:16")]
 
     def time_fingerprint(self) -> None:
         for layout in self.layouts:
             layout.fingerprint()
 
 
-@recorded_as("placement", track_ratio="ratio")
+def _of_dtensor(case: str) -> float:
+    medians = host.compare_placements(case, ("ragged", "dtensor"), rounds=20)
+    return medians["ragged"] / medians["dtensor"]
+
+
+@recorded_as("placement", ratio=("ratio", _of_dtensor))
 class HostRatio:
     """Cost over torch's DTensor, both alternating in one process: below 1 is cheaper than DTensor."""
 
-    params = (packages.CASES,)
+    params = (tuple(host.CASES),)
     param_names = ("case",)
     timeout = 120
 
-    def track_ratio(self, case: str) -> float:
-        medians = packages.compare_placements(case, ("ragged", "dtensor"), rounds=20)
-        return medians["ragged"] / medians["dtensor"]
 
-
-@recorded_as("placement", track_from_local="us")
+@recorded_as("placement", from_local=("us", lambda system: host.construction()[system]))
 class Construction:
     """Microseconds of one from_local with a layout that is cached."""
 
     params = (("ragged", "dtensor"),)
     param_names = ("system",)
 
-    def track_from_local(self, system: str) -> float:
-        return packages.construction()[system]
+
+def _ms(times: Any, name: str, *phases: str) -> float:
+    return sum(ms for (system, phase), ms in times.items() if system == name and phase in phases)
 
 
-@recorded_as("buffer", track_host_ms="ms", track_share_of_fsdp2="ratio")
+def _of_fsdp2(found: Any, world_size: int, dtype: str) -> float:
+    times = found[world_size, dtype]
+    return _ms(times, "dbuffer", *host.PHASES) / _ms(times, "FSDP2", *host.PHASES)
+
+
+@recorded_as(
+    "buffer",
+    host_ms=("ms", lambda found, ranks, dtype: _ms(found[ranks, dtype], "dbuffer", "gather", "reduce")),
+    share_of_fsdp2=("ratio", _of_fsdp2),
+)
 class Group:
     """Host time of a group without its collectives, also as a share of FSDP2's. To stay under 0.3 ms."""
 
-    params = (packages.WORLD_SIZES, packages.DTYPES)
+    params = (host.WORLD_SIZES, host.DTYPES)
     param_names = ("world_size", "dtype")
     timeout = 600
 
     def setup_cache(self) -> dict[Any, Any]:
-        return {(w, d): packages.measure_buffer(w, d, 7) for w in self.params[0] for d in self.params[1]}
-
-    def track_host_ms(self, results: Any, world_size: int, dtype: str) -> float:
-        return sum(results[world_size, dtype]["dbuffer", phase] for phase in ("gather", "reduce"))
-
-    def track_share_of_fsdp2(self, results: Any, world_size: int, dtype: str) -> float:
-        times = results[world_size, dtype]
-        ours, theirs = (sum(t for (n, _), t in times.items() if n == name) for name in ("dbuffer", "FSDP2"))
-        return ours / theirs
+        return {(w, d): host.measure_buffer(w, d, 7) for w in self.params[0] for d in self.params[1]}
 
 
 # -- block-optim -------------------------------------------------------------------------------------------------------
 
 
+def _of_torch(results: Any) -> float:
+    return results["ours, AdamW fused, ragged"] / results["torch, AdamW fused, DTensor"]
+
+
 @recorded_as(
-    "optimizer", track_adamw_fused_ms="ms", track_adamw_ms="ms", track_adamw8bit_elements_ms="ms",
-    track_adamw8bit_tile_ms="ms", track_share_of_torch_fused_on_dtensors="ratio",
-)  # fmt: skip
+    "optimizer",
+    adamw_fused_ms=("ms", lambda results: results["ours, AdamW fused, ragged"]),
+    adamw_ms=("ms", lambda results: results["ours, AdamW, ragged"]),
+    adamw8bit_elements_ms=("ms", lambda results: results["ours, AdamW8bit elements:256, ragged"]),
+    adamw8bit_tile_ms=("ms", lambda results: results["ours, AdamW8bit tile:32x32, ragged"]),
+    share_of_torch_fused_on_dtensors=("ratio", _of_torch),
+)
 class Step:
     """Optimizer steps. AdamW fused on flat ragged parameters is to stay below half of torch's on DTensors."""
 
@@ -255,61 +250,41 @@ class Step:
     def setup_cache(self) -> dict[str, float]:
         return optimizers.measure_steps(9)
 
-    def track_adamw_fused_ms(self, results: Any) -> float:
-        return results["ours, AdamW fused, ragged"]
 
-    def track_adamw_ms(self, results: Any) -> float:
-        return results["ours, AdamW, ragged"]
-
-    def track_adamw8bit_elements_ms(self, results: Any) -> float:
-        return results["ours, AdamW8bit elements:256, ragged"]
-
-    def track_adamw8bit_tile_ms(self, results: Any) -> float:
-        return results["ours, AdamW8bit tile:32x32, ragged"]
-
-    def track_share_of_torch_fused_on_dtensors(self, results: Any) -> float:
-        return results["ours, AdamW fused, ragged"] / results["torch, AdamW fused, DTensor"]
-
-
-@recorded_as("muon", track_gib_received="GiB", track_imbalance="max/mean")
+@recorded_as(
+    "muon",
+    gib_received=("GiB", lambda model, ranks: optimizers.plan_counts(model, ranks)["owners_gib"]),
+    imbalance=("max/mean", lambda model, ranks: optimizers.plan_counts(model, ranks)["imbalance"]),
+)
 class MuonPlans:
     """Figures of plans for large models."""
 
-    params = (tuple(muon.MODELS), (64, 128, 512))
+    params = (tuple(optimizers.LLAMAS), (64, 128, 512))
     param_names = ("model", "ranks")
 
-    def setup(self, model: str, world_size: int) -> None:
-        self.figures = muon.counts(model, world_size)
 
-    def track_gib_received(self, model: str, world_size: int) -> float:
-        return self.figures["owners_gib"]
-
-    def track_imbalance(self, model: str, world_size: int) -> float:
-        return self.figures["imbalance"]
-
-
-@recorded_as("muon", track_time_ratio="ratio", track_cpu_ratio="ratio", track_bytes_sent="bytes")
+@recorded_as(
+    "muon",
+    time_ratio=("ratio", lambda found, system: found[system][0] / found[optimizers.FULL][0]),
+    cpu_ratio=("ratio", lambda found, system: found[system][1] / found[optimizers.FULL][1]),
+    bytes_sent=("bytes", lambda found, system: found[system][2]),
+)
 class MuonSteps:
     """A step of each system on two ranks, over the all-gather Muon's in the same run; bytes sent."""
 
-    params = (muon.SYSTEMS,)
+    params = (optimizers.MUONS,)
     param_names = ("system",)
     timeout = 600
 
     def setup_cache(self) -> dict[str, list[float]]:
-        return muon.on_ranks(2)
-
-    def track_time_ratio(self, figures: Any, system: str) -> float:
-        return figures[system][0] / figures[muon.FULL][0]
-
-    def track_cpu_ratio(self, figures: Any, system: str) -> float:
-        return figures[system][1] / figures[muon.FULL][1]
-
-    def track_bytes_sent(self, figures: Any, system: str) -> float:
-        return figures[system][2]
+        return optimizers.muon_on_ranks(2)
 
 
-@recorded_as("shampoo", track_median="ms", track_largest="ms")
+@recorded_as(
+    "shampoo",
+    median=("ms", lambda found, system, refresh: found[system][refresh == "staggered"][0]),
+    largest=("ms", lambda found, system, refresh: found[system][refresh == "staggered"][1]),
+)
 class StepProfile:
     """Thread CPU milliseconds of a step, over 50 steps."""
 
@@ -320,19 +295,10 @@ class StepProfile:
     def setup_cache(self) -> dict[str, dict[bool, tuple[float, float]]]:
         return {system: optimizers.profiles(system) for system in optimizers.SHAMPOOS}
 
-    def track_median(self, figures: Any, system: str, refresh: str) -> float:
-        return figures[system][refresh == "staggered"][0]
 
-    def track_largest(self, figures: Any, system: str, refresh: str) -> float:
-        return figures[system][refresh == "staggered"][1]
-
-
-@recorded_as("shampoo", track_state="bytes/parameter")
+@recorded_as("shampoo", state=("bytes/parameter", optimizers.state_bytes))
 class Memory:
     """Bytes of optimizer state per parameter."""
 
     params = (tuple(optimizers.SHAMPOOS),)
     param_names = ("system",)
-
-    def track_state(self, system: str) -> float:
-        return optimizers.state_bytes(system)

@@ -1,8 +1,10 @@
-"""Shared by all commands: processes, clocks, the state of the machine, result files and tables.
+"""Shared by all commands: processes, clocks, the state of the machine, result files, tables and the report.
 
     launch(compare.rounds, 2, request)     two new gloo ranks of one thread each call `compare.rounds(request)`
     fake_ranks(64)                         torch's fake process group: collectives return at once and send nothing
     interleave(calls, 20)                  seconds of each call, all taking turns
+    record("name", tables, noise)          prints tables and writes results/name.json
+    python -m bench report [--readme F]    writes results/REPORT.md of all files; puts the summary into a README
 
 bench/results/NAME.json        {"machine": ..., "commit": ..., "noise": [], "figures": ...}
 bench/results/MACHINE/*.json   asv's own files, its history
@@ -20,12 +22,13 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +82,11 @@ def answer(run: Callable[..., Any], request: dict[str, Any]) -> Any:
         return run(request, simulation)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment for another one, which finds `bench`."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more}
+
+
 @contextmanager
 def fake_ranks(ranks: int, *, rank: int = 0) -> Iterator[Any]:
     """A mesh of ranks of which only this process exists; torch uses one thread inside.
@@ -102,18 +110,24 @@ def fake_ranks(ranks: int, *, rank: int = 0) -> Iterator[Any]:
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
-def in_turns(names: list[str], rounds: int) -> Iterator[list[str]]:
-    """The names in each round, every time beginning with another one."""
-    for turn in range(rounds):
-        first = turn % len(names)
-        yield names[first:] + names[:first]
-
-
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> float:
     """Seconds of a call by a clock, this thread's CPU time by default."""
     began = clock()
     call()
     return clock() - began
+
+
+def wall_and_cpu(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds of a call on all ranks: by the wall until this one returns, and of its CPUs until all have.
+
+    Peers may need this rank's CPU time after it has returned, when they read its memory.
+    """
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    wall = time.perf_counter() - wall
+    dist.barrier()
+    return 1e3 * wall, 1e3 * (time.process_time() - cpu)
 
 
 def cuda_seconds(call: Callable[[], Any]) -> float:
@@ -132,27 +146,30 @@ def timer_of(device: str) -> Callable[[Callable[[], Any]], float]:
 
 
 def interleave(
-    calls: Mapping[Any, Callable[[], Any]],
+    calls: Mapping[Any, Any],
     rounds: int,
     *,
     warm_up: int = 3,
-    timer: Callable[[Callable[[], Any]], Any] = seconds_of,
+    timer: Callable[[Any], Any] = seconds_of,
     before: Mapping[Any, Callable[[], Any]] | None = None,
-    shuffled: bool = False,
+    begin: Callable[[], bool] = lambda: True,
 ) -> dict[Any, list[Any]]:
     """Seconds of each call, round by round, all taking turns.
+
+    In another order in each round, the same on all ranks: a call finds the caches as any of the others left them.
 
     Args:
         warm_up: first rounds that are not kept.
         timer: calls, and returns what is kept of it: seconds; see `timer_of`.
         before: called outside of the time, by the name of the call that follows.
-        shuffled: another order in each round, so that a call finds the caches as any of the others left them.
+        begin: called before each round; false ends the rounds.
     """
     times: dict[Any, list[Any]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for turn in range(rounds + warm_up):
-        if shuffled:
-            shuffle(order)
+        if not begin():
+            break
+        shuffle(order)
         for name in order:
             if before and name in before:
                 before[name]()
@@ -246,6 +263,11 @@ def verdict(before: float, calibration: list[float], foreign: list[float]) -> li
     return reasons
 
 
+def noise_now() -> list[str]:
+    """Reasons not to trust times that are taken now, from the share of CPU time in use and the fixed loop alone."""
+    return verdict(busy_share(), [calibrate() for _ in range(8)], [])
+
+
 def memory_field(file: str, *fields: str) -> int:
     """Bytes of fields of a file in /proc/self, such as "VmHWM" (the peak of resident memory) of "status"."""
     lines = (line.split() for line in Path(f"/proc/self/{file}").read_text().splitlines())
@@ -257,44 +279,48 @@ def memory_field(file: str, *fields: str) -> int:
 
 
 def options_of(
-    parser: argparse.ArgumentParser, arguments: list[str], **defaults: int | float | str
+    parser: argparse.ArgumentParser, arguments: list[str], **defaults: int | float | str | bool
 ) -> argparse.Namespace:
-    """Parse the rest of the line, with an option for each default, of the default's type."""
+    """Parse the rest of the line, with an option for each default, of the default's type; False is a switch."""
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+        kind: Any = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
     return parser.parse_args(arguments)
 
 
-def add_keep_noisy(parser: argparse.ArgumentParser) -> None:
-    """Add the option of commands that `record` times."""
-    parser.add_argument("--keep-noisy", action="store_true", help="record on a busy machine too, marked so")
+def record(
+    name: str,
+    tables: list[dict[str, Any]],
+    noise: Sequence[str] = (),
+    *,
+    keep_noisy: bool = True,
+    **figures: Any,
+) -> int:
+    """Print tables from `table_of` and save them with other figures; returns the exit code.
 
-
-def record(name: str, figures: Any, noise: list[str], keep_noisy: bool) -> int:
-    """Save the figures unless the machine was too busy; returns the exit code."""
+    Args:
+        noise: reasons not to trust times. With any nothing is saved, unless `keep_noisy`; then the file has them.
+    """
+    print_tables(tables)
     for reason in noise:
         print(f"too busy to tell: {reason}", file=sys.stderr)
     if noise and not keep_noisy:
-        print("nothing is recorded", file=sys.stderr)
+        print("nothing is recorded; --keep-noisy records it, marked", file=sys.stderr)
         return TOO_BUSY
-    print(f"\nwritten to {save(name, figures, noise=noise)}")
+    print(f"written to {save(name, {**figures, 'tables': tables}, noise=noise)}")
     return 0
 
 
-def save_tables(
-    name: str, tables: list[dict[str, Any]], *, noise: list[str] | None = None, **figures: Any
-) -> int:
-    """Print tables from `table_of` and save them, with other figures; returns the exit code 0."""
-    print(f"written to {save(name, {**figures, 'tables': print_tables(tables)}, noise=noise)}")
-    return 0
+def result_of(figures: Any, noise: Sequence[str] = ()) -> dict[str, Any]:
+    """Figures with machine, date and commit; `noise`: reasons not to trust their times."""
+    return {"machine": describe(), "commit": commit(), "noise": list(noise), "figures": figures}
 
 
-def save(name: str, figures: Any, *, noise: list[str] | None = None, folder: Path | None = None) -> Path:
-    """Write figures with machine, date and commit; `noise`: reasons not to trust their times."""
+def save(name: str, figures: Any, *, noise: Sequence[str] = (), folder: Path | None = None) -> Path:
+    """Write `result_of` figures."""
     path = (folder or FOLDER) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": describe(), "commit": commit(), "noise": noise or [], "figures": figures}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(result_of(figures, noise), indent=1) + "\n")
     return path
 
 
@@ -343,11 +369,11 @@ def table_of(
     return {"title": title, "text": text, "header": header.split("; "), "rows": rows, "exact": exact}
 
 
-def print_tables(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print tables from `table_of`, and return them."""
+def print_tables(tables: list[dict[str, Any]]) -> None:
+    """Print tables from `table_of`."""
     for part in tables:
-        print(f"{part['title']}\n\n{part['text']}\n\n{table(part['header'], part['rows'])}\n", flush=True)
-    return tables
+        lines = (part["title"], part["text"], table(part["header"], part["rows"]))
+        print(*(f"{line}\n" for line in lines if line), sep="\n", flush=True)
 
 
 def mib(count: float) -> str:
@@ -356,3 +382,126 @@ def mib(count: float) -> str:
     if value == 0:
         return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of bench summary -->"
+INTRODUCTION = """\
+# Benchmarks: the newest figures
+
+Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
+ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are taken within a
+round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands and
+method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
+FIRST = ("counts", "speed")  # results whose tables come first
+# Rows and tables that are left out here; the JSON files have them.
+LEFT_OUT = {
+    ("counts-counts", "ranks"): ("8 simulated", "2 real", "4 real"),
+    ("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64"),
+}  # fmt: skip
+# Those of docs/guides/memory.md and WEIGHTS.md stand there.
+LEFT_OUT_TABLES = (
+    "Steps to that loss by learning rate", "Newton-Schulz, cpu", "Offload", "Bytes of ZeRO's stages", "Weights through",
+    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks: optimizer",
+    "Time of Muon", "The same for GPUs", "Muon's step on fully_shard, simulated",
+)  # fmt: skip
+# Systems of ours in the summary, and how bytes get from rank to rank there.
+WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
+
+
+def write_report(folder: Path) -> Path:
+    """Write REPORT.md, the tables of all results in `folder`; returns the page's path."""
+    out = [INTRODUCTION]
+    for item in sorted(load_all("", folder), key=lambda item: not item["name"].startswith(FIRST)):
+        where = item["machine"]
+        device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
+        for part in item["figures"].get("tables", []):
+            if part["title"].startswith(LEFT_OUT_TABLES):
+                continue
+            title = f"## {part['title']}\n\n"
+            if item["noise"] and not part.get("exact"):
+                out.append(f"{title}Left out: {'; '.join(item['noise'])}.")
+                continue
+            hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
+            rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
+            about = f"{part['text']} *{device}, {where['date'][:10]}, {item['commit']}.*"
+            out += [f"{title}{about}", table(part["header"], rows)]
+    path = folder / "REPORT.md"
+    path.write_text("\n\n".join(out) + "\n")
+    return path
+
+
+def summary(folder: Path) -> list[str]:
+    """The summary for the README: exact counts first, then speed."""
+    out = []
+    for item in load_all("counts-counts", folder):
+        systems = item["figures"].get("64 simulated", {})
+        rows = [
+            [label, *(mib(f["copied"][part]) for part in ("forward", "backward")), sum(f["calls"].values()),
+             mib(f["peak"])]
+            for label, f in (("fsdp_runtime", systems["ours"]), ("FSDP2", systems["fsdp2"]))
+        ]  # fmt: skip
+        header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; MiB live at the peak"
+        about = "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work:"
+        out += [about, table(header.split("; "), rows)]
+    results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
+    quiet = [item for item in results if not item["noise"]]
+    busy = " Times of a busy machine are left out." if len(quiet) < len(results) else ""
+    if quiet:
+        columns = "workload; ranks; bytes travel by; tokens/s; x FSDP2; x DDP; "
+        columns += "CPU s/step, of FSDP2's; peak RSS, of FSDP2's"
+        rows = [
+            _speed_row(item["figures"], system, way)
+            for item in quiet
+            for system, way in WAYS
+            if system in item["figures"]["times"]
+        ]
+        where = quiet[-1]["machine"]
+        out += [
+            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
+            f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}",
+            table(columns.split("; "), rows),
+        ]
+    elif busy:
+        out.append(busy.strip())
+    return [*out, "All figures: [bench/results/REPORT.md](bench/results/REPORT.md)."]
+
+
+def _speed_row(figures: dict[str, Any], system: str, way: str) -> list[Any]:
+    t, memory = figures["times"][system], figures["memory"]
+    share = memory[system]["start"] / memory["fsdp2"]["start"] if {system, "fsdp2"} <= set(memory) else None
+    name = figures["workload"]["name"]
+    return [
+        name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
+        figures["ranks"],
+        way,
+        f"{t['tokens_per_second']:,.0f}",
+        *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
+        f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
+        f"{share:.0%}" if share else "",
+    ]
+
+
+def put_into(readme: Path, folder: Path) -> None:
+    """Replace the summary block of `readme`.
+
+    Raises:
+        ValueError: `readme` has no such block.
+    """
+    text, block = readme.read_text(), "\n\n".join([BEGIN, *summary(folder), END])
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"{readme} has no block from {BEGIN} to {END}; add the two lines where it should be")
+    readme.write_text(pattern.sub(lambda _: block, text))
+
+
+def main_report(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Write the page, and the summary of a README."""
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="results to read (bench/results)")
+    parser.add_argument("--readme", type=Path, help="also put the summary into this file")
+    options = parser.parse_args(arguments)
+    print(f"written to {write_report(options.folder)}")
+    if options.readme:
+        put_into(options.readme, options.folder)
+        print(f"summary put into {options.readme}")

@@ -11,7 +11,7 @@ tiny      seconds, for tests and dry runs
 `build(shape)` returns `fsdp_runtime.train.Transformer`, some of its layers exchanged; `.blocks` become units.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -195,19 +195,13 @@ class Workload:
     """A model and the batch that each rank gets.
 
     Attributes:
-        sizes: arguments of `Shape`.
         batch, length: sequences and tokens a sequence, for each rank and step.
     """
 
     name: str
-    sizes: tuple[tuple[str, Any], ...]
+    shape: Shape
     batch: int
     length: int
-
-    @property
-    def shape(self) -> Shape:
-        """The model's sizes."""
-        return Shape(**dict(self.sizes))
 
     @property
     def tokens(self) -> int:
@@ -221,7 +215,7 @@ class Workload:
 
 
 def _workload(name: str, batch: int, length: int, **sizes: Any) -> Workload:
-    return Workload(name, tuple(sizes.items()), batch, length)
+    return Workload(name, Shape(**sizes), batch, length)
 
 
 _STACKED: dict[str, Any] = {"stacked": True}
@@ -273,5 +267,5 @@ def describe(workload: Workload) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters),
         "tensors": len(parameters),
         "tokens_per_rank": workload.tokens,
-        **dict(workload.sizes),
+        **asdict(workload.shape),
     }

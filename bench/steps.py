@@ -25,7 +25,12 @@ from typing import Any
 
 import torch
 
-from .measure import save_tables, table_of
+from block_optim import Mixed
+from fsdp_runtime.train.data import read_data
+from fsdp_runtime.train.model import losses_of
+
+from .measure import record, table_of
+from .models import Shape, build
 
 VOCAB, CONTEXT, BATCH = 128, 64, 16
 DIM, LAYERS, HEADS, INNER = 64, 2, 4, 128
@@ -50,8 +55,6 @@ Curve = list[tuple[int, float]]  # (step, held-out loss)
 
 def build_optimizer(model: Any, name: str, lr: float) -> Any:
     """The optimizer's rule for the hidden matrices, AdamW for all else."""
-    from block_optim import Mixed
-
     hidden = [(n, p) for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2]
     matrices = {id(p) for _, p in hidden}
     rest = [(n, p) for n, p in model.named_parameters() if id(p) not in matrices]
@@ -64,8 +67,6 @@ def build_optimizer(model: Any, name: str, lr: float) -> Any:
 @functools.cache
 def tokens() -> tuple[Any, Any]:
     """Bytes of the standard library's source to train on, and 32 held-out sequences: the text of `fsdp-train`."""
-    from fsdp_runtime.train.data import read_data
-
     data = read_data([], dtype="uint8", vocab_size=None, held_out=[], seq_len=CONTEXT)
     train, rest = (
         torch.from_numpy(side.read(0, min(side.num_tokens, 2_000_000))).clamp_(max=VOCAB - 1)
@@ -81,10 +82,6 @@ def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
     Args:
         request: optimizer, learning rate, seed, target, most steps.
     """
-    from fsdp_runtime.train.model import losses_of
-
-    from .models import Shape, build
-
     name, lr, seed, target, most = request
     torch.set_num_threads(1)
     train_part, held_out = tokens()
@@ -183,42 +180,30 @@ def tables_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
         rule = by_the_rule(curves[name], target)
         missed = f" ({sum(v > most for v in values)} never)" if max(values) > most else ""
         mean, spread = statistics.mean(values), statistics.stdev(values)
-        lr = f"{figures['chosen'][name]:g}"
-        rows.append(
-            [name, lr, f"{mean:.0f}{missed}", f"{spread:.0f}", t, "none" if rule is None else str(rule)]
-        )
+        cells = (f"{figures['chosen'][name]:g}", f"{mean:.0f}{missed}", f"{spread:.0f}", t)
+        rows.append([name, *cells, "none" if rule is None else str(rule)])
     count = len(next(iter(curves.values())))
     grid_rows = [
-        [
-            name,
-            *(
-                f"{float(lr):g}: {s:.0f}" if s <= most else f"{float(lr):g}: missed"
-                for lr, s in cells.items()
-            ),
-        ]
+        [name, f"{float(lr):g}", f"{taken:.0f}" if taken <= most else "missed"]
         for name, cells in figures["grid"].items()
+        for lr, taken in cells.items()
     ]
-    width = max(len(row) for row in grid_rows)
     text = (
         "A Llama-style model of 0.1M parameters on bytes of Python's standard library; the rule of the hidden matrices"
         " changes, the rest has AdamW. *t*: difference to AdamW's mean over its standard error. *By the rule*: the"
         " first step at which the mean loss is below the target by three standard errors."
     )
+    title = f"Steps to a held-out loss of {target}, {count} seeds"
     header = "optimizer; lr; mean steps; standard deviation; t; by the rule"
-    title, grid = (
-        f"Steps to a held-out loss of {target}, {count} seeds",
-        "Steps to that loss by learning rate",
-    )
-    grid_text = "The grid, on another seed: learning rate and steps. The fewest decide."
-    padded = [row + [""] * (width - len(row)) for row in grid_rows]
+    grid_title, grid_text = "Steps to that loss by learning rate", "On another seed; the fewest decide."
     return [
         table_of(title, text, header, rows, exact=True),
-        table_of(grid, grid_text, "optimizer" + "; " * (width - 1), padded, exact=True),
+        table_of(grid_title, grid_text, "optimizer; lr; steps", grid_rows, exact=True),
     ]
 
 
-def main(parser: ArgumentParser, arguments: list[str]) -> int:
+def main_steps(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print and save."""
     parser.parse_args(arguments)
     figures = measure()
-    return save_tables("steps", tables_of(figures), **figures)
+    return record("steps", tables_of(figures), **figures)

@@ -1,7 +1,7 @@
 """The systems under comparison behind one interface: same model, same batches, same optimizer.
 
     build("fsdp2", job) -> Trainer      forward(batch) -> loss, backward(loss), update()
-    why_not("deepspeed", job)           None, or the reason why it cannot run here
+                                        CannotRunError where it cannot run here, with the reason
 
 How a model is wrapped is `fsdp_runtime.train.systems`, as in `fsdp-train compare`. Here are the systems that only
 benchmarks know, and our own runtime with one of its ideas taken away, through public arguments of `fully_shard`:
@@ -13,6 +13,7 @@ benchmarks know, and our own runtime with one of its ideas taken away, through p
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from .models import WORKLOADS, Workload
 
 LEARNING_RATE = 1e-3
-TILE = (32, 32)  # of 8-bit AdamW's states
-OPTIMIZERS = ("adamw", "block-adamw", "adamw8bit", "muon", "shampoo")
+OPTIMIZERS = {  # here: in `fsdp-train`
+    "adamw": "torch-adamw", "block-adamw": "adamw", "adamw8bit": "adamw8bit", "muon": "muon", "shampoo": "shampoo",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,50 +60,64 @@ class Job:
 
 @dataclass
 class Trainer:
-    """A wrapped model and its optimizers. `forward`, `backward`, `update` are the three parts of a step."""
+    """A wrapped model and its optimizer. `forward`, `backward`, `update` are the three parts of a step."""
 
     name: str
     module: Any
-    optimizers: list[Any]
+    optimizer: Any
     forward: Callable[[Any], Any]
     backward: Callable[[Any], None]
     update: Callable[[], None]
 
-    def step(self, batch: Any) -> float:
-        """One whole step; the loss on this rank."""
+    def train(self, batch: Any) -> Any:
+        """One whole step; the loss on this rank as a tensor."""
         loss = self.forward(batch)
         self.backward(loss)
         self.update()
-        return float(loss.detach())
+        return loss.detach()
+
+    def step(self, batch: Any) -> float:
+        """`train`, and wait for the loss."""
+        return float(self.train(batch))
+
+
+class CannotRunError(RuntimeError):
+    """A system cannot do a job on this machine; says why."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a system is missing, from what building or running it raised."""
+    return str(error) if isinstance(error, CannotRunError) else f"{type(error).__name__}: {error}"
 
 
 def build(name: str, job: Job) -> Trainer:
     """Wrap a new model and build its optimizer.
 
     Raises:
-        RuntimeError: the system cannot run here; the reason.
+        CannotRunError: the system cannot run here; the reason.
     """
-    if reason := why_not(name, job):
-        raise RuntimeError(f"{name} cannot run: {reason}")
+    if reason := SYSTEMS[name].why_not(job):
+        raise CannotRunError(reason)
     return SYSTEMS[name].build(name, job)
 
 
 def fully_shard_of(system: str) -> Any:
     """Our `fully_shard`, or torch's for "fsdp2"."""
-    return importlib.import_module(
-        "torch.distributed.fsdp" if system == "fsdp2" else "fsdp_runtime"
-    ).fully_shard
+    package = "torch.distributed.fsdp" if system == "fsdp2" else "fsdp_runtime"
+    return importlib.import_module(package).fully_shard
 
 
-def left_out(skipped: dict[str, str], before: str = " ") -> str:
-    """A sentence, after `before`, for each system that could not run; "" if there is none."""
+def shard(system: str, model: Any, units: Iterable[Any], **options: Any) -> Any:
+    """The model, on whose units and then on itself a system's `fully_shard` was called."""
+    for module in (*units, model):
+        fully_shard_of(system)(module, **options)
+    return model
+
+
+def left_out(skipped: dict[str, str]) -> str:
+    """A sentence, after a space, for each system that could not run; "" if there is none."""
     named = ((SYSTEMS[name].label, why) for name, why in skipped.items() if name in SYSTEMS)
-    return "".join(f"{before}{label} is not in the table: {why}." for label, why in named)
-
-
-def why_not(name: str, job: Job) -> str | None:
-    """Why a system cannot do this job on this machine; None where it can."""
-    return SYSTEMS[name].why_not(job)
+    return "".join(f" {label} is not in the table: {why}." for label, why in named)
 
 
 # -- how each is built -------------------------------------------------------------------------------------------------
@@ -118,17 +135,16 @@ def _ours(
     job: Job,
     *,
     late: bool = False,
-    blocks: Any = None,
-    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+    optimizer: Callable[[Any, Job], Any] | None = None,
     wrap: Callable[[Any], Any] = lambda model: model,
     **options: Any,
 ) -> Trainer:
     """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
     from fsdp_runtime.train.systems import Runtime
 
-    arguments = {**job.options, "block_policy": (blocks or _block_policy)(job), **options}
+    arguments = {**job.options, **_block_policy(job), **options}
     system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
-    trainer = _finish(name, job, system, optimizers=optimizers, wrap=wrap)
+    trainer = _finish(name, job, system, optimizer=optimizer, wrap=wrap)
     trainer.module.set_copy_gradients_late(late)
     return trainer
 
@@ -167,10 +183,10 @@ def _quantized(name: str, job: Job) -> Trainer:
 
 
 def _gathering(name: str, job: Job) -> Trainer:
-    def gather(module: Any, job: Job) -> list[Any]:
-        return [Gathering(module.parameters(), lambda whole: make_optimizers(whole, job))]
+    def gather(module: Any, job: Job) -> Any:
+        return Gathering(module.parameters(), lambda whole: make_optimizer(whole, job))
 
-    return _ours(name, job, blocks=lambda job: None, optimizers=gather)
+    return _ours(name, job, block_policy=None, optimizer=gather)
 
 
 def _fsdp1(name: str, job: Job) -> Trainer:
@@ -196,8 +212,6 @@ def _fsdp1(name: str, job: Job) -> Trainer:
 
 def _deepspeed(name: str, job: Job) -> Trainer:
     """As compared; also in a process without a launcher, which stands for rank 0."""
-    import os
-
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed refuses to start without
     return _as_compared("deepspeed", name, job)
 
@@ -211,8 +225,7 @@ def _config(job: Job, system: Any) -> Any:
         batch=job.workload.batch * job.mesh.size(),
         precision="bf16" if job.precision == "bfloat16" else "fp32",
         clip=0.0,
-        optimizer="torch-adamw",
-        block="none",
+        optimizer=OPTIMIZERS[job.optimizer],
     )
 
 
@@ -223,7 +236,7 @@ def _finish(
     *,
     wrap: Callable[[Any], Any] = lambda model: model,
     casts: bool = False,
-    optimizers: Callable[[Any, Job], list[Any]] | None = None,
+    optimizer: Callable[[Any, Job], Any] | None = None,
 ) -> Trainer:
     """A trainer of the workload's model.
 
@@ -231,14 +244,14 @@ def _finish(
         system: of `fsdp_runtime.train.systems`.
         wrap: what is done to the model before.
         casts: whether `wrap` casts to the job's precision.
-        optimizers: makes them; `make_optimizers` unless given.
+        optimizer: makes it; `make_optimizer` unless given.
     """
     from fsdp_runtime.train.model import losses_of
 
     made: list[Any] = []
 
     def make(module: Any) -> Any:
-        made.extend((optimizers or make_optimizers)(module, job))
+        made.append((optimizer or make_optimizer)(module, job))
         return made[0]
 
     module, _ = system.build(wrap(job.workload.model(job.device)), None, make)
@@ -249,52 +262,34 @@ def _finish(
             return losses_of(module, *batch)[0]
 
     def update() -> None:
-        if job_engine := getattr(system, "engine", None):  # DeepSpeed's
-            job_engine.step()
-            return
-        for optimizer in made:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        if engine := getattr(system, "engine", None):  # DeepSpeed's
+            engine.step()
+        else:
+            made[0].step()
+            made[0].zero_grad(set_to_none=True)
 
-    return Trainer(name, module, made, forward, system.backward, update)
+    return Trainer(name, module, made[0], forward, system.backward, update)
 
 
-def _block_policy(job: Job) -> Any:
-    """What the job says, `rows:32`, `tile:32x32` or `whole` of every matrix; else what its optimizer asks for."""
-    import block_optim
-    from layout_planner import Tile, parse_block
+def _block_policy(job: Job) -> dict[str, Any]:
+    """The job's policy as an argument, text such as `rows:32` for every matrix; else the optimizer's own."""
+    from layout_planner import parse_block
 
     policy = job.options.get("block_policy")
-    if isinstance(policy, str):
-        block = parse_block(policy)
-        return lambda name, parameter: block if parameter.ndim > 1 else None
-    if policy is None and job.optimizer == "adamw8bit":
-        return block_optim.AdamW8bit.block_policy(block=Tile(*TILE))
-    return block_optim.Shampoo.block_policy() if policy is None and job.optimizer == "shampoo" else policy
+    if not isinstance(policy, str):
+        return {"block_policy": policy} if policy else {}
+    block = parse_block(policy)
+    return {"block_policy": lambda name, parameter: block if parameter.ndim > 1 else None}
 
 
-def make_optimizers(module: Any, job: Job) -> list[Any]:
-    """The job's optimizer over a module's parameters; for Muon a second one takes what is not a matrix of a block."""
-    parameters = list(module.parameters())
+def make_optimizer(module: Any, job: Job) -> Any:
+    """The job's optimizer over a module's parameters: torch's fused AdamW, or one of `fsdp-train`'s."""
     if job.optimizer == "adamw":
-        return [torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)]
-    import block_optim
+        return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    from fsdp_runtime.train import optimizers
 
-    if job.optimizer == "block-adamw":
-        return [block_optim.AdamW(parameters, lr=LEARNING_RATE)]
-    if job.optimizer == "adamw8bit":
-        from layout_planner import Tile
-
-        return [block_optim.AdamW8bit(parameters, lr=LEARNING_RATE, block=Tile(*TILE))]
-    if job.optimizer == "shampoo":
-        return [block_optim.Shampoo(parameters, lr=LEARNING_RATE)]
-    if job.optimizer == "muon":
-        matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and "blocks" in n]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in parameters if id(p) not in chosen]
-        muon = block_optim.Muon(matrices, lr=20 * LEARNING_RATE)
-        return [muon, torch.optim.AdamW(rest, lr=LEARNING_RATE, fused=True)]
-    raise ValueError(f"optimizer {job.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+    name = OPTIMIZERS[job.optimizer]
+    return optimizers.make_optimizer(name, module, lr=LEARNING_RATE, weight_decay=0.01)
 
 
 # -- one idea taken away -----------------------------------------------------------------------------------------------
@@ -345,14 +340,8 @@ class Staged:
         staging = [(receive, send.clone()) for receive, send in pairs]
         return After(self._inner.reduce_scatter(staging, op, label), staging.clear)
 
-    def all_to_all(self, receive: Any, send: Any, label: str) -> After:
-        """Copy in, exchange, copy out."""
-        sent, received = send.clone(), receive.new_empty(receive.shape)
-        work = self._inner.all_to_all(received, sent, label)
-        return After(work, lambda: receive.copy_(received))
-
     def all_reduce(self, tensors: Any, op: Any, label: str) -> Any:
-        """As the other."""
+        """As the other; the ablation exchanges nothing else."""
         return self._inner.all_reduce(tensors, op, label)
 
 
@@ -368,20 +357,13 @@ class Gathering:
 
     Args:
         sharded: the parameters of a module that `fully_shard` was called on.
-        make: from whole parameters to the optimizers that step them.
+        make: from whole parameters to the optimizer that steps them.
     """
 
-    def __init__(self, sharded: Iterable[Any], make: Callable[[Any], list[Any]]) -> None:
-        from torch.nn import Parameter, ParameterList
-
+    def __init__(self, sharded: Iterable[Any], make: Callable[[Any], Any]) -> None:
         self.sharded = list(sharded)
-        self.whole = [Parameter(p.full_tensor().detach().clone()) for p in self.sharded]
-        self._optimizers = make(ParameterList(self.whole))
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """Options of all optimizers inside."""
-        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
+        self.whole = [nn.Parameter(p.full_tensor().detach().clone()) for p in self.sharded]
+        self._optimizer = make(nn.ParameterList(self.whole))
 
     def step(self) -> None:
         """Communicates two gathers for each parameter: its weights and its gradient."""
@@ -391,8 +373,7 @@ class Gathering:
             for whole, sharded in zip(self.whole, self.sharded, strict=True):
                 whole.copy_(sharded.full_tensor())
                 whole.grad = sharded.grad.full_tensor()
-            for optimizer in self._optimizers:
-                optimizer.step()
+            self._optimizer.step()
             for whole, sharded in zip(self.whole, self.sharded, strict=True):
                 sharded.copy_(distribute_like(whole.detach(), sharded, src_data_rank=None))
 

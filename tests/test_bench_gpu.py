@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import gpu, longest, measure, rates
+from bench import gpu, kernels, measure
 from bench.kernels import CASES
 from bench.measure import fake_ranks
 
@@ -27,7 +27,7 @@ def searched(limit, least=16, most=1 << 20):
         tried.append(length)
         return length if length <= limit else None
 
-    return tried, longest.search(trial, least, most)
+    return tried, gpu.search(trial, least, most)
 
 
 # -- the longest context ----------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_search_that_runs_out_of_time_keeps_what_fits():
             raise TimeoutError
         return length
 
-    assert longest.search(trial, 16, 1024) == (32, None)
+    assert gpu.search(trial, 16, 1024) == (32, None)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_out_of_memory_is_told_from_other_errors(cause, expected):
         def __repr__(self):
             return cause
 
-    found = longest.out_of_memory(RankError("rank 1 of 2 failed", {1: Cause()}))
+    found = gpu.out_of_memory(RankError("rank 1 of 2 failed", {1: Cause()}))
     assert found == (cause if expected else None)
 
 
 @pytest.mark.long
 def test_a_side_that_fits_has_its_longest_context_and_its_rate(tmp_path):
-    answer = gpu.run_piece(DRY["longest-2-ours"], tmp_path, 60)
+    answer = gpu.run_piece(DRY["longest-2-ours"], tmp_path, 300)
     assert answer["longest"]["length"] == 96
     assert answer["longest"]["tokens_per_second"] > 0
     assert [trial["length"] for trial in answer["trials"]] == [16, 32, 64, 128, 96, 112]
@@ -88,7 +88,7 @@ def test_a_side_that_fits_has_its_longest_context_and_its_rate(tmp_path):
 
 @pytest.mark.long
 def test_a_side_that_does_not_fit_says_so_as_its_result(tmp_path):
-    answer = gpu.run_piece(DRY["longest-2-fsdp2"], tmp_path, 60)
+    answer = gpu.run_piece(DRY["longest-2-fsdp2"], tmp_path, 300)
     assert "failed" not in answer
     assert answer["fits"] is False
     assert "pretends that 16 tokens are out of memory" in answer["trials"][0]["out_of_memory"]
@@ -99,8 +99,8 @@ def test_a_side_that_does_not_fit_says_so_as_its_result(tmp_path):
 @pytest.mark.long
 def test_an_error_that_is_not_of_memory_fails_the_piece(tmp_path):
     piece = DRY["longest-2-ours"]
-    broken = gpu.Piece("x", piece.worker, 1, {**piece.request, "sizes": {**longest.TINY, "dim": -1}}, 60)
-    assert "dim is -1" in gpu.run_piece(broken, tmp_path, 60)["failed"]
+    broken = gpu.Piece("x", piece.worker, 1, {**piece.request, "sizes": {**gpu.TINY, "dim": -1}}, 60)
+    assert "dim is -1" in gpu.run_piece(broken, tmp_path, 300)["failed"]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,7 @@ def test_an_error_that_is_not_of_memory_fails_the_piece(tmp_path):
 )
 def test_a_side_takes_the_bytes_a_parameter_that_it_names(side, matrix, embedding):
     with fake_ranks(1) as mesh:
-        model, optimizer = longest.build(
-            longest.SIDES[side], {**longest.TINY, "vocab_size": 1024}, CPU.type, mesh
-        )
+        model, optimizer = gpu.build_side(gpu.SIDES[side], {**gpu.TINY, "vocab_size": 1024}, CPU.type, mesh)
         losses_of(model, *torch.randint(1024, (2, 1, 16)))[0].backward()
         optimizer.step()
         for name, expected in (("blocks.0.ff.w_up.weight", matrix), ("embed.weight", embedding)):
@@ -128,12 +126,12 @@ def test_a_side_takes_the_bytes_a_parameter_that_it_names(side, matrix, embeddin
 def test_the_model_of_the_longest_context_has_the_size_of_llama_3_8b():
     from fsdp_runtime.train import ModelConfig
 
-    assert ModelConfig(**longest.SHAPE, tied=False).num_parameters == 8_030_261_248
+    assert ModelConfig(**gpu.SHAPE, tied=False).num_parameters == 8_030_261_248
 
 
 def test_the_pieces_of_the_longest_context_take_five_minutes_together():
     chosen = [piece for piece in gpu.pieces(1, dry=False, layers=8) if piece.name.startswith("longest-8-")]
-    assert [piece.request["side"] for piece in chosen] == list(longest.SIDES)
+    assert [piece.request["side"] for piece in chosen] == list(gpu.SIDES)
     assert sum(piece.limit for piece in chosen) <= 300
 
 
@@ -141,7 +139,7 @@ def test_the_pieces_of_the_longest_context_take_five_minutes_together():
 
 
 def answer_of(**more):
-    """An answer of `rates.measure` with one row."""
+    """An answer of `measure_rates` with one row."""
     row = {"kernel": "decode", "case": "nf4", "by": "dbuffer", "ms": 1.0, "rate": 2e9, "share": 0.5, **more}
     return {"rates": [row], "missing": {"torchao": "not installed"}}
 
@@ -149,13 +147,13 @@ def answer_of(**more):
 @pytest.fixture(scope="module")
 def tiny_rates():
     """All rates in tiny sizes."""
-    return rates.measure({"device": CPU.type, "tiny": True})
+    return kernels.measure_rates({"device": CPU.type, "tiny": True})
 
 
 def test_a_rate_is_the_amount_over_the_time_and_a_share_of_its_limit(monkeypatch):
-    monkeypatch.setattr(rates, "medians_ms", lambda times: {"copy": 2.0, "ours": 8.0})
-    turns = dict.fromkeys(("copy", "ours"), rates.Turn(int, 4e6, "copy"))
-    copy, ours = rates.rated("decode", "nf4", turns, CPU.type)
+    monkeypatch.setattr(kernels, "medians_ms", lambda times: {"copy": 2.0, "ours": 8.0})
+    turns = dict.fromkeys(("copy", "ours"), kernels.Turn(int, 4e6, "copy"))
+    copy, ours = kernels.rated("decode", "nf4", turns, CPU.type)
     assert (copy["rate"], ours["rate"], ours["share"]) == (2e9, 5e8, 0.25)
 
 
@@ -163,7 +161,7 @@ def test_rates_have_newton_schulz_a_step_for_each_compiled_case_and_each_format(
     cases: dict[str, set[str]] = {}
     for row in tiny_rates["rates"]:
         cases.setdefault(row["kernel"], set()).add(row["case"])
-    assert len(cases["Newton-Schulz"]) == len(rates.STACKS)
+    assert len(cases["Newton-Schulz"]) == len(kernels.STACKS)
     assert cases["8-bit AdamW"] == {case.name for case in CASES if case.tile} - {
         "elements:256 bf16, fp32 gradients",
         "elements:256 bf16, not aligned",
@@ -182,9 +180,9 @@ def test_values_that_are_decoded_are_those_that_were_encoded(tiny_rates):
 
 
 def test_a_package_that_is_not_installed_is_recorded_so(monkeypatch):
-    monkeypatch.setattr(rates.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     missing: dict[str, str] = {}
-    assert rates.others("nf4", missing) == {}
+    assert kernels.others("nf4", missing) == {}
     assert missing == {"torchao": "not installed", "bitsandbytes": "not installed"}
 
 
@@ -192,15 +190,15 @@ def test_a_peer_that_fails_is_recorded_with_its_error_and_the_next_one_runs(monk
     def fails():
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(rates.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(rates.PEERS, "nf4", {"torchao": lambda: fails, "bitsandbytes": lambda: int})
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(kernels.PEERS, "nf4", {"torchao": lambda: fails, "bitsandbytes": lambda: int})
     missing: dict[str, str] = {}
-    assert list(rates.others("nf4", missing)) == ["bitsandbytes"]
+    assert list(kernels.others("nf4", missing)) == ["bitsandbytes"]
     assert missing == {"torchao, nf4": "ValueError: no such kernel"}
 
 
 def test_the_table_of_rates_names_what_was_not_compared():
-    table = rates.table(answer_of(error=0.05))
+    table = kernels.rates_table(answer_of(error=0.05))
     assert "torchao: not installed." in table["text"]
     assert table["rows"] == [["decode", "nf4", "dbuffer", "1.000", "2.0 GB/s", "0.50", "0.050"]]
 

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import muon, steps
+from bench import optimizers, steps
 
 
 @pytest.mark.long
@@ -51,17 +51,17 @@ def test_the_difference_of_two_means_is_over_its_standard_error():
 
 @pytest.mark.long
 def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights_of_one_process():
-    found = muon.on_ranks(2, rounds=1)
-    assert {system: figures[5] for system, figures in found.items()} == dict.fromkeys(muon.SYSTEMS, 0.0)
-    ours, full = found[muon.OURS], found[muon.FULL]
-    assert full[3] == len(muon.SHAPES)
+    found = optimizers.muon_on_ranks(2, rounds=1)
+    assert {system: figures[5] for system, figures in found.items()} == dict.fromkeys(optimizers.MUONS, 0.0)
+    ours, full = found[optimizers.OURS], found[optimizers.FULL]
+    assert full[3] == len(optimizers.MUON_SHAPES)
     assert ours[3] < full[3]
     assert ours[4] == full[4] / 2
 
 
 def test_plans_of_simulated_ranks_are_a_table_of_both_ways():
-    table = muon.plans_table(ranks=(4,), models=("llama-3-8b",))
+    table = optimizers.plans_table(ranks=(4,), models=("llama-3-8b",))
     assert {len(row) for row in table["rows"]} == {len(table["header"])}
-    assert [row[2] for row in table["rows"]] == [muon.OURS, muon.FULL]
+    assert [row[2] for row in table["rows"]] == [optimizers.OURS, optimizers.FULL]
     ours, full = (float(row[3]) for row in table["rows"])
     assert ours == pytest.approx(full / 2, rel=1e-2)  # 2 x 3/4 of a rank's quarter, and 3 x a quarter

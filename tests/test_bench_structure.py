@@ -50,20 +50,23 @@ def test_only_public_names_of_the_packages_are_used():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_module_with_a_main(command):
-    name, function, _ = COMMANDS[command]
+    name, _ = COMMANDS[command]
     module = importlib.import_module(f"bench.{name}")
-    assert callable(getattr(module, function))
+    assert callable(getattr(module, f"main_{command}"))
     assert module.__doc__
 
 
 def test_a_benchmark_keeps_its_name_wherever_its_class_is():
-    @recorded_as("old_place", track_it="ms")
+    @recorded_as("old_place", it=("ms", lambda found, size: found[size]))
     class Question:
-        def track_it(self):
+        def time_it(self):
             return 1
 
         def helper(self):
             return 2
 
-    assert vars(Question.track_it) == {"benchmark_name": "old_place.Question.track_it", "unit": "ms"}
+    names = {"benchmark_name": "old_place.Question.track_it", "unit": "ms", "version": "1"}
+    assert vars(Question.track_it) == names
+    assert Question().track_it({3: 0.5}, 3) == 0.5
+    assert vars(Question.time_it) == {"benchmark_name": "old_place.Question.time_it"}
     assert not vars(Question.helper)

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import compare, gpu, host, measure, network, report
+from bench import compare, gpu, host, measure
 from bench.measure import answer, launch
 from bench.models import WORKLOADS, batch_of, describe
 from bench.systems import SYSTEMS
@@ -156,10 +156,10 @@ def test_a_busy_machine_is_refused_with_each_reason(tmp_path, monkeypatch, capsy
     noise = measure.verdict(0.9, [1.0, 2.0, 3.0, 4.0, 5.0], [0.5, 0.5, 0.5])
     assert len(noise) == 3
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
-    assert measure.record("x", {}, noise, keep_noisy=False) == measure.TOO_BUSY != 0
+    assert measure.record("x", [], noise, keep_noisy=False) == measure.TOO_BUSY != 0
     assert not list(tmp_path.iterdir())
     assert "nothing is recorded" in capsys.readouterr().err
-    assert measure.record("x", {}, noise, keep_noisy=True) == 0
+    assert measure.record("x", [], noise, keep_noisy=True) == 0
     assert measure.load_all("x", tmp_path)[0]["noise"] == noise
 
 
@@ -191,14 +191,16 @@ def results(tmp_path):
     """A results folder with one speed result and one table."""
     raw = raw_figures()
     memory = {name: {"start": 2**30, "steady": 2**29} for name in raw["samples"]}
-    measure.save("speed-tiny-2", {**raw, "times": compare.summarise(raw), "memory": memory}, folder=tmp_path)
+    figures = {**raw, "times": compare.summarise(raw), "memory": memory}
+    figures["tables"] = [compare.speed_table(figures)]
+    measure.save("speed-tiny-2", figures, folder=tmp_path)
     extra = measure.table_of("A table", "About it.", "a; b", [["x", 1]])
     measure.save("extra", {"tables": [extra]}, noise=["it rained"], folder=tmp_path)
     return tmp_path
 
 
 def test_the_report_has_every_section_of_the_results(results):
-    text = report.write(results).read_text()
+    text = measure.write_report(results).read_text()
     for part in ("2.00", "it is tired", "A table", "it rained", SYSTEMS["fsdp2"].label):
         assert part in text
 
@@ -207,8 +209,8 @@ def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
     raw = raw_figures()
     measure.save("speed-tiny-2", {**raw, "times": compare.summarise(raw), "memory": {}}, folder=tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.put_into(readme, tmp_path)
+    readme.write_text(f"before\n{measure.BEGIN}\nold\n{measure.END}\nafter\n")
+    measure.put_into(readme, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -219,7 +221,7 @@ def test_the_summary_goes_between_its_markers_and_nowhere_else(tmp_path):
 def test_a_readme_without_markers_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="bench summary"):
-        report.put_into(tmp_path / "README.md", tmp_path)
+        measure.put_into(tmp_path / "README.md", tmp_path)
 
 
 def test_tables_align_numbers_to_the_right():
@@ -290,11 +292,11 @@ def test_pytest_output_is_read_from_its_last_line():
 @pytest.mark.long
 def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_less():
     try:
-        with network.hosts(1000.0):
+        with compare.hosts(1000.0):
             pass
     except (OSError, RuntimeError) as error:
         pytest.skip(f"no network namespaces here: {error}")
-    raw = network.run(1000.0, {"workload": "gate", "rounds": 1})
+    raw = compare.on_hosts(1000.0, "gate", 1)
     assert raw["skipped"] == {}
     assert raw["losses"]["ours"] == pytest.approx(raw["losses"]["fsdp2"], rel=1e-5)
     assert raw["losses"]["ours-quantized"] == pytest.approx(raw["losses"]["fsdp2"], rel=0.05)
@@ -304,14 +306,14 @@ def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_l
 
 
 def test_the_arithmetic_of_a_wire():
-    assert network.arithmetic("bf16", 2, 2) == ["bf16", "47.2", "0.94", "7,875"]
+    assert compare.arithmetic("bf16", 2, 2) == ["bf16", "47.2", "0.94", "7,875"]
 
 
 def test_the_plot_of_networks_has_every_system_of_the_recorded_figures(tmp_path):
     pytest.importorskip("matplotlib")
     (recorded,) = measure.load_all("network")
-    network.plot(recorded["figures"], tmp_path / "network.svg")
+    compare.plot(recorded["figures"], tmp_path / "network.svg")
     text = (tmp_path / "network.svg").read_text()
-    for name in network.COMPARED:
+    for name in compare.LINKED:
         assert f"<!-- {SYSTEMS[name].label} -->" in text
     assert "<!-- Mbit/s between two hosts -->" in text

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import checkpoint, counts
-from bench.export import count_offload
+from bench.checkpoint import count_offload
 from bench.models import WORKLOADS, build
 
 SHAPES = checkpoint._shapes(1e6, width=16)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bench.calls import PAIR, PICTURE, Event, record_here, svg
 from bench.measure import launch
-from bench.timeline import PICTURE, SYSTEMS, Event, record_here, svg
 from tools import docs_hooks
 from torch.distributed import fsdp
 
@@ -100,7 +100,7 @@ def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_s
 
 
 def test_the_schedule_of_the_page_on_a_step_is_the_one_recorded():
-    timelines = {name: launch(record_here, 1, {"system": name}) for name in SYSTEMS}
+    timelines = {name: launch(record_here, 1, {"system": name}) for name in PAIR}
     assert svg(timelines) == PICTURE.read_text()  # else: python -m bench timeline --write
     assert all(
         [event for event in events if event.kind == "forward"] == [Event("forward", n) for n in range(3)]
