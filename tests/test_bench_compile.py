@@ -10,7 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import calls as compiled
 
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
+
 pytestmark = [
+    pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch.compile takes no such subclass"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, on importing inductor
     # Dynamo looks at the gradient of every input, also of those that are no leaves.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -3,15 +3,13 @@
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
 
-import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import full, put
+from runs import cut_twice, full, put
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -217,11 +215,7 @@ def trained(layout, kind):
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
-no_order = pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
-    reason="torch < 2.13 makes no process group in the order of slices that two axes cut",
-)
-CUT_TWICE = {"tensor parallel": [no_order], "expert parallel": [no_order]}
+CUT_TWICE = {"tensor parallel": [cut_twice], "expert parallel": [cut_twice]}
 
 
 def all_trained(layout):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from runs import held_runs, placed, put, world_mesh
+from runs import cut_twice, held_runs, placed, put, world_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -70,6 +70,7 @@ def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
 EXPERTS = [[(e * 6, (e + 1) * 6)] for e in range(4)]  # of a tensor (4, 3, 2)
 
 
+@cut_twice
 @on_ranks(4)
 def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_whole():
     mesh = rank_mesh(2, 2)
@@ -98,11 +99,7 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
         firsts = [min((p.first for p in held), default=24) for held in ordered.held]
         assert firsts == sorted(firsts)
         assert ordered.own == holding.own
-        if torch.__version__ >= "2.12" or list(ordered.ranks) == sorted(ordered.ranks):
-            assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
-        else:
-            with pytest.raises(NotImplementedError, match="new_group"):
-                _ = ordered.group
+        assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
 
 
 @given(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import BF16, put, run_of, same, world_mesh
+from runs import BF16, cut_twice, put, run_of, same, world_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from block_optim import qk_clip_
@@ -77,6 +77,7 @@ def every_layout(mesh_shape):
 _LONG = [pytest.param(shape, marks=pytest.mark.long) for shape in ((1, 4), (1, 3), (3, 1))]
 
 
+@cut_twice
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2), *_LONG])
 def test_every_optimizer_gives_the_bits_of_one_process_under_tensor_parallelism(mesh_shape):
     run_ranks(math.prod(mesh_shape), every_layout, mesh_shape, timeout=200)
@@ -128,6 +129,7 @@ def strips(dim):
     return list(record.kinds), record.bytes_sent, run.optimizer.bytes_per_step, numel
 
 
+@cut_twice
 def test_strips_that_lie_whole_on_a_rank_stay_and_cut_ones_are_shared_evenly():
     for kinds, sent, announced, numel in run_ranks(4, strips, 0):
         assert (kinds, sent, announced, numel) == ([], 0, 0, 72)

@@ -55,7 +55,8 @@ def allocator(monkeypatch):
             calls.append(Path(path).name)
             Path(path).write_bytes(b"snapshot")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory=Memory))
+    module = SimpleNamespace(memory=Memory, is_available=lambda: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return calls
 
 

@@ -69,7 +69,8 @@ class Recorder:
         """
         profiled = number in self._profiled
         if self._profiler is None and (profiled or number + 1 in self._profiled):
-            self._profiler = torch.profiler.profile()
+            # Without it torch 2.11 warns that a cycle clears the one before.
+            self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.prepare_trace()
         if self._profiler is not None and profiled and not self._tracing:
             self._profiler.start_trace()
