@@ -77,12 +77,12 @@ def _event(name: str, func: Any, args: Any) -> Collective:
     spelled = name.replace("alltoall", "all_to_all").replace("allgather", "all_gather")
     spelled = spelled.replace("allreduce", "all_reduce")
     kind = next((kind for kind in _KINDS if kind in spelled), None)
-    if kind is None:
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+    source = next((named[name] for name in _SENT if name in named), None)
+    if kind is None or (source is None and kind != "barrier"):
         raise NotImplementedError(f"record_collectives does not know {func}")
     group = _group(args)
     ranks, rank = group.size(), group.rank()
-    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
-    source = next((named[name] for name in _SENT if name in named), None)
     tensors = [t for t in tree_leaves(source) if isinstance(t, torch.Tensor)]
     size = float(sum(t.numel() * t.element_size() for t in tensors))
     if kind == "all_to_all":
