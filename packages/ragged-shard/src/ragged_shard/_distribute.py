@@ -14,7 +14,7 @@ from ragged_shard._autograd import FromLocal
 from ragged_shard._geometry import axis_extents, shard_box
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
 
 
 def distribute_tensor(
@@ -45,7 +45,7 @@ def distribute_tensor(
     sharding: Sharding | None = None
     problem: Exception | None = None
     try:
-        if isinstance(tensor, (DTensor, RaggedDTensor)):
+        if isinstance(tensor, DISTRIBUTED):
             raise TypeError(
                 f"distribute_tensor takes a plain full tensor, got a {type(tensor).__name__}; use redistribute"
             )
@@ -146,7 +146,7 @@ def distribute_like(
         )
     if isinstance(like, RaggedDTensor) and like._sharding.axis is not None:
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=src_data_rank)
-    if isinstance(like, (DTensor, RaggedDTensor)):
+    if isinstance(like, DISTRIBUTED):
         return torch_distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=src_data_rank)
     return tensor.to(like.device)
 

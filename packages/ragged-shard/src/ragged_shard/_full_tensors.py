@@ -18,7 +18,7 @@ from ragged_shard._device import CPU
 from ragged_shard._distribute import scatter
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ def check_mesh_roots(tensors: Tensors, *, loading: bool) -> None:
     Gathering skips meshes that rank 0 is not in; loading needs it in all of them.
     """
     for name, tensor in tensors.items():
-        if isinstance(tensor, (DTensor, RaggedDTensor)):
+        if isinstance(tensor, DISTRIBUTED):
             ranks = tensor.device_mesh.mesh.reshape(-1).tolist()
             if ranks[0] != 0 and (loading or 0 in ranks):
                 mesh = describe_mesh(tensor.device_mesh)
@@ -52,7 +52,7 @@ def check_given(name: str, target: torch.Tensor, value: Any) -> None:
         TypeError: not a plain tensor, or floating point for integers (or the reverse).
         ValueError: another shape.
     """
-    if not isinstance(value, torch.Tensor) or isinstance(value, (DTensor, RaggedDTensor)):
+    if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
         raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
     if value.shape != target.shape:
         raise ValueError(
@@ -84,7 +84,7 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
     device, dtype = target.device, target.dtype
     if full is not None:
         full = full.detach().to(device=device, dtype=dtype)
-    elif isinstance(target, (DTensor, RaggedDTensor)):
+    elif isinstance(target, DISTRIBUTED):
         # Receiving ranks are asked for shape and dtype only: one element, expanded, takes no memory.
         full = torch.empty((), device=device, dtype=dtype).expand(target.shape)
     if isinstance(target, RaggedDTensor) and target._sharding.axis is not None:
@@ -92,7 +92,7 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
         sharding = target._sharding
         local = scatter(full, sharding, 0) if from_rank0 else local_from_full(full, sharding)
         target._local_tensor.copy_(local)
-    elif isinstance(target, (DTensor, RaggedDTensor)):
+    elif isinstance(target, DISTRIBUTED):
         assert full is not None
         placed = torch_distribute_tensor(
             full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import RaggedDTensor
+from ragged_shard import DISTRIBUTED
 
-DISTRIBUTED = (RaggedDTensor, DTensor)  # isinstance is fastest for the first
 TorchStridedShard = _StridedShard
 SHARDS = (Shard, _StridedShard)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

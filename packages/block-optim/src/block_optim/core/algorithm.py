@@ -11,7 +11,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from block_optim.core import device as devices
-from block_optim.core._torch_compat import DISTRIBUTED
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_capturable, check_lr, reject_unsupported
 from block_optim.core.params import Group, Param
@@ -19,6 +18,7 @@ from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.core.precision import MASTER, check_precision, make_masters
 from block_optim.core.snapshot import StateSnapshot
 from layout_planner import Block
+from ragged_shard import DISTRIBUTED
 
 
 class Algorithm:

@@ -18,10 +18,11 @@ from torch.distributed.tensor import Partial
 from torch.nn.utils import get_total_norm
 
 from block_optim.core import device as devices
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, multiply_by_one_checked
+from block_optim.core._torch_compat import local_of, multiply_by_one_checked
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
 from block_optim.core.runs import Run, find_runs, is_dense
+from ragged_shard import DISTRIBUTED
 
 MANY_RUNS = 16  # from here on one call that checks a list beats a sum for each run
 

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, new_ordered_group
+from block_optim.core._torch_compat import SHARDS, local_of, new_ordered_group
 from block_optim.core.pieces import Piece, pieces_of, run
-from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
+from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard, held_boxes
 
 Range = tuple[int, int]  # elements [start, stop)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of
-from ragged_shard import distribute_like
+from block_optim.core._torch_compat import local_of
+from ragged_shard import DISTRIBUTED, distribute_like
 
 
 def own_values(

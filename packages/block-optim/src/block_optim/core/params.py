@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
-from block_optim.core._torch_compat import DISTRIBUTED, SHARDS, local_of, share_layout
+from block_optim.core._torch_compat import SHARDS, local_of, share_layout
 from block_optim.core.holding import (
     Holding,
     Range,
@@ -27,7 +27,7 @@ from block_optim.core.holding import (
 )
 from block_optim.core.runs import is_dense
 from layout_planner import Block, TensorSpec
-from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard
 
 Group = dict[str, Any]  # a parameter group: "params" and options, as torch's optimizers have them
 

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from block_optim.core._torch_compat import DISTRIBUTED, local_of, locals_of, version_of
+from block_optim.core._torch_compat import local_of, locals_of, version_of
 from block_optim.core.load import own_values, put_values
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Param, strides_of
 from block_optim.core.runs import FlatSpace
 from block_optim.ema.batches import Batch, batches_of, trade
 from block_optim.ema.int8 import CodedAverages, is_coded, layout_of
+from ragged_shard import DISTRIBUTED
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 

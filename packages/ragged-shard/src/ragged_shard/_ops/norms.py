@@ -20,7 +20,7 @@ from ragged_shard._ops.fallback import as_dtensor, fallback
 from ragged_shard._ops.operands import is_distributed
 from ragged_shard._ops.reduce import HALVES, bound, join, local_of, norm_over
 from ragged_shard._sharding import describe_mesh, ranks_along, sharding_of
-from ragged_shard._tensor import Handler, RaggedDTensor
+from ragged_shard._tensor import DISTRIBUTED, Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _REPLICATE = Replicate()
@@ -166,7 +166,7 @@ def stack(op: Op) -> Handler:
         if not ragged or not all(t._sharding.replicate for t in ragged) or any(t.ndim for t in tensors):
             return fallback(func, args, kwargs)
         first = ragged[0]._sharding
-        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor | RaggedDTensor)}
+        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DISTRIBUTED)}
         if len(meshes) > 1:
             _check_same_ranks(func, list(meshes.values()))
         locals_ = [_total(t) for t in tensors]

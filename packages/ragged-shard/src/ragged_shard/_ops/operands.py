@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, ranks_along
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
 from ragged_shard._torch_compat import Op, implicitly_replicated
 
 
 def is_distributed(value: object) -> bool:
     """Whether it is a RaggedDTensor or a DTensor of torch's."""
-    return isinstance(value, (RaggedDTensor, DTensor))
+    return isinstance(value, DISTRIBUTED)
 
 
 def ragged_sharding(values: Iterable[object]) -> Sharding | None:
