@@ -42,16 +42,17 @@ class Shape:
     plain_norms: bool = False
 
 
-def build(shape: Shape, seed: int = 0) -> Any:
-    """The model with the same weights for the same seed, in every process."""
+def build(shape: Shape, seed: int = 0, device: str = "cpu") -> Any:
+    """The model with the same weights for the same seed, in every process with this kind of device."""
+    # Not on the device: dbuffer makes tensors when it is imported.
     from fsdp_runtime.train import ModelConfig, Transformer
 
     sizes = ModelConfig(
         vocab_size=shape.vocab, dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads,
         num_kv_heads=shape.heads, ff_dim=shape.inner, tied=False,
     )  # fmt: skip
-    devices = [torch.cuda.current_device()] if torch.get_default_device().type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.device(device), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         model = Transformer(sizes)
         nn.init.normal_(model.embed.weight, std=0.02)
@@ -210,8 +211,7 @@ class Workload:
 
     def model(self, device: str = "cpu") -> nn.Module:
         """A new model, its weights the same in every process with this kind of device."""
-        with torch.device(device):
-            return build(self.shape)
+        return build(self.shape, device=device)
 
 
 def _workload(name: str, batch: int, length: int, **sizes: Any) -> Workload:
