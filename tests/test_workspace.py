@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -196,3 +197,18 @@ def test_no_file_names_a_package_registry():
         str(path.relative_to(ROOT)) for path in files_of_the_repository() if names.search(path.read_bytes())
     ]
     assert naming == []
+
+
+def test_modules_are_imported_where_new_tensors_are_on_meta_and_of_another_dtype():
+    code = f"""
+import importlib, pkgutil, torch
+torch.set_default_dtype(torch.float64)
+with torch.device("meta"):
+    for package in map(importlib.import_module, {[package.replace("-", "_") for package in ORDER]}):
+        for module in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+from dbuffer import BlockNVFP4
+assert BlockNVFP4.middles[1] == 0.75 - 2.0**-24
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from block_optim.core.tiles import Buffer
+from ragged_shard import CPU
 
 ONE_EXPONENT = 127
 
@@ -47,7 +48,8 @@ class Steps:
 
     def value(self, code: int) -> float:
         """F(code)."""
-        return torch.tensor(self.offset + code << self.shift, dtype=torch.int32).view(torch.float32).item()
+        bits = torch.tensor(self.offset + code << self.shift, dtype=torch.int32, device=CPU)
+        return bits.view(torch.float32).item()
 
 
 FIRST, SECOND = Steps(5, 127), Steps(5, 255)

@@ -16,6 +16,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from ragged_shard import CPU
+
 from .pairs import PairFormat
 
 SIZE = 16
@@ -27,7 +29,9 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def _middles() -> tuple[float, ...]:
     """Numbers above which the next magnitude is nearer; in the middle the even code is."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)]
-    below = [float(torch.tensor(middle).nextafter(torch.tensor(0.0))) for middle in middles]
+    # The caller's default device and dtype do not matter: modules may be imported where they are others.
+    of = torch.tensor(middles, dtype=torch.float32, device=CPU)
+    below = of.nextafter(torch.zeros_like(of)).tolist()
     return tuple(below[code] if code % 2 else middles[code] for code in range(len(middles)))
 
 
