@@ -99,14 +99,14 @@ class Calls:
 def count_here(request: dict[str, Any]) -> dict[str, Any]:
     """`{part: figures}` of a system in this process, of the part `show` each function's calls, and `ways`."""
     fully_shard, folders = _system(request["system"])
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
 
     def count(part: str, call: Callable[[], Any]) -> tuple[Any, Calls]:
         with Calls(folders) as calls:
             result = call()
-        found[part] = calls.figures()
+        figures[part] = calls.figures()
         if part == request.get("show"):
-            found["shown"] = [(number, *where) for where, number in calls.functions.most_common()]
+            figures["shown"] = [(number, *where) for where, number in calls.functions.most_common()]
         return result, calls
 
     x = torch.ones(2, 64)
@@ -132,8 +132,8 @@ def count_here(request: dict[str, Any]) -> dict[str, Any]:
         loss = gathered(x).sum()
         with Calls(folders) as backward:
             loss.backward()
-    found["ways"] = {"parameter": forward.to_gather, "gradient": backward.files()}
-    return found
+    figures["ways"] = {"parameter": forward.to_gather, "gradient": backward.files()}
+    return figures
 
 
 def _system(name: str) -> tuple[Callable[..., Any], list[Path]]:

@@ -49,15 +49,15 @@ def _method(figure: Callable[..., float], unit: str) -> Any:
 
 @recorded_as(
     "runtime",
-    collectives=("calls", lambda found, ranks: sum(found[ranks]["ours"]["collectives"].values())),
-    calls=("calls", lambda found, ranks: sum(found[ranks]["ours"]["calls"].values())),
-    wire_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["wire_bytes"]),
-    copied_forward_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["copied"]["forward"]),
-    copied_backward_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["copied"]["backward"]),
-    peak_bytes=("bytes", lambda found, ranks: found[ranks]["ours"]["peak"]),
+    collectives=("calls", lambda results, ranks: sum(results[ranks]["ours"]["collectives"].values())),
+    calls=("calls", lambda results, ranks: sum(results[ranks]["ours"]["calls"].values())),
+    wire_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["wire_bytes"]),
+    copied_forward_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["copied"]["forward"]),
+    copied_backward_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["copied"]["backward"]),
+    peak_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["peak"]),
     peak_of_fsdp2=(
         "ratio",
-        lambda found, ranks: found[ranks]["ours"]["peak"] / found[ranks]["fsdp2"]["peak"],
+        lambda results, ranks: results[ranks]["ours"]["peak"] / results[ranks]["fsdp2"]["peak"],
     ),
 )
 class Counts:
@@ -74,9 +74,9 @@ class Counts:
 
 @recorded_as(
     "runtime",
-    own_calls=("calls", lambda found, part: found["ours"][part]["calls"]),
+    own_calls=("calls", lambda results, part: results["ours"][part]["calls"]),
     own_calls_of_fsdp2=(
-        "ratio", lambda found, part: found["ours"][part]["calls"] / found["fsdp2"][part]["calls"]
+        "ratio", lambda results, part: results["ours"][part]["calls"] / results["fsdp2"][part]["calls"]
     ),
 )  # fmt: skip
 class PythonCalls:
@@ -91,8 +91,8 @@ class PythonCalls:
 
 
 def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable[..., float]]:
-    def figure(found: Any, workload: str, system: str) -> float:
-        figures = found[workload]
+    def figure(results: Any, workload: str, system: str) -> float:
+        figures = results[workload]
         if figures["noise"] or system not in figures["times"]:
             return math.nan
         return of(figures["times"][system][key])
@@ -110,7 +110,7 @@ def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable
     step_of_ddp=_time("wall_ratio_ddp", lambda ratio: 1 / ratio),
     peak_rss_bytes=(
         "bytes",
-        lambda found, work, system: found[work]["memory"].get(system, {}).get("start", math.nan),
+        lambda results, work, system: results[work]["memory"].get(system, {}).get("start", math.nan),
     ),
 )
 class Speed:
@@ -123,10 +123,10 @@ class Speed:
     def setup_cache(self) -> dict[str, Any]:
         figures = {}
         for workload in self.params[0]:
-            found, noise = compare.speed(workload, 2, systems=self.params[1], rounds=4, steps=1)
+            results, noise = compare.speed(workload, 2, systems=self.params[1], rounds=4, steps=1)
             for reason in noise:
                 print(f"{workload}: times are not kept, the machine is too busy: {reason}", file=sys.stderr)
-            figures[workload] = {**found, "noise": noise}
+            figures[workload] = {**results, "noise": noise}
         return figures
 
 
@@ -206,14 +206,14 @@ def _ms(times: Any, name: str, *phases: str) -> float:
     return sum(ms for (system, phase), ms in times.items() if system == name and phase in phases)
 
 
-def _of_fsdp2(found: Any, world_size: int, dtype: str) -> float:
-    times = found[world_size, dtype]
+def _of_fsdp2(results: Any, world_size: int, dtype: str) -> float:
+    times = results[world_size, dtype]
     return _ms(times, "dbuffer", *host.PHASES) / _ms(times, "FSDP2", *host.PHASES)
 
 
 @recorded_as(
     "buffer",
-    host_ms=("ms", lambda found, ranks, dtype: _ms(found[ranks, dtype], "dbuffer", "gather", "reduce")),
+    host_ms=("ms", lambda results, ranks, dtype: _ms(results[ranks, dtype], "dbuffer", "gather", "reduce")),
     share_of_fsdp2=("ratio", _of_fsdp2),
 )
 class Group:
@@ -265,9 +265,9 @@ class MuonPlans:
 
 @recorded_as(
     "muon",
-    time_ratio=("ratio", lambda found, system: found[system][0] / found[optimizers.FULL][0]),
-    cpu_ratio=("ratio", lambda found, system: found[system][1] / found[optimizers.FULL][1]),
-    bytes_sent=("bytes", lambda found, system: found[system][2]),
+    time_ratio=("ratio", lambda results, system: results[system][0] / results[optimizers.FULL][0]),
+    cpu_ratio=("ratio", lambda results, system: results[system][1] / results[optimizers.FULL][1]),
+    bytes_sent=("bytes", lambda results, system: results[system][2]),
 )
 class MuonSteps:
     """A step of each system on two ranks, over the all-gather Muon's in the same run; bytes sent."""
@@ -282,8 +282,8 @@ class MuonSteps:
 
 @recorded_as(
     "shampoo",
-    median=("ms", lambda found, system, refresh: found[system][refresh == "staggered"][0]),
-    largest=("ms", lambda found, system, refresh: found[system][refresh == "staggered"][1]),
+    median=("ms", lambda results, system, refresh: results[system][refresh == "staggered"][0]),
+    largest=("ms", lambda results, system, refresh: results[system][refresh == "staggered"][1]),
 )
 class StepProfile:
     """Thread CPU milliseconds of a step, over 50 steps."""

@@ -161,8 +161,8 @@ def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
     columns = "; ".join(f"{part} of {size}, ms" for part in PARTS[:2] for size in (FEW, MANY))
     rows = []
     for name, added in params.items():
-        one = 1e3 * (added[f"backward {MANY}"] - added[f"backward {FEW}"]) / (MANY - FEW)
-        rows.append([SYSTEMS[name].label, *(f"{value:.3f}" for value in added.values()), f"{one:.1f}"])
+        each = 1e3 * (added[f"backward {MANY}"] - added[f"backward {FEW}"]) / (MANY - FEW)
+        rows.append([SYSTEMS[name].label, *(f"{value:.3f}" for value in added.values()), f"{each:.1f}"])
     text = (
         f"Time that units of {FEW} and of {MANY} parameters of {WIDTH} elements add to the plain model, thread CPU time"
         " of one unit, the least of all rounds. One gradient: the time that one more parameter adds to backward."

@@ -103,13 +103,13 @@ def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
         known: paths in the site by paths in the repository, of what docs/ does not hold.
     """
 
-    def replaced(found: re.Match[str]) -> str:
-        mark, text, target = found.groups()
+    def replaced(match: re.Match[str]) -> str:
+        mark, text, target = match.groups()
         if target is None:  # code
-            return found[0]
+            return match[0]
         path, hash_, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", target):
-            return found[0]
+            return match[0]
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if wanted.startswith("docs/"):
             inside = wanted.removeprefix("docs/")
@@ -118,7 +118,7 @@ def relink(markdown: str, source: str, here: str, known: dict[str, str]) -> str:
         elif (ROOT / wanted).exists():
             return text
         else:
-            return found[0]  # mkdocs says that it leads nowhere
+            return match[0]  # mkdocs says that it leads nowhere
         return f"{mark}[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{hash_}{anchor})"
 
     return _CODE_OR_LINK.sub(replaced, markdown)

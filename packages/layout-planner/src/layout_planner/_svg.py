@@ -323,6 +323,6 @@ def _text(
     opacity: str = "",
 ) -> str:
     """One line of text, escaped; `y` is its baseline."""
-    given = {"font-weight": weight, "text-anchor": anchor, "opacity": opacity}
-    more = "".join(f' {key}="{value}"' for key, value in given.items() if value)
+    attributes = {"font-weight": weight, "text-anchor": anchor, "opacity": opacity}
+    more = "".join(f' {key}="{value}"' for key, value in attributes.items() if value)
     return f'<text x="{x:.2f}" y="{y:g}" font-size="{size}" fill="{fill}"{more}>{escape(content)}</text>'

@@ -90,13 +90,13 @@ class Region:
 
 
 @lru_cache(maxsize=65536)
-def _boxes_of(held: Region) -> tuple[Box, ...]:
-    if not held.box.numel:
+def _boxes_of(region: Region) -> tuple[Box, ...]:
+    if not region.box.numel:
         return ()
-    rest = held.box.sizes[held.prefix :]
-    boxes = range_boxes(held.box.sizes[: held.prefix], held.start, held.stop)
+    rest = region.box.sizes[region.prefix :]
+    boxes = range_boxes(region.box.sizes[: region.prefix], region.start, region.stop)
     return tuple(
-        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(held.box.offsets) for box in boxes
+        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(region.box.offsets) for box in boxes
     )
 
 

@@ -173,9 +173,9 @@ def _take(replica: torch.Tensor, wanted: Extent) -> torch.Tensor:
     return replica.reshape(-1)[first:last].clone().view(wanted.shape)
 
 
-def _gather(local: torch.Tensor, held: tuple[Extent, ...], rank: int, group: ProcessGroup) -> Pending:
+def _gather(local: torch.Tensor, extents: tuple[Extent, ...], rank: int, group: ProcessGroup) -> Pending:
     """Ragged -> Replicate; the table above says by which collective."""
-    counts = _lengths(held)
+    counts = _lengths(extents)
     flat = local.contiguous().view(-1)
     holders = [r for r, count in enumerate(counts) if count]
     if len(counts) == 1 or not holders:
@@ -220,17 +220,17 @@ def _scatter_sum(
 
 
 def _embed(
-    local: torch.Tensor, base: tuple[int, ...], held: Extent, partial: Partial, ranks: int
+    local: torch.Tensor, base: tuple[int, ...], extent: Extent, partial: Partial, ranks: int
 ) -> torch.Tensor:
     """Ragged or Shard -> Partial: this rank's elements in their place, zeros elsewhere; times N for an average."""
     _check_partial_target(partial)
     summand = local.new_zeros(base)
     if partial.reduce_op == "avg" and not local.is_floating_point():
         raise TypeError(f"{partial} of dtype {local.dtype} is not defined: it takes floating point numbers")
-    if held.flat is not None:
-        summand.view(-1)[held.flat[0] : held.flat[1]] = local.reshape(-1)
+    if extent.flat is not None:
+        summand.view(-1)[extent.flat[0] : extent.flat[1]] = local.reshape(-1)
     else:
-        for box in held.boxes:
+        for box in extent.boxes:
             summand[box.slices()] = local
     return summand.mul_(ranks) if partial.reduce_op == "avg" else summand
 
@@ -245,19 +245,19 @@ def _check_partial_target(partial: Partial) -> None:
 def _all_to_all(
     local: torch.Tensor,
     base: tuple[int, ...],
-    held: tuple[Extent, ...],
+    sources: tuple[Extent, ...],
     wanted: tuple[Extent, ...],
     rank: int,
     group: ProcessGroup,
 ) -> Pending:
     """Between Ragged and Ragged or Shard(d): each rank sends every other what it holds and the other will hold."""
-    if all(h.boxes == w.boxes for h, w in zip(held, wanted, strict=True)):
+    if all(h.boxes == w.boxes for h, w in zip(sources, wanted, strict=True)):
         return done(local.clone(memory_format=torch.contiguous_format))
-    if all(extent.flat is not None for extent in held + wanted):
-        return _all_to_all_runs(local, held, wanted, rank, group)
-    outgoing = [_common(held[rank], wanted[peer]) for peer in range(len(held))]
-    incoming = [_common(held[peer], wanted[rank]) for peer in range(len(held))]
-    pieces = [_view(local, base, held[rank], box).reshape(-1) for boxes in outgoing for box in boxes]
+    if all(extent.flat is not None for extent in sources + wanted):
+        return _all_to_all_runs(local, sources, wanted, rank, group)
+    outgoing = [_common(sources[rank], wanted[peer]) for peer in range(len(sources))]
+    incoming = [_common(sources[peer], wanted[rank]) for peer in range(len(sources))]
+    pieces = [_view(local, base, sources[rank], box).reshape(-1) for boxes in outgoing for box in boxes]
     send = torch.cat(pieces) if pieces else local.new_empty(0)
     received = _comm.all_to_all(send, _numels(outgoing), _numels(incoming), group)
 
@@ -276,7 +276,11 @@ def _all_to_all(
 
 
 def _all_to_all_runs(
-    local: torch.Tensor, held: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: ProcessGroup
+    local: torch.Tensor,
+    sources: tuple[Extent, ...],
+    wanted: tuple[Extent, ...],
+    rank: int,
+    group: ProcessGroup,
 ) -> Pending:
     """The same where all extents are runs of the flattened base: the local tensor itself is the send buffer."""
 
@@ -285,8 +289,8 @@ def _all_to_all_runs(
         assert b.flat is not None
         return max(0, min(a.flat[1], b.flat[1]) - max(a.flat[0], b.flat[0]))
 
-    send_counts = [overlap(held[rank], other) for other in wanted]
-    recv_counts = [overlap(other, wanted[rank]) for other in held]
+    send_counts = [overlap(sources[rank], other) for other in wanted]
+    recv_counts = [overlap(other, wanted[rank]) for other in sources]
     return _comm.all_to_all(local.contiguous().view(-1), send_counts, recv_counts, group)
 
 
@@ -299,12 +303,12 @@ def _numels(boxes_by_rank: list[list[Box]]) -> list[int]:
     return [sum(box.numel for box in boxes) for boxes in boxes_by_rank]
 
 
-def _view(local: torch.Tensor, base: tuple[int, ...], held: Extent, box: Box) -> torch.Tensor:
-    """The elements of ``box`` (offsets in the base) in a local tensor that holds ``held``, as a view."""
-    if held.flat is None:
-        (own,) = held.boxes
+def _view(local: torch.Tensor, base: tuple[int, ...], extent: Extent, box: Box) -> torch.Tensor:
+    """The elements of ``box`` (offsets in the base) in a local tensor that holds ``extent``, as a view."""
+    if extent.flat is None:
+        (own,) = extent.boxes
         return local[box.moved(tuple(-o for o in own.offsets)).slices()]
-    return run_view(local, base, held.flat[0], box)
+    return run_view(local, base, extent.flat[0], box)
 
 
 def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -> torch.Tensor:

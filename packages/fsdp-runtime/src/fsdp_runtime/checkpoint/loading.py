@@ -221,7 +221,7 @@ class _Reader:
         again = torch.empty_like(target.values())
         self.fill(again, boxes, pieces)
         both = zip(views_of(tensor, boxes), views_of(again, boxes), strict=True)
-        return all(torch.equal(one, two) for (_, one), (_, two) in both)
+        return all(torch.equal(value, expected) for (_, value), (_, expected) in both)
 
     def fill(self, values: torch.Tensor, boxes: list[Box], pieces: Sequence[Piece]) -> None:
         """Read what this rank holds of a tensor."""

@@ -111,16 +111,16 @@ def _shard_units(model: nn.Module, plugin: Any, options: dict[str, Any]) -> None
     if first is not None and not isinstance(first, AnyFSDPModule):
         fully_shard(first, **options)
     tail = [_final_norm(model), last]
-    found = [module for module in tail if module is not None and not isinstance(module, AnyFSDPModule)]
-    if found:
-        fully_shard(found, **{**options, "reshard_after_forward": False})
+    unsharded = [module for module in tail if module is not None and not isinstance(module, AnyFSDPModule)]
+    if unsharded:
+        fully_shard(unsharded, **{**options, "reshard_after_forward": False})
     if not isinstance(model, AnyFSDPModule):
         fully_shard(model, **{**options, "reshard_after_forward": None})
 
 
 def _embedding(model: nn.Module, getter: str) -> Any:
-    found = getattr(model, getter, lambda: None)()
-    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
+    module = getattr(model, getter, lambda: None)()
+    return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None
 
 
 def _final_norm(model: nn.Module) -> nn.Module | None:
@@ -158,13 +158,13 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     Accelerate tells parameters by their memory's address, which those have in common that this rank holds nothing of.
     So optimizers are given their own parameters back.
     """
-    held = [
+    before = [
         (optimizer, [list(group["params"]) for group in optimizer.param_groups])
         for optimizer in objects
         if isinstance(optimizer, torch.optim.Optimizer)
     ]
     prepared = accelerator.prepare(*objects, **options)
-    for optimizer, groups in held:
+    for optimizer, groups in before:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = params
     return prepared
@@ -229,15 +229,15 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
 def _folder(accelerator: Any, input_dir: str | Path | None) -> Path:
     """The folder that `accelerator.load_state` reads."""
     if input_dir is not None:
-        found = Path(input_dir).expanduser()
+        folder = Path(input_dir).expanduser()
     elif accelerator.project_configuration.automatic_checkpoint_naming:
         folders = Path(accelerator.project_dir, "checkpoints").iterdir()
-        found = max(folders, key=lambda folder: int(re.findall("[0-9]+", folder.name)[0]))
+        folder = max(folders, key=lambda folder: int(re.findall("[0-9]+", folder.name)[0]))
     else:
         raise ValueError("no input_dir is given, and automatic_checkpoint_naming is off")
-    if not found.is_dir():
-        raise FileNotFoundError(f"{found} is not a folder")
-    return found
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    return folder
 
 
 def _check_files(accelerator: Any, folder: Path, load_kwargs: dict[str, Any]) -> int | None:

@@ -122,24 +122,26 @@ class RaggedStrategy:
         """
         inherited: Any = super()
         path = Path(inherited.broadcast(path))
-        given = state if isinstance(state, dict) else {"model": state}
-        models = {key: value for key, value in given.items() if _is_ragged(value)}
+        wanted_state = state if isinstance(state, dict) else {"model": state}
+        models = {key: value for key, value in wanted_state.items() if _is_ragged(value)}
         ((key, model),) = models.items() if len(models) == 1 else [("", None)]
-        wanted = {} if model is state else given
+        wanted = {} if model is state else wanted_state
         file = None if model is None else _read(path, key, model, wanted, strict, weights_only)
         if model is None or file is None:
-            found: dict[str, Any] = inherited.load_checkpoint(
+            remainder: dict[str, Any] = inherited.load_checkpoint(
                 path=path, state=state, strict=strict, weights_only=weights_only
             )
-            return found
+            return remainder
         if model is state:
             set_full_state_dict(model, file, strict=strict)
             return {}
-        return _load(file, key, model, given, strict)
+        return _load(file, key, model, wanted_state, strict)
 
 
 def _is_ragged(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(isinstance(one, RaggedDTensor) for one in value.parameters())
+    return isinstance(value, nn.Module) and any(
+        isinstance(param, RaggedDTensor) for param in value.parameters()
+    )
 
 
 def _read(
@@ -181,8 +183,8 @@ def _read(
                     f"load_checkpoint: on rank {rank} {path} has no {name!r}, which the state asks for "
                     f"(strict={strict})"
                 )
-    found: dict[str, Any] = file
-    return found
+    content: dict[str, Any] = file
+    return content
 
 
 def _load(

@@ -241,8 +241,8 @@ def _sharding_by_us(
 ) -> Callable[..., Any]:
     """Parameters are tied before sharding, not after loading."""
 
-    def shard(module: Any, **given: Any) -> Any:
-        return fully_shard(module, **{**given, **options})
+    def shard(module: Any, **theirs_options: Any) -> Any:
+        return fully_shard(module, **{**theirs_options, **options})
 
     def apply(model: Any, *args: Any, **kwargs: Any) -> Any:
         made.append((model, dict(model.all_tied_weights_keys)))

@@ -118,9 +118,9 @@ def _placed(entry: tuple[str, torch.Tensor, Any]) -> tuple[str, torch.Tensor, An
             f"{name} is cut over several axes ({placements} on {mesh}), which verl's delta sync cannot place; export "
             "whole tensors (get_per_tensor_param)"
         )
-    held = held_boxes(shape, mesh.shape, placements, where)
+    boxes = held_boxes(shape, mesh.shape, placements, where)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = sum(map(operator.mul, held[0][0], strides)) if held else 0
+    start = sum(map(operator.mul, boxes[0][0], strides)) if boxes else 0
     first = all(where[axis] == 0 for axis in range(mesh.ndim) if axis != cut)
     placed = {"place": start, "gather_group": mesh.get_group(cut), "contributes": first}
     return name, local, dataclasses.replace(spec, mesh=None, placements=None, **placed)

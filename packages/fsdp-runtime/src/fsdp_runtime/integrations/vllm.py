@@ -148,6 +148,6 @@ def weight_patches(
             )
         names[entry.name] = renamed
     return [
-        SparseWeightPatch(names[one.name], one.indices.to(torch.int32), one.values, one.shape)
-        for one in exporter.elements(exported)
+        SparseWeightPatch(names[changed.name], changed.indices.to(torch.int32), changed.values, changed.shape)
+        for changed in exporter.elements(exported)
     ]

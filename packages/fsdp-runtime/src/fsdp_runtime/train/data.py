@@ -177,10 +177,10 @@ def _open(path: Path, dtype: str) -> Any:
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != 1:
-                found = (
+                content = (
                     f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
                 )
-                raise TrainError(f"{path} holds {found}, expected integer tokens (n,)")
+                raise TrainError(f"{path} holds {content}, expected integer tokens (n,)")
         elif path.suffix == ".bin":
             if path.stat().st_size % np.dtype(dtype).itemsize:
                 raise TrainError(

@@ -135,10 +135,10 @@ def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
     out: Groups = []
     for group in groups:
         rest = [pair for pair in group["params"] if id(pair[1]) not in rows]
-        apart = [pair for pair in group["params"] if id(pair[1]) in rows]
+        tables = [pair for pair in group["params"] if id(pair[1]) in rows]
         if rest:
             out.append({**group, "params": rest})
-        if apart:
-            least = min(rows[id(parameter)] for _, parameter in apart)
-            out.append({**group, "params": apart, "diagonal_above": max(least - 1, 1)})
+        if tables:
+            least = min(rows[id(parameter)] for _, parameter in tables)
+            out.append({**group, "params": tables, "diagonal_above": max(least - 1, 1)})
     return out

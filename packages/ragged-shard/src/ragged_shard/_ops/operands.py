@@ -81,9 +81,11 @@ def _broadcasts(sharding: Sharding, target: Sharding) -> bool:
     )
 
 
-def _covers(one: Sharding, other: Sharding) -> bool:
+def _covers(first: Sharding, second: Sharding) -> bool:
     """Whether the first one's mesh has all ranks of the second one's."""
-    return ranks_along(one.mesh, range(one.mesh.ndim)) >= ranks_along(other.mesh, range(other.mesh.ndim))
+    return ranks_along(first.mesh, range(first.mesh.ndim)) >= ranks_along(
+        second.mesh, range(second.mesh.ndim)
+    )
 
 
 def number_of(value: Any) -> Any:

@@ -123,13 +123,13 @@ def join(clock: Clock, other: Clock) -> None:
 def where() -> str:
     """The innermost lines of code that is neither torch's nor this file's."""
     frame: Any = sys._getframe(1)
-    found: list[str] = []
-    while frame is not None and len(found) < 4:
+    lines: list[str] = []
+    while frame is not None and len(lines) < 4:
         path = frame.f_code.co_filename
         if not path.startswith((_TORCH, _PYTHON, _HERE)):
-            found.append(f"{os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}")
+            lines.append(f"{os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return " < ".join(found)
+    return " < ".join(lines)
 
 
 _HERE = __file__.rpartition(os.sep)[0]

@@ -467,11 +467,11 @@ class _Stamp(TorchDispatchMode):
         return bool(device != CPU and kwargs.get("device") == device)
 
     def _see_results(
-        self, func: Any, result: Any, given: list[torch.Tensor], pinned: bool, to_device: bool
+        self, func: Any, result: Any, arguments: list[torch.Tensor], pinned: bool, to_device: bool
     ) -> None:
         device = self._device
-        known = {t.untyped_storage().data_ptr() for t in given}
-        blocks = [device.block_of(t.untyped_storage()) for t in given]
+        known = {t.untyped_storage().data_ptr() for t in arguments}
+        blocks = [device.block_of(t.untyped_storage()) for t in arguments]
         all_on_host = any(blocks) and all(block.on_host for block in blocks if block)
         on_host = pinned or (all_on_host and not to_device)
         made = []
