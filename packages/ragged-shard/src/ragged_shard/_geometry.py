@@ -297,31 +297,25 @@ def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: 
         NotImplementedError: two ragged axes, or a placement that cannot be combined with a ragged one.
     """
     try:
-        _validate_placements(placements, axis, mesh_shape, shape)
+        if len(placements) != len(mesh_shape):
+            raise ValueError(f": expected {len(mesh_shape)} placements, one for each mesh axis")
+        for placement in placements:
+            if type(placement) is Shard and not 0 <= placement.dim < len(shape):
+                raise ValueError(f": {placement} is outside the dimensions of a {len(shape)}-d tensor")
         if axis is not None:
+            if len(placements) > axis + 1 and ragged_axis(placements[axis + 1 :]) is not None:
+                raise NotImplementedError(": only one mesh axis can be ragged, found more")
+            for placement in placements:
+                known = type(placement) in TORCHS or isinstance(placement, RaggedShard)
+                if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
+                    raise NotImplementedError(
+                        f": {placement!r} cannot be combined with a ragged axis; "
+                        "use Replicate, Shard(d), Partial('sum') or Partial('avg')"
+                    )
             _validate_ragged(placements, mesh_shape, shape, axis)
     except (ValueError, NotImplementedError) as error:
         what = f"placements {placements} of a tensor of shape {shape} on a mesh of shape {mesh_shape}"
         raise type(error)(f"{what}{error}") from None
-
-
-def _validate_placements(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
-    if len(placements) != len(mesh_shape):
-        raise ValueError(f": expected {len(mesh_shape)} placements, one for each mesh axis")
-    for placement in placements:
-        if type(placement) is Shard and not 0 <= placement.dim < len(shape):
-            raise ValueError(f": {placement} is outside the dimensions of a {len(shape)}-d tensor")
-    if axis is None:
-        return
-    if len(placements) > axis + 1 and ragged_axis(placements[axis + 1 :]) is not None:
-        raise NotImplementedError(": only one mesh axis can be ragged, found more")
-    for placement in placements:
-        known = type(placement) in TORCHS or isinstance(placement, RaggedShard)
-        if not known or (type(placement) is Partial and placement.reduce_op not in REDUCTIONS):
-            raise NotImplementedError(
-                f": {placement!r} cannot be combined with a ragged axis; "
-                "use Replicate, Shard(d), Partial('sum') or Partial('avg')"
-            )
 
 
 def _validate_ragged(placements: Placements, mesh_shape: Ints, shape: Ints, axis: int) -> None:
