@@ -1,8 +1,8 @@
-"""What the host does in a step, compared with FSDP2: Python calls and files, graphs of torch.compile, and the order.
+"""The host's side of a step, ours and FSDP2's: Python calls and files, graphs of torch.compile, order of launches.
 
 python -m bench calls                    calls in wrapping, forward and backward; files on a parameter's way
 python -m bench calls --show backward    also lists our functions in this part, most called first
-python -m bench calls --write-expected   also commits the tests to today's calls
+python -m bench calls --write-expected   also writes the numbers that the tests compare with
 python -m bench compile                  graphs and graph breaks on sharded models, three steps each
 python -m bench timeline [--write]       the work that the host starts, in order; draws docs/assets/schedule.svg
 

@@ -73,8 +73,8 @@ def test_out_of_memory_is_told_from_other_errors(cause, expected):
         def __repr__(self):
             return cause
 
-    found = gpu.out_of_memory(RankError("rank 1 of 2 failed", {1: Cause()}))
-    assert found == (cause if expected else None)
+    reported = gpu.out_of_memory(RankError("rank 1 of 2 failed", {1: Cause()}))
+    assert reported == (cause if expected else None)
 
 
 @pytest.mark.long

@@ -51,9 +51,11 @@ def test_the_difference_of_two_means_is_over_its_standard_error():
 
 @pytest.mark.long
 def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights_of_one_process():
-    found = optimizers.muon_on_ranks(2, rounds=1)
-    assert {system: figures[5] for system, figures in found.items()} == dict.fromkeys(optimizers.MUONS, 0.0)
-    ours, full = found[optimizers.OURS], found[optimizers.FULL]
+    by_system = optimizers.muon_on_ranks(2, rounds=1)
+    assert {system: figures[5] for system, figures in by_system.items()} == dict.fromkeys(
+        optimizers.MUONS, 0.0
+    )
+    ours, full = by_system[optimizers.OURS], by_system[optimizers.FULL]
     assert full[3] == len(optimizers.MUON_SHAPES)
     assert ours[3] < full[3]
     assert ours[4] == full[4] / 2

@@ -129,7 +129,7 @@ def print_plan(config: RunConfig, asked_ranks: int | None, gib: float | None = N
 
 
 def _line_of_layers(config: RunConfig, vocab_size: int, splits: Splits) -> str:
-    """What the built-in model's layers send on each axis, and the pipeline's bubble."""
+    """One line: MB that a rank sends for the built-in model's layers, by axis, and the pipeline's bubble."""
     traffic = dataclasses.asdict(traffic_of(config, model_config(config, vocab_size), splits))
     sent = ", ".join(f"{axis} {megabytes(nbytes)}" for axis, nbytes in traffic.items() if nbytes)
     bubble = splits.bubble(config.accumulate)

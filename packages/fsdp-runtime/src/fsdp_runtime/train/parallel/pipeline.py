@@ -99,7 +99,6 @@ class Pipeline:
         cross_entropy, aux = losses_from(out, targets, "mean" if step is None else "sum")
         cross_entropy = cross_entropy / config.accumulate if step is None else step.loss(cross_entropy)
         self._seen.append(cross_entropy.detach())
-        parts = config.accumulate * (
-            1 if step is None else splits.readers * splits.cp
-        )  # of the balancing loss
+        # Of the balancing loss, a mean over sequences.
+        parts = config.accumulate * (1 if step is None else splits.readers * splits.cp)
         return cross_entropy + config.model.aux_weight / splits.tp / parts * aux
