@@ -21,7 +21,13 @@ pytestmark = [
 eager = functools.cache(lambda system: compiled.train(system, None)["losses"])
 
 
-@pytest.mark.parametrize("how", compiled.HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        compiled.HOW[1],
+        *(pytest.param(how, marks=pytest.mark.long) for how in compiled.HOW if how != compiled.HOW[1]),
+    ],
+)
 def test_a_compiled_model_has_the_losses_of_eager_and_the_graphs_of_fsdp2(how):
     ours, fsdp2 = (compiled.train(system, how) for system in ("ours", "fsdp2"))
     assert compiled.agree(ours["losses"], eager("ours"))

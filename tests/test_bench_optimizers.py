@@ -61,6 +61,7 @@ def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights
     assert ours[4] == full[4] / 2
 
 
+@pytest.mark.long
 def test_plans_of_simulated_ranks_are_a_table_of_both_ways():
     table = optimizers.plans_table(ranks=(4,), models=("llama-3-8b",))
     assert {len(row) for row in table["rows"]} == {len(table["header"])}

@@ -266,6 +266,7 @@ def test_a_gpu_run_resumes_with_what_failed(tmp_path, monkeypatch):
     assert found["pieces"] == {f"p{number}": {"skipped": {}} for number in range(3)}
 
 
+@pytest.mark.long
 def test_a_gpu_tests_failure_is_in_the_log_before_pytest_ends(tmp_path, monkeypatch):
     tests = tmp_path / "packages" / "some"
     tests.mkdir(parents=True)

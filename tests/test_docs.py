@@ -99,6 +99,7 @@ def test_the_manifests_of_the_launch_page_are_valid_yaml_and_its_scripts_valid_s
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.long
 def test_the_schedule_of_the_page_on_a_step_is_the_one_recorded():
     timelines = {name: launch(record_here, 1, {"system": name}) for name in PAIR}
     assert svg(timelines) == PICTURE.read_text()  # else: python -m bench timeline --write

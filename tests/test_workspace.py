@@ -199,6 +199,7 @@ def test_no_file_names_a_package_registry():
     assert naming == []
 
 
+@pytest.mark.long
 def test_modules_are_imported_where_new_tensors_are_on_meta_and_of_another_dtype():
     code = f"""
 import importlib, pkgutil, torch

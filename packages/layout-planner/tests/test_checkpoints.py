@@ -1,6 +1,7 @@
 """Shapes come from safetensors headers; whatever is wrong with a checkpoint is said with the file's name."""
 
 import json
+import re
 import struct
 import sys
 
@@ -118,13 +119,42 @@ def refused(path, match):
         read_checkpoint(path)
 
 
-def test_a_missing_path_is_refused(tmp_path):
-    refused(tmp_path / "none.safetensors", r"none\.safetensors: no such file.*give a \.safetensors file")
+def cut_short(path):
+    write(path, layers([0]))
+    path.write_bytes(path.read_bytes()[:20])
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
-    (tmp_path / "model.bin").write_bytes(b"weights")
-    refused(tmp_path / "model.bin", r"model\.bin: unknown kind of file; give a \.safetensors file")
+FILE, INDEX = "m.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "match"),
+    [
+        ("none.safetensors", None, r"none\.safetensors: no such file.*give a \.safetensors file"),
+        ("model.bin", lambda path: path.write_bytes(b"weights"), r"unknown kind of file; give a"),
+        (FILE, lambda path: path.write_bytes(b""), r"not a complete safetensors file \(0 bytes"),
+        (FILE, lambda path: write(path, layers([0]), data=False), "not a complete .*download it again"),
+        (FILE, cut_short, r"not a complete safetensors file \(20 bytes"),
+        (FILE, lambda path: path.write_bytes(struct.pack("<Q", 8) + b"{]{]{]{]"), r"not a .* \(16 bytes"),
+        (FILE, lambda path: write(path, {}), "holds no tensors"),
+        (
+            FILE,
+            lambda path: write(path, {"l.0.w": (3, 0)}),
+            r"tensor l\.0\.w of shape \(3, 0\) has no elements",
+        ),
+        (INDEX, lambda path: path.write_text("weights"), "not JSON"),
+        (INDEX, lambda path: path.write_text("[" * 100_000), "not JSON"),
+        (INDEX, lambda path: path.write_text('{"weight_map": ' + "9" * 100_000 + "}"), "not JSON"),
+        (INDEX, lambda path: path.write_text("[]"), "has no weight_map"),
+        (INDEX, lambda path: path.write_text("{}"), "has no weight_map"),
+        (INDEX, lambda path: path.write_text('{"weight_map": []}'), "has no weight_map"),
+        (INDEX, lambda path: path.write_text('{"weight_map": {"w": 3}}'), "has no weight_map"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_by_its_name_and_what_is_wrong(tmp_path, name, make, match):
+    if make is not None:
+        make(tmp_path / name)
+    refused(tmp_path / name, rf"{re.escape(name)}: .*{match}" if make else match)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
@@ -135,51 +165,6 @@ def test_several_files_without_an_index_are_refused(tmp_path):
     write(tmp_path / "a.safetensors", layers([0]))
     write(tmp_path / "b.safetensors", layers([1]))
     refused(tmp_path, r"holds 2 files \*\.safetensors \(a\.safetensors, b\.safetensors\)")
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(b"")
-    refused(tmp_path / "m.safetensors", r"m\.safetensors: not a complete safetensors file \(0 bytes")
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    write(tmp_path / "m.safetensors", layers([0]), data=False)
-    refused(tmp_path / "m.safetensors", r"m\.safetensors: not a complete .*download it again")
-
-
-def test_a_header_cut_short_is_refused(tmp_path):
-    write(tmp_path / "m.safetensors", layers([0]))
-    content = (tmp_path / "m.safetensors").read_bytes()
-    (tmp_path / "m.safetensors").write_bytes(content[:20])
-    refused(tmp_path / "m.safetensors", r"m\.safetensors: not a complete safetensors file \(20 bytes")
-
-
-def test_a_header_that_is_not_json_is_refused(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 8) + b"{]{]{]{]")
-    refused(tmp_path / "m.safetensors", r"m\.safetensors: not a complete safetensors file \(16 bytes")
-
-
-def test_a_file_without_tensors_is_refused(tmp_path):
-    write(tmp_path / "m.safetensors", {})
-    refused(tmp_path / "m.safetensors", r"m\.safetensors: holds no tensors")
-
-
-def test_a_tensor_without_elements_is_refused_by_name(tmp_path):
-    write(tmp_path / "m.safetensors", {"layers.0.w": (3, 0)})
-    refused(
-        tmp_path / "m.safetensors", r"m\.safetensors: tensor layers\.0\.w of shape \(3, 0\) has no elements"
-    )
-
-
-def test_an_index_that_is_not_json_is_refused(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("weights")
-    refused(tmp_path, r"index\.json: not JSON")
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"w": 3}}'])
-def test_an_index_without_a_weight_map_is_refused(tmp_path, content):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    refused(tmp_path, r"index\.json: has no weight_map")
 
 
 def test_a_missing_file_of_an_index_is_refused_with_what_it_should_hold(tmp_path):
@@ -202,9 +187,3 @@ def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{library}.*pip install layout-planner\[checkpoint\]"):
         read_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"weight_map": ' + "9" * 100_000 + "}"])
-def test_an_index_nested_too_deeply_or_with_too_long_a_number_is_refused(tmp_path, content):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    refused(tmp_path, r"index\.json: not JSON")
