@@ -115,6 +115,7 @@ def in_child(
     if child == 0:
         faulthandler.enable()
         result, status = Result(name), 1
+        limit_memory()  # here: a fork may have copied memory that its parent shares
         try:
             work(result, theirs.send)
             status = 0
@@ -190,17 +191,11 @@ def alarm(seconds: float) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def limited_memory() -> Iterator[None]:
-    """Inside, this process cannot allocate more than `MEMORY` on top of what it has: a larger request fails."""
+def limit_memory() -> None:
+    """From now on this process cannot allocate more than `MEMORY` on top of what it has: a larger request fails."""
     with open("/proc/self/status") as file:
-        held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        present = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (present + MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 @contextlib.contextmanager
@@ -243,7 +238,7 @@ def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[R
     """`count` inputs for all targets together, one in ten of them from hypothesis."""
     results = []
     each = max(1, count // len(targets))
-    with limited_memory(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of numpy and torch, about damaged data
         for target in targets:
             steered = each // 10 if first == 0 else 0
