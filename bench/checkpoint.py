@@ -289,8 +289,14 @@ def main_weights(parser: ArgumentParser, arguments: list[str]) -> None:
                 results = launch(run_weights, ranks, request)
                 for names, every in zip((LOAD, SAVE), results.values(), strict=True):
                     if way in names:
-                        most, seconds = (max(one[key] for one in every) for key in ("peak", "seconds"))
-                        read = f"{sum(one['read'] for one in every) / total:.3f}" if names is LOAD else ""
+                        most, seconds = (
+                            max(figures[key] for figures in every) for key in ("peak", "seconds")
+                        )
+                        read = (
+                            f"{sum(figures['read'] for figures in every) / total:.3f}"
+                            if names is LOAD
+                            else ""
+                        )
                         cells = (mib(most), mib(every[0]["peak"]), f"{most / total:.2f}", f"{seconds:.1f}")
                         rows.append([ranks, names[way], read, *cells])
     heads = ["ranks", "way", "read / file", "peak MiB, most", "peak MiB, rank 0", "share of the model", "s"]
@@ -334,7 +340,7 @@ def round_trip(folder: Path, shapes: dict[str, tuple[int, int]], dtype: str, ran
     request = {"folder": str(source), "shapes": shapes, "dtype": dtype, "way": "ours"}
     for step, every in launch(run_weights, ranks, request, timeout=3600).items():
         name = "load_safetensors" if step == "load" else "save_safetensors"
-        most, seconds = (max(one[key] for one in every) for key in ("peak", "seconds"))
+        most, seconds = (max(figures[key] for figures in every) for key in ("peak", "seconds"))
         rows.append([name, ranks, mib(total), mib(most), f"{seconds:.1f}"])
     check("save_safetensors", exported)
     shutil.move(exported, folder / "exported")
@@ -398,9 +404,9 @@ def run_export_ways(request: dict[str, Any]) -> dict[str, Any]:
             return sum(tensor.numel() for _, tensor in iter_full_params(model, ranks=(0,), **options))
         if way == "blocks":
             changed = iter_full_params(model, ranks=(0,), changed_since=blocks, **options)
-            return sum(one.values.numel() for one in changed)
+            return sum(change.values.numel() for change in changed)
         exporter = Exporter(model, bf16, 1 << 22, (0,), buffers=True)
-        return sum(one.values.numel() for one in exporter.elements(elements))
+        return sum(change.values.numel() for change in exporter.elements(elements))
 
     for way in ("blocks", "elements"):
         values_of(way)

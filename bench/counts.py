@@ -163,14 +163,14 @@ def _plain(part: Any) -> dict[str, Any]:
     }
 
 
-def outside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+def outside(whole: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """A system's costs beyond the same model's own step with no sharding, from two results of `count`.
 
     Bytes of the update are left out: an optimizer's own writes are as large as its shard.
     """
     out: dict[str, Any] = {key: {} for key in ("collectives", "calls", "copied", "written", "ops")}
     out["wire_bytes"] = 0
-    for part, figures in found["parts"].items():
+    for part, figures in whole["parts"].items():
         base = plain["parts"][part]
         out["wire_bytes"] += figures["wire_bytes"]
         for kind, number in figures["collectives"].items():
@@ -180,9 +180,9 @@ def outside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         if part != "update":
             for key in ("copied", "written"):
                 out[key][part] = sum(figures[key].values()) - sum(base[key].values())
-    gathered = found["parts"]["forward"]["wire_bytes"] * found["ranks"] / max(found["ranks"] - 1, 1)
-    out["padding"] = gathered / plain["parameter_bytes"] - 1 if found["ranks"] > 1 else 0.0
-    return {**out, **{key: found[key] for key in ("peak", "floor", "at_peak", "each")}}
+    gathered = whole["parts"]["forward"]["wire_bytes"] * whole["ranks"] / max(whole["ranks"] - 1, 1)
+    out["padding"] = gathered / plain["parameter_bytes"] - 1 if whole["ranks"] > 1 else 0.0
+    return {**out, **{key: whole[key] for key in ("peak", "floor", "at_peak", "each")}}
 
 
 def _difference(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
@@ -216,15 +216,15 @@ def compare_on_ranks(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(job: Job, systems: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
     for name in systems:
         try:
-            found[name] = outside(count(name, job), base)
+            costs[name] = outside(count(name, job), base)
         except Exception as error:
             if name not in PEERS and not isinstance(error, CannotRunError):
                 raise
-            found[name] = {"skipped": reason_of(error)}
-    return found
+            costs[name] = {"skipped": reason_of(error)}
+    return costs
 
 
 def gate() -> dict[str, Any]:
@@ -242,23 +242,23 @@ def tables(workload: str, figures: dict[str, dict[str, Any]]) -> list[dict[str, 
     rows, memory, missing = [], [], set()
     for world, systems in figures.items():
         peak = systems.get("fsdp2", {}).get("peak")
-        floors = (found["floor"] for name, found in systems.items() if "floor" in found and name not in PEERS)
+        floors = (costs["floor"] for name, costs in systems.items() if "floor" in costs and name not in PEERS)
         floor = min(floors, default=None)
-        for name, found in systems.items():
+        for name, costs in systems.items():
             label = SYSTEMS[name].label
-            if "skipped" in found:
-                missing.add(f" {label} on {world} ranks is not in the table: {found['skipped']}.")
+            if "skipped" in costs:
+                missing.add(f" {label} on {world} ranks is not in the table: {costs['skipped']}.")
                 continue
-            launches = dict(found["collectives"])
+            launches = dict(costs["collectives"])
             gathers, reductions = (launches.pop(kind, 0) for kind in ("all_gather", "reduce_scatter"))
             rows.append(
-                [world, label, gathers, reductions, sum(launches.values()), mib(found["wire_bytes"]),
-                 f"{found['padding']:.2%}", *(mib(found["copied"][part]) for part in ("forward", "backward")),
-                 sum(found["calls"].values()), mib(found["peak"]),
-                 f"{found['peak'] / peak:.1%}" if peak else "",
-                 f"{found['peak'] / floor - 1:.1%}" if floor else ""]
+                [world, label, gathers, reductions, sum(launches.values()), mib(costs["wire_bytes"]),
+                 f"{costs['padding']:.2%}", *(mib(costs["copied"][part]) for part in ("forward", "backward")),
+                 sum(costs["calls"].values()), mib(costs["peak"]),
+                 f"{costs['peak'] / peak:.1%}" if peak else "",
+                 f"{costs['peak'] / floor - 1:.1%}" if floor else ""]
             )  # fmt: skip
-            memory.append([world, label, *(mib(found["at_peak"].get(kind, 0)) for kind in KINDS)])
+            memory.append([world, label, *(mib(costs["at_peak"].get(kind, 0)) for kind in KINDS)])
     text = (
         "Beyond the same model's own step with no sharding. *Copied* are bytes written by ops that only move or cast"
         " values, the gradients themselves included; *calls* are dispatcher calls. The root's large children are"

@@ -337,15 +337,15 @@ def _usual(code: list[Instruction], loops: int) -> Counter[str]:
     return counts
 
 
-def share(case: Case | WireCase, facts: Facts, held: float) -> float:
-    """The estimated share of the memory's bandwidth; ``held``: elements of a thread."""
+def share(case: Case | WireCase, facts: Facts, per_thread: float) -> float:
+    """The estimated share of the memory's bandwidth; ``per_thread``: elements of a thread."""
     memory = case.bytes_moved / BANDWIDTH
     cycles = [
         facts.usual.total() / ISSUE,
         sum(n for op, n in facts.usual.items() if op in INTEGER_OPS) / INTEGER,
         sum(n for op, n in facts.usual.items() if op in SPECIAL_OPS) / SPECIAL,
     ]
-    return memory / max(memory, *(c / held / (SMS * CLOCK) for c in cycles))
+    return memory / max(memory, *(c / per_thread / (SMS * CLOCK) for c in cycles))
 
 
 def programs(registers: int, warps: int) -> int:
@@ -353,20 +353,20 @@ def programs(registers: int, warps: int) -> int:
     return min(65536 // (warps * 32 * -(-registers // 8) * 8), 2048 // (warps * 32), 32)
 
 
-def held_by(case: Case | WireCase) -> float:
+def elements_per_thread(case: Case | WireCase) -> float:
     """Elements that a thread has in the whole run of its program."""
     variant: Any = case.variant
     return float(variant.elements / (32 * variant.num_warps))
 
 
-def row_of(case: Case | WireCase, facts: Facts, held: float, arch: int) -> list[str]:
+def row_of(case: Case | WireCase, facts: Facts, per_thread: float, arch: int) -> list[str]:
     """A row of the table."""
     widths = " ".join(f"{facts.accesses[w]}x{w}" for w in sorted(facts.accesses, reverse=True))
     return [
         case.name, f"sm_{arch}", str(facts.registers), str(facts.local), str(facts.stack),
         str(programs(facts.registers, case.variant.num_warps)), widths,
-        f"{facts.usual.total() / held:.0f}", f"{facts.static / held:.0f}", f"{case.bytes_moved:.1f}",
-        f"{share(case, facts, held):.2f}",
+        f"{facts.usual.total() / per_thread:.0f}", f"{facts.static / per_thread:.0f}", f"{case.bytes_moved:.1f}",
+        f"{share(case, facts, per_thread):.2f}",
     ]  # fmt: skip
 
 
@@ -377,7 +377,7 @@ def main_kernels(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     cases: list[Case | WireCase] = [*CASES, *wire_cases()]
     rows = [
-        row_of(case, facts_of(case, options.arch), held_by(case), options.arch)
+        row_of(case, facts_of(case, options.arch), elements_per_thread(case), options.arch)
         for case in cases
         if not options.names or any(name in case.name for name in options.names)
     ]

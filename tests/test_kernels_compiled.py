@@ -48,7 +48,7 @@ def test_a_kernel_spills_nothing_rounds_every_operation_and_has_whole_vectors(na
     assert facts.registers <= MOST_REGISTERS.get(name, 128)
     assert (facts.fused, facts.flushed) == (0, 0)
     twice = variant.constants.get("PASSES") == 2
-    held = kernels.held_by(case) / (
+    held = kernels.elements_per_thread(case) / (
         variant.pieces if twice else 1
     )  # elements that the code is written out for
     read, written = case.data_bytes
@@ -63,7 +63,7 @@ def test_a_kernel_spills_nothing_rounds_every_operation_and_has_whole_vectors(na
         assert set(facts.stored) == {16, 8, 4}
         assert facts.stored[4] <= 2  # the scales
     usual, static = MOST[name]
-    assert facts.usual.total() / kernels.held_by(case) <= usual
+    assert facts.usual.total() / kernels.elements_per_thread(case) <= usual
     assert facts.static / held <= static
 
 
@@ -84,7 +84,10 @@ def test_a_multiprocessor_runs_four_programs_or_more_at_once(name):
 @pytest.mark.parametrize("name", LEAST_SHARE)
 def test_a_step_could_take_its_share_of_an_h200s_bandwidth_by_counts(name):
     case = NAMED[name]
-    assert kernels.share(case, kernels.facts_of(case, 90), kernels.held_by(case)) >= LEAST_SHARE[name]
+    assert (
+        kernels.share(case, kernels.facts_of(case, 90), kernels.elements_per_thread(case))
+        >= LEAST_SHARE[name]
+    )
 
 
 def test_a_loop_of_sm_80_counts_as_often_as_it_runs():

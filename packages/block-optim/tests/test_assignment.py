@@ -77,7 +77,7 @@ def test_jobs_that_must_stay_among_their_holders_do_and_earlier_loads_count(flop
     jobs = [replace(spread(f, num_ranks, rng), among_holders=True) for f in flops]
     before = [rng.randint(0, 40) for _ in range(num_ranks)]
     owners = assign(jobs, num_ranks, before)
-    assert all(owner in dict(job.held) for job, owner in zip(jobs, owners, strict=True))
+    assert all(owner in dict(job.holders) for job, owner in zip(jobs, owners, strict=True))
     found = loads(jobs, owners, num_ranks, before)
     assert sum(found) == sum(before) + sum(flops)
     assert max(found) >= lower_bound(jobs, num_ranks, before)

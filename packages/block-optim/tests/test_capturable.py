@@ -49,7 +49,7 @@ def steps_of(run, waits=None, count=6, bad=4):
         rates = [g["lr"] for g in run.optimizer.param_groups if isinstance(g["lr"], torch.Tensor)]
         with host_waits([*on_device(run), *rates]) as found:
             run.optimizer.step()
-        waits += found.found
+        waits += found.lines
 
 
 @pytest.mark.parametrize("case", CASES)

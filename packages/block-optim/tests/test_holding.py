@@ -41,7 +41,7 @@ def spanned(holding):
     held = [
         e
         for rank in range(holding.num_ranks)
-        for p in holding.held[rank]
+        for p in holding.by_rank[rank]
         for row in range(p.rows)
         for e in range(p.first + row * p.stride, p.first + row * p.stride + p.width)
     ]
@@ -96,7 +96,7 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
         assert along.axes == needed, placements
         assert dist.get_process_group_ranks(along.group) == list(along.ranks)
         ordered = holding.in_order()
-        firsts = [min((p.first for p in held), default=24) for held in ordered.held]
+        firsts = [min((p.first for p in pieces), default=24) for pieces in ordered.by_rank]
         assert firsts == sorted(firsts)
         assert ordered.own == holding.own
         assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)

@@ -50,7 +50,7 @@ def steps_of(run, how, count=7, bad=4, watched=7):
             tensors += [run.optimizer.found_inf, run.optimizer.grad_scale]
         with host_waits(tensors) as found:
             run.optimizer.step(grad_norm=norm)
-        waits += found.found if tensors else []
+        waits += found.lines if tensors else []
     return waits, run.optimizer.skipped_steps, run.result()
 
 

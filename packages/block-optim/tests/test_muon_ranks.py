@@ -40,7 +40,7 @@ def counted(layout, options):
     mine = sum(
         2 * count
         for m in assignment.matrices
-        for rank, count in m.held
+        for rank, count in m.holders
         if rank != m.owner and dist.get_rank() in (rank, m.owner)
     )
     return sum(e.bytes_sent for e in exchanged), mine, assignment, len(exchanged), other, spy.found
@@ -57,7 +57,7 @@ def test_bytes_are_twice_what_owners_do_not_hold_and_nothing_is_allocated(layout
         == 2 * 2 * sum(m.moved for m in assignment.matrices)
     )
     assert sum(m.moved for m in assignment.matrices) == sum(
-        m.matrix.numel - dict(m.held).get(m.owner, 0) for m in assignment.matrices
+        m.matrix.numel - dict(m.holders).get(m.owner, 0) for m in assignment.matrices
     )
     assert assignment.bytes_moved > 0
     for sent, mine, _, calls, other, allocated in results:

@@ -109,7 +109,7 @@ def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
         ]  # a byte: has anyone a gradient; there, and back
         assert assignment.num_ranks == 4
         (matrix,) = assignment.matrices
-        assert dict(matrix.held) == ({0: 108, 1: 108, 2: 36, 3: 36})
+        assert dict(matrix.holders) == ({0: 108, 1: 108, 2: 36, 3: 36})
         assert matrix.moved == 24 * 12 - 108
     assert sum(sent for _, sent, _ in ranks) == 2 * SENT * (24 * 12 - 108) == ranks[0][2].bytes_moved
 

@@ -53,7 +53,7 @@ def test_no_part_of_a_step_waits(case, clip):
         batch = [tokens(6), tokens(7)]
         with host_waits([*model.parameters(), *batch]) as waits:
             step(model, optimizer, 3, clip)
-        assert waits.found == []
+        assert waits.lines == []
 
 
 def test_counting_tokens_ahead_does_not_wait_and_the_first_loss_does():
@@ -62,8 +62,8 @@ def test_counting_tokens_ahead_does_not_wait_and_the_first_loss_does():
         labels = [tokens(6), tokens(7)]
         with host_waits(labels) as waits:
             counted = token_loss.step((count_tokens(part) for part in labels), wait=False)
-        assert waits.found == []
+        assert waits.lines == []
         assert counted.total == 4 * sum(part.numel() for part in labels)  # the other ranks are copies
         with host_waits(labels) as waits:
             token_loss.step(count_tokens(part) for part in labels)
-        assert len(waits.found) == 1
+        assert len(waits.lines) == 1

@@ -114,14 +114,14 @@ def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call(fmt, cut
         shared = [event for event in events if event.kind == "all_reduce"]
         assert len(shared) == (cut == "shared")
         gathers = [event.bytes_sent for event in events if event.kind == "all_gather"]
-        given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
-        assert gathers == [*given, *given[:0:-1]]  # each unit once in forward, each block again in backward
+        sent = [(ranks - 1) * unit_memory(unit).sent for unit in (model, *model.blocks)]
+        assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
     weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
     rows = weight.planes
     sizes = [segment.shard_size for segment in weight.plan.layout.segments]
     assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
     biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
-    assert unit_memory(model.blocks[0]).given == rows.row_bytes + biases
+    assert unit_memory(model.blocks[0]).sent == rows.row_bytes + biases
 
 
 @on_ranks(2)

@@ -142,14 +142,14 @@ def test_codes_are_all_that_is_kept_and_all_that_travels():
         plain = [group.plan.layout for group in groups if group is not coded]
         values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
         memory = unit_memory(model.blocks[0])
-        assert memory.weights == memory.given == row + values
+        assert memory.weights == memory.sent == row + values
         assert memory.gradients == values
         assert memory.codes == 0
         with record_collectives() as record:
             loss_of(model, tokens()).backward()
-        given = [(ranks - 1) * unit_memory(unit).given for unit in (model, *model.blocks)]
+        sent = [(ranks - 1) * unit_memory(unit).sent for unit in (model, *model.blocks)]
         gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
-        assert gathers == [*given, *given[:0:-1]]
+        assert gathers == [*sent, *sent[:0:-1]]
 
 
 def assert_codes(model, fmt, full):

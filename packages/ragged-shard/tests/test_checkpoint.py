@@ -414,7 +414,7 @@ def load_two_names(folder):
     target: Any = torch.zeros_like(one)
     first: Any = target.detach()
     second: Any = target.detach()
-    second.load_apart()
+    second.load_into_copy()
     assert second.loaded is second
     dcp.save({"two": second}, checkpoint_id=f"{folder}/zeros")  # copies nothing
     assert second.loaded is second

@@ -222,8 +222,8 @@ def test_a_wait_is_found_where_it_is_called(case):
     x = torch.tensor([1.0, -2.0, 3.0])
     with host_waits([x]) as waits:
         WAITS[case](x)
-    assert waits.found
-    assert all(line.endswith(")") and "test_simulated_device.py" in line for line in waits.found)
+    assert waits.lines
+    assert all(line.endswith(")") and "test_simulated_device.py" in line for line in waits.lines)
 
 
 def test_what_stays_on_the_device_or_on_the_host_is_no_wait():
@@ -236,7 +236,7 @@ def test_what_stays_on_the_device_or_on_the_host_is_no_wait():
         flag = OnItsWay(x.isfinite().all())
         assert flag.has_arrived()
         assert flag.read().item()
-    assert waits.found == []
+    assert waits.lines == []
 
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}

@@ -150,7 +150,7 @@ class TokenLoss:
 class TokenStep:
     """One step's number of tokens over all ranks; from `TokenLoss.step`."""
 
-    _found: Tensor  # on its way to the host: the total, its opposite, and two faults
+    _counts: Tensor  # on its way to the host: the total, its opposite, and two faults
     _arrived: Any
     _groups: list[dist.ProcessGroup]
     _pp: dist.ProcessGroup | None
@@ -162,7 +162,7 @@ class TokenStep:
         """Tokens of all ranks and microbatches. Raises as `TokenLoss.step`."""
         if not self._total:
             device_layer(self._device).wait_on_host(self._arrived)
-            self._total = _checked(*self._found.tolist())
+            self._total = _checked(*self._counts.tolist())
         return self._total
 
     def loss(self, losses: Tensor) -> Tensor:

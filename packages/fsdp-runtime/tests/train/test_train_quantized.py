@@ -69,15 +69,15 @@ def test_products_of_codes_learn_as_plain_ones_do_and_a_plan_knows_their_memory(
     matrices = 2 * sum(codes.units[1].shards[1:])
     tiles = matrices / 128**2
     assert sum(values.units[1].gathered) - sum(codes.units[1].gathered) == 3 * matrices - 4 * tiles
-    assert codes.units[1].given == values.units[1].given
+    assert codes.units[1].sent == values.units[1].sent
 
 
 def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
     plain = make_plan(tiny(folder), 256, 2).units[1]
     coded = make_plan(tiny(folder, quantize="fp8", reduce="int8"), 256, 2).units[1]
     assert plain.codes == 0
-    assert plain.given == plain.reduced == 4 * sum(plain.shards)
+    assert plain.sent == plain.reduced == 4 * sum(plain.shards)
     norms = 4 * coded.shards[0]
-    assert coded.given - norms == coded.codes
-    assert coded.codes < 0.26 * plain.given
+    assert coded.sent - norms == coded.codes
+    assert coded.codes < 0.26 * plain.sent
     assert coded.reduced - norms < 0.30 * plain.reduced  # rows of 32 and 64 elements have a scale each

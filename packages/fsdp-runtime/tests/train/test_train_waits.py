@@ -12,5 +12,5 @@ def test_training_waits_nowhere_and_reads_figures_after_their_copy(folder, tmp_p
         trainer = Trainer(tiny(folder, system="one", steps=4, log_every=1), tmp_path, quiet=True)
         with host_waits([*trainer.model.parameters(), *trainer.model.buffers()]) as waits:
             trainer.run()
-    assert waits.found == []
+    assert waits.lines == []
     assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [0, 1, 2, 3]

@@ -48,8 +48,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_apart", "_like", "_sharding")
-    _apart: "RaggedDTensor | None"  # see `load_apart`; else not set
+    __slots__ = ("_copy", "_like", "_sharding")
+    _copy: "RaggedDTensor | None"  # see `load_into_copy`; else not set
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
     _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
@@ -324,8 +324,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         from ragged_shard import _checkpoint
 
-        if hasattr(self, "_apart"):
-            self._apart = self.with_local(self.local.clone())
+        if hasattr(self, "_copy"):
+            self._copy = self.with_local(self.local.clone())
         return _checkpoint.chunk_list(self._sharding)
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
@@ -333,18 +333,18 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
 
         return _checkpoint.tensor_shard(self.loaded, index)
 
-    def load_apart(self) -> None:
+    def load_into_copy(self) -> None:
         """Make torch's checkpoints load into a copy, `loaded`, instead of this tensor. Its views do not inherit that.
 
         For a tensor that a state dict has under two names, whose values in a checkpoint may differ.
         """
-        self._apart = None
+        self._copy = None
 
     @property
     def loaded(self) -> "RaggedDTensor":
-        """The target of torch's checkpoints: this tensor, or after `load_apart` a copy, once one has been loaded."""
-        apart: RaggedDTensor | None = getattr(self, "_apart", None)
-        return self if apart is None else apart
+        """The target of torch's checkpoints: this tensor, or after `load_into_copy` a copy, once that was loaded."""
+        copy: RaggedDTensor | None = getattr(self, "_copy", None)
+        return self if copy is None else copy
 
 
 class RedistributeHandle:

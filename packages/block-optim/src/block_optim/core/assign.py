@@ -29,19 +29,19 @@ class Job:
     Attributes:
         flops: its work in a step.
         nbytes: of all of it when it is sent.
-        held: (rank, elements) for each rank that holds some of it.
+        holders: (rank, elements) for each rank that holds some of it.
         among_holders: whether its owner must be one of these.
     """
 
     flops: int
     nbytes: int
-    held: tuple[tuple[int, int], ...]
+    holders: tuple[tuple[int, int], ...]
     among_holders: bool = False
 
     @property
     def holder(self) -> int | None:
         """The one rank that holds all of it."""
-        return self.held[0][0] if len(self.held) == 1 else None
+        return self.holders[0][0] if len(self.holders) == 1 else None
 
 
 def assign(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> tuple[int, ...]:
@@ -84,11 +84,11 @@ def _place(jobs: Sequence[Job], start: list[int], order: Sequence[int], limit: i
     heapq.heapify(heap)
     for i in order:
         job = jobs[i]
-        near = [] if limit is None else [(-n, r) for r, n in job.held if flops[r] + job.flops <= limit]
+        near = [] if limit is None else [(-n, r) for r, n in job.holders if flops[r] + job.flops <= limit]
         if near:
             rank = min(near)[1]
         elif job.among_holders:
-            rank = min((flops[r], -n, r) for r, n in job.held)[2]
+            rank = min((flops[r], -n, r) for r, n in job.holders)[2]
         else:
             while heap[0][:2] != (flops[heap[0][2]], nbytes[heap[0][2]]):
                 heapq.heappop(heap)  # stale heap entry: the load has grown since it was pushed
@@ -111,7 +111,7 @@ def loads(
 
 def moved(jobs: Sequence[Job], owners: Sequence[int]) -> int:
     """Elements that are not at their owners, of all jobs."""
-    return sum(sum(n for r, n in job.held if r != owner) for job, owner in zip(jobs, owners, strict=True))
+    return sum(sum(n for r, n in job.holders if r != owner) for job, owner in zip(jobs, owners, strict=True))
 
 
 def lower_bound(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> int:

@@ -6,7 +6,7 @@ Where every rank holds all of it (`CopyExchange`), nothing goes to owners, and o
     rank 1 holds  A . B B       --------->     rank 1 owns B:   [B from 0]
                                   back         what an owner holds itself does not travel
                                 <---------
-    held[i]       what this rank holds of item i, ordered by owner: sent, and later received into
+    parts[i]      what this rank holds of item i, ordered by owner: sent, and later received into
     owned[i, r]   what rank r holds of item i, ordered by rank: received, and later sent from
 
 The buffers stay for the exchange's life.
@@ -99,22 +99,22 @@ class Exchange:
                     incoming[holder].append((i, count))
         self._there = [sum(n for _, n in items) for items in outgoing]
         self._here = [sum(n for _, n in items) for items in incoming]
-        self._held = scratch.take(f"held {slot}", (sum(self._there),), dtype)
+        self._parts = scratch.take(f"parts {slot}", (sum(self._there),), dtype)
         self._owned = scratch.take(f"owned {slot}", (sum(self._here),), dtype)
         sent = [(i, n) for items in outgoing for i, n in items]
         received = [((i, holder), n) for holder, items in enumerate(incoming) for i, n in items]
-        self.held = dict(zip((i for i, _ in sent), self._held.split([n for _, n in sent]), strict=True))
+        self.parts = dict(zip((i for i, _ in sent), self._parts.split([n for _, n in sent]), strict=True))
         self.owned = dict(
             zip((k for k, _ in received), self._owned.split([n for _, n in received]), strict=True)
         )
 
     def to_owners(self, lane: TransferStream) -> Wait:
-        """Start sending `held` into the owners' `owned`; the result waits. One all_to_all_single."""
-        return lane.start(lambda: self._move(self._owned, self._held, self._here, self._there))
+        """Start sending `parts` into the owners' `owned`; the result waits. One all_to_all_single."""
+        return lane.start(lambda: self._move(self._owned, self._parts, self._here, self._there))
 
     def back(self, lane: TransferStream) -> Wait:
-        """Start sending `owned` back into `held`; the result waits. One all_to_all_single of as many bytes."""
-        return lane.start(lambda: self._move(self._held, self._owned, self._there, self._here))
+        """Start sending `owned` back into `parts`; the result waits. One all_to_all_single of as many bytes."""
+        return lane.start(lambda: self._move(self._parts, self._owned, self._there, self._here))
 
     def _move(
         self, into: torch.Tensor, out_of: torch.Tensor, receive: list[int], send: list[int]
@@ -128,7 +128,7 @@ class Exchange:
 class CopyExchange:
     """The transfers of results between ranks that all hold every item, and its owner: the interface of `Exchange`.
 
-    ``owned[i, rank]`` of an own item and ``held[i]`` of another's are where it is in one buffer, which has a run for
+    ``owned[i, rank]`` of an own item and ``parts[i]`` of another's are where it is in one buffer, which has a run for
     each rank, as long as the longest. Items of one owner lie side by side in their order.
 
     Args:
@@ -156,21 +156,21 @@ class CopyExchange:
             filled[owner] += length
         self._all = scratch.take(f"copies {slot}", (group.size(), max(filled)), dtype)
         self.own = self._all[rank]
-        self.held: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, torch.Tensor] = {}
         self.owned: dict[tuple[int, int], torch.Tensor] = {}
         for i, (owner, start, length) in enumerate(zip(owners, starts, lengths, strict=True)):
             item = self._all[owner, start : start + length]
             if owner == rank:
                 self.owned[i, rank] = item
             else:
-                self.held[i] = item
+                self.parts[i] = item
 
     def to_owners(self, lane: TransferStream) -> Wait:
         """Nothing: owners have what they need."""
         return nothing
 
     def back(self, lane: TransferStream) -> Wait:
-        """Start bringing every rank's `owned` into the others' `held`; the result waits. One all_gather, in place."""
+        """Start bringing every rank's `owned` into the others' `parts`; the result waits. One all_gather, in place."""
         return lane.start(
             lambda: all_gather_single(self._all.view(-1), self.own, group=self._group, async_op=True)
         )

@@ -49,7 +49,7 @@ class Holding:
         axes: the mesh axes whose ranks these are; none where each rank holds all of it and works alone.
         ranks: their global ranks, in the order of everything here; () where there are no axes.
         rank: this rank's place among them.
-        held: what each of them holds. They hold less than the tensor where an axis that is left out cuts it, too.
+        by_rank: the pieces of each of them; less than the tensor where an axis that is left out cuts it, too.
         copies: whether each of several ranks holds all of it.
     """
 
@@ -57,7 +57,7 @@ class Holding:
     axes: tuple[int, ...]
     ranks: tuple[int, ...]
     rank: int
-    held: tuple[tuple[Piece, ...], ...]
+    by_rank: tuple[tuple[Piece, ...], ...]
     copies: bool = False
 
     @property
@@ -79,12 +79,12 @@ class Holding:
     @property
     def num_ranks(self) -> int:
         """How many ranks there are."""
-        return len(self.held)
+        return len(self.by_rank)
 
     @property
     def own(self) -> tuple[Piece, ...]:
         """The pieces on this rank."""
-        return self.held[self.rank]
+        return self.by_rank[self.rank]
 
     @property
     def numel(self) -> int:
@@ -94,14 +94,14 @@ class Holding:
     @cached_property
     def _bounds(self) -> tuple[list[int], list[int]]:
         """For each rank: the end of the elements of all ranks up to it, and the start of those from it on."""
-        ends = accumulate((max((p.stop for p in held), default=0) for held in self.held), max)
-        largest = max((p.stop for held in self.held for p in held), default=0)
-        firsts = [min((p.first for p in held), default=largest) for held in self.held]
+        ends = accumulate((max((p.stop for p in own), default=0) for own in self.by_rank), max)
+        largest = max((p.stop for own in self.by_rank for p in own), default=0)
+        firsts = [min((p.first for p in own), default=largest) for own in self.by_rank]
         return list(ends), list(accumulate(reversed(firsts), min))[::-1]
 
     def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
         """The pieces of elements [start, stop) on a rank, in the order of its local memory."""
-        return [part for piece in self.held[rank] for part in piece.within(start, stop)]
+        return [part for piece in self.by_rank[rank] for part in piece.within(start, stop)]
 
     def holders(self, *ranges: Range) -> tuple[tuple[int, int], ...]:
         """(rank, elements) of each rank that holds some of the ranges of elements [start, stop), in their order.
@@ -123,15 +123,15 @@ class Holding:
         """The same, with the ranks in the order of the first element that they hold."""
         if len(self.axes) < 2:
             return self
-        end = max((piece.stop for held in self.held for piece in held), default=0)
+        end = max((piece.stop for own in self.by_rank for piece in own), default=0)
         order = sorted(
-            range(self.num_ranks), key=lambda r: min((piece.first for piece in self.held[r]), default=end)
+            range(self.num_ranks), key=lambda r: min((piece.first for piece in self.by_rank[r]), default=end)
         )
         return replace(
             self,
             ranks=tuple(self.ranks[r] for r in order),
             rank=order.index(self.rank),
-            held=tuple(self.held[r] for r in order),
+            by_rank=tuple(self.by_rank[r] for r in order),
         )
 
     def state(self, local: torch.Tensor, shape: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -201,7 +201,12 @@ def copies_on(mesh: DeviceMesh | None, holding: Holding) -> Holding:
         return holding
     ranks = mesh.mesh.flatten().tolist()
     return Holding(
-        mesh, tuple(axes), tuple(ranks), ranks.index(mesh.get_rank()), holding.held * len(ranks), copies=True
+        mesh,
+        tuple(axes),
+        tuple(ranks),
+        ranks.index(mesh.get_rank()),
+        holding.by_rank * len(ranks),
+        copies=True,
     )
 
 
@@ -212,17 +217,17 @@ def _over(
     assert own is not None, "an optimizer is built by ranks of its parameters' meshes"
     # An axis of size 1 cuts nothing, also if its placement refers to other axes.
     plain = [p if a in axes or mesh.size(a) > 1 else Replicate() for a, p in enumerate(placements)]
-    held, rank = [], 0
+    pieces, rank = [], 0
     for number, where in enumerate(itertools.product(*(range(mesh.size(a)) for a in axes))):
         coordinate = list(own)
         for axis, index in zip(axes, where, strict=True):
             coordinate[axis] = index
-        held.append(pieces_of(held_boxes(shape, mesh.shape, plain, coordinate), shape))
+        pieces.append(pieces_of(held_boxes(shape, mesh.shape, plain, coordinate), shape))
         rank = number if coordinate == list(own) else rank
     ranks = (
         mesh.mesh[tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))].flatten().tolist()
     )
-    return Holding(mesh, tuple(axes), tuple(ranks), rank, tuple(held))
+    return Holding(mesh, tuple(axes), tuple(ranks), rank, tuple(pieces))
 
 
 def _splits(holding: Holding, position: int, units: Sequence[Sequence[Range]]) -> bool:

@@ -210,7 +210,7 @@ class Param:
                 bool(flattened),
             )
         holding, numel = self.holding, math.prod(shape)
-        owners = [sum(piece.numel for piece in pieces) == self.numel for pieces in holding.held]
+        owners = [sum(piece.numel for piece in pieces) == self.numel for pieces in holding.by_rank]
         if not any(owners):
             raise ValueError(
                 f"{self.name}: a state of shape {tuple(shape)} cannot be cut as the parameter of shape "
@@ -234,7 +234,7 @@ class Param:
     def check_whole(self, block: Block, optimizer: str) -> None:
         """Raise ValueError if a rank's elements begin or end inside a block."""
         grid = TensorSpec(self.name, tuple(self.shape), block).grid
-        for pieces in self.holding.held:
+        for pieces in self.holding.by_rank:
             for piece in pieces:
                 ends = piece.first, piece.first + piece.width
                 if not all(grid.are_cuts(end, piece.stride, piece.rows) for end in ends):

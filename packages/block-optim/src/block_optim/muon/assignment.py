@@ -25,7 +25,7 @@ class AssignedMatrix:
         param: index of the parameter in the optimizer.
         group: index of its param group.
         matrix: its place in the parameter.
-        held: (rank, elements) of each rank that holds some of it, in the order of ranks; () where each holds all.
+        holders: (rank, elements) of each rank that holds some of it, in the order of ranks; () where each holds all.
         flops: cost of its orthogonalisation.
         copies: how many ranks hold all of it, where these divide the work; else 0.
         owner: the rank that computes it.
@@ -36,7 +36,7 @@ class AssignedMatrix:
     param: int
     group: int
     matrix: Matrix
-    held: tuple[tuple[int, int], ...]
+    holders: tuple[tuple[int, int], ...]
     flops: int
     copies: int = 0
     owner: int = 0
@@ -50,7 +50,7 @@ class AssignedMatrix:
     @property
     def moved(self) -> int:
         """Elements that are not at the owner: they travel there, and as many back."""
-        return sum(count for rank, count in self.held if rank != self.owner)
+        return sum(count for rank, count in self.holders if rank != self.owner)
 
     @property
     def bytes_sent(self) -> int:
@@ -60,7 +60,7 @@ class AssignedMatrix:
     @property
     def owner_share(self) -> float:
         """The share of it that its owner holds."""
-        return 1.0 if self.copies else dict(self.held).get(self.owner, 0) / self.matrix.numel
+        return 1.0 if self.copies else dict(self.holders).get(self.owner, 0) / self.matrix.numel
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class DomainAssignment:
         return digest(self.num_ranks, self.num_buckets, self.matrices)
 
     def _jobs(self) -> list[Job]:
-        return [Job(m.flops, m.nbytes, m.held) for m in self.matrices]
+        return [Job(m.flops, m.nbytes, m.holders) for m in self.matrices]
 
     def describe(self, most: int = 40) -> str:
         """A table of ranks and one of matrices, of at most this many lines each."""
@@ -145,7 +145,7 @@ def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_byt
     """
     if matrices and matrices[0].copies:
         bucket_bytes //= num_ranks
-    owners = assign([Job(m.flops, m.nbytes, m.held) for m in matrices], num_ranks)
+    owners = assign([Job(m.flops, m.nbytes, m.holders) for m in matrices], num_ranks)
     buckets = [0] * len(matrices)
     own: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, m in enumerate(matrices):

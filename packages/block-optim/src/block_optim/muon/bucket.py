@@ -3,7 +3,7 @@
 gradient, momentum          lerp, cast to bf16               Newton-Schulz           add to the parameter
 local runs      ----------> packed: the owner's stack if --> stacks of equal     --> local runs, from the
                             this rank owns the matrix,       shapes, in place        same packed views
-                            else the exchange's `held`
+                            else the exchange's `parts`
 """
 
 import logging

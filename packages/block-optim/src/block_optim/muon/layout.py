@@ -1,7 +1,7 @@
 """Layout of a bucket's matrices on one rank: runs of parameters, stacks of whole matrices, exchange buffers.
 
     local run     elements of a matrix that this rank holds; packed into the owner's stack if this rank is the owner,
-                  else into the exchange's `held`
+                  else into the exchange's `parts`
     remote run    elements of a matrix that this rank owns and another one holds; arrives in the exchange's `owned`
     stack         this rank's whole matrices of one shape, bf16
 
@@ -126,7 +126,7 @@ class BucketLayout:
         self.exchange: Exchange | CopyExchange | None = None
         self.side: Exchange | CopyExchange | None = None
         self.copies = holding.copies
-        owners, lengths = [m.owner for m in matrices], [m.held for m in matrices]
+        owners, lengths = [m.owner for m in matrices], [m.holders for m in matrices]
         slot = str(number % EXCHANGE_SLOTS)
         if holding.group is not None and self.copies:
             at = (holding.group, holding.rank, owners)
@@ -168,7 +168,7 @@ class BucketLayout:
     def _lay_out(self, i: int, m: AssignedMatrix, param: LocalParam) -> None:
         """Add the runs of a matrix that this rank holds or owns."""
         columns, exchange = m.matrix.columns, self.exchange
-        for rank in [self.rank] if self.copies else [rank for rank, _ in m.held]:
+        for rank in [self.rank] if self.copies else [rank for rank, _ in m.holders]:
             if self.rank not in (rank, m.owner):
                 continue
             at = 0  # in the elements of this matrix that the rank sends
@@ -178,7 +178,7 @@ class BucketLayout:
                     packed = piece.of(self.own[i])
                 else:
                     assert exchange is not None
-                    flat = exchange.held[i] if rank == self.rank else exchange.owned[i, rank]
+                    flat = exchange.parts[i] if rank == self.rank else exchange.owned[i, rank]
                     packed = flat[at:stop].view(piece.shape)
                 if rank == self.rank:
                     low, own = piece.local, m.owner == rank
@@ -201,4 +201,4 @@ class BucketLayout:
 
 def side_lengths(matrices: Sequence[AssignedMatrix]) -> list[list[tuple[int, int]]]:
     """Lengths of NorMuon's side exchange: a number for each row, and one for the matrix."""
-    return [[(rank, count // m.matrix.columns + 1) for rank, count in m.held] for m in matrices]
+    return [[(rank, count // m.matrix.columns + 1) for rank, count in m.holders] for m in matrices]

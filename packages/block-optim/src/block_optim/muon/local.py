@@ -93,7 +93,7 @@ def _row_state(param: Param) -> torch.Tensor:
     columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
     flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone
     shape = (param.shape[0], 1) if flat else (*param.shape[:-1], 1)
-    if any(p.first % columns or p.width % columns for held in param.holding.held for p in held):
+    if any(p.first % columns or p.width % columns for pieces in param.holding.by_rank for p in pieces):
         raise ValueError(
             f"{param.name}: placements {param.placements} of shape {tuple(param.shape)} cut inside rows, but "
             "NorMuon keeps a number for each row; lay it out with whole rows (a block policy of Rows(1), "

@@ -30,7 +30,7 @@ class RowScaling:
         side = self._layout.side
         for run in self._layout.local_runs:
             if side is not None and not run.own:
-                side.held[run.number][run.side : run.side + len(run.rows)].copy_(run.rows)
+                side.parts[run.number][run.side : run.side + len(run.rows)].copy_(run.rows)
 
     def update_moments(self, i: int, skip: torch.Tensor | None) -> None:
         """Advance the second moments of the rows of matrix ``i``, on its owner, and compute its factor c."""
@@ -57,7 +57,7 @@ class RowScaling:
         if layout.side is None:
             return
         if not layout.copies:
-            for rank, _ in layout.matrices[i].held:
+            for rank, _ in layout.matrices[i].holders:
                 if rank != layout.rank:
                     layout.side.owned[i, rank][-1].copy_(c)
             return
@@ -75,7 +75,7 @@ class RowScaling:
             rows, c = run.rows, self._factors[run.number]
             if not run.own:
                 assert layout.side is not None
-                received = layout.side.held[run.number]
+                received = layout.side.parts[run.number]
                 rows.copy_(received[run.side : run.side + rows.numel()])
                 c = received[-1]
             factor = layout.scratch.take("rows t", (rows.numel(),), torch.float32)

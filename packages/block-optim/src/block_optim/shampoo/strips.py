@@ -41,18 +41,18 @@ class StripAssignment:
 
     Attributes:
         owners: rank of each strip, in the holding's order: never decreasing.
-        held: (rank, elements) of each strip's holders; () where every rank holds all.
+        holders: (rank, elements) of each strip's holders; () where every rank holds all.
     """
 
     grid: Grid
     holding: Holding
     owners: tuple[int, ...]
-    held: tuple[tuple[tuple[int, int], ...], ...]
+    holders: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def moving(self) -> list[int]:
         """The strips that their owners do not hold whole."""
-        return [i for i, held in enumerate(self.held) if [rank for rank, _ in held] != [self.owners[i]]]
+        return [i for i, ranks in enumerate(self.holders) if [rank for rank, _ in ranks] != [self.owners[i]]]
 
     @property
     def owned(self) -> range:
@@ -91,29 +91,29 @@ def assign_strips(
         name = "" if holding.group is None else holding.group.group_name
         before.setdefault(name, [0] * holding.num_ranks)
         for strip in map(grid.strip, range(grid.num_strips)):
-            held = holding.holders((strip.start, strip.stop))
-            job = Job(grid.cost(strip), strip.stop - strip.start, held, among_holders=not holding.copies)
+            ranks = holding.holders((strip.start, strip.stop))
+            job = Job(grid.cost(strip), strip.stop - strip.start, ranks, among_holders=not holding.copies)
             by_group[name].append((number, job))
     owners: list[list[int]] = [[] for _ in tensors]
-    held_by: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in tensors]
+    holders: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in tensors]
     for name, numbered in by_group.items():
         jobs, load = [job for _, job in numbered], before[name]
         result = assign(jobs, len(load), load)
         before[name] = loads(jobs, result, len(load), load)
         for (number, job), owner in zip(numbered, result, strict=True):
             owners[number].append(owner)
-            held_by[number].append(job.held)
+            holders[number].append(job.holders)
     return [
-        StripAssignment(grid, holding, _ascending(own, held), tuple(held))
-        for (grid, holding), own, held in zip(tensors, owners, held_by, strict=True)
+        StripAssignment(grid, holding, _ascending(own, ranks), tuple(ranks))
+        for (grid, holding), own, ranks in zip(tensors, owners, holders, strict=True)
     ]
 
 
-def _ascending(owners: Sequence[int], held: Sequence[tuple[tuple[int, int], ...]]) -> tuple[int, ...]:
+def _ascending(owners: Sequence[int], holders: Sequence[tuple[tuple[int, int], ...]]) -> tuple[int, ...]:
     """The owners of one tensor's strips in an order that never decreases, each between the strip's holders."""
     between = (
         min(max(owner, ranks[0][0]), ranks[-1][0]) if ranks else owner
-        for owner, ranks in zip(sorted(owners), held, strict=True)
+        for owner, ranks in zip(sorted(owners), holders, strict=True)
     )
     return tuple(accumulate(between, max))
 
@@ -150,7 +150,7 @@ class StripExchange:
             self._exchange = CopyExchange(*at, numels, dtype, Scratch(device), "strips")
             self.bytes_per_step = (holding.num_ranks - 1) * sum(numels) * dtype.itemsize
             return
-        lengths = [tensors[number].held[index] for number, index in self._strips]
+        lengths = [tensors[number].holders[index] for number, index in self._strips]
         self._exchange = Exchange(*at, lengths, dtype, Scratch(device), "strips")
         self.bytes_per_step = 2 * travels(owners, lengths) * dtype.itemsize
 
@@ -199,7 +199,7 @@ class StripExchange:
 
     def _sent(self, local: Mapping[int, Tensor]) -> Pairs:
         """The elements that others own: in what this rank holds, and in the exchange."""
-        for i, part in self._exchange.held.items():
+        for i, part in self._exchange.parts.items():
             number, index = self._strips[i]
             if number in local:
                 for piece, packed in self._packed(number, index, self._rank, part):

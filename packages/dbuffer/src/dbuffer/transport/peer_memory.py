@@ -92,7 +92,7 @@ class PeerExchange:
         self._answering = answering
         self.total = total
         shared = _in_shared_memory(gives)
-        self._held: object = (shared, takes)  # alive as long as a peer, or the thread, may look at them
+        self._in_use: object = (shared, takes)  # alive as long as a peer, or the thread, may look at them
         self.number, self.label = 0, label
         self.given_digests = {peer: _digest(label, tensors) for peer, tensors in gives.items()}
         self.taken_digests = {peer: _digest(label, tensors) for peer, tensors in takes.items()}
@@ -111,7 +111,7 @@ class PeerExchange:
     def end(self, error: str | None = None) -> None:
         """Completed, or failed for this reason: the answering thread is done with it, or has ended."""
         self._error = error
-        self._held = self.total = None
+        self._in_use = self.total = None
         self.quiet = True
         with contextlib.suppress(RuntimeError):  # ended already
             self._ended.release()
@@ -247,7 +247,7 @@ class _Answering:
         self.bell.setblocking(False)
         self.thread = threading.Thread(target=self.run, name="dbuffer peers", daemon=True)
         self._under_way: dict[int, PeerExchange] = {}
-        self._given: dict[tuple[int, int], tuple[bytes, str, Places]] = {}  # by (exchange, peer)
+        self._offers: dict[tuple[int, int], tuple[bytes, str, Places]] = {}  # by (exchange, peer)
         self._outbox: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._gone: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -388,7 +388,7 @@ class _Answering:
         _, number, digest, label_bytes = _GIVE.unpack_from(message)
         begin = _GIVE.size + label_bytes
         label = message[_GIVE.size : begin].decode(errors="replace")
-        _, _, places = self._given.setdefault((number, peer), (digest, label, []))
+        _, _, places = self._offers.setdefault((number, peer), (digest, label, []))
         places.extend(_PLACE.iter_unpack(message[begin:]))
         if exchange := self._under_way.get(number):
             self._take(exchange, peer)
@@ -404,7 +404,7 @@ class _Answering:
 
     def _peers_that_gave(self, exchange: PeerExchange) -> set[int]:
         read = exchange.takes.keys() - exchange.untaken
-        return read | {peer for number, peer in self._given if number == exchange.number}
+        return read | {peer for number, peer in self._offers if number == exchange.number}
 
     def _take(self, exchange: PeerExchange, peer: int) -> None:
         """Take what a peer gives, where this rank has started too; for a sum, once all peers have given."""
@@ -430,9 +430,9 @@ class _Answering:
 
     def _has_given_all(self, exchange: PeerExchange, peer: int) -> bool:
         """Whether a peer has said where all this rank takes is. Raises _GiveUpError where it is something else."""
-        if (exchange.number, peer) not in self._given:
+        if (exchange.number, peer) not in self._offers:
             return False
-        digest, label, places = self._given[exchange.number, peer]
+        digest, label, places = self._offers[exchange.number, peer]
         wanted = exchange.takes[peer]
         if digest != exchange.taken_digests[peer]:
             sizes, expected = [size for _, size in places], [target.nbytes for target in wanted]
@@ -445,7 +445,7 @@ class _Answering:
 
     def _slices(self, exchange: PeerExchange, peer: int) -> list[torch.Tensor]:
         """A peer's tensors, by their place in its memory."""
-        _, _, places = self._given.pop((exchange.number, peer))
+        _, _, places = self._offers.pop((exchange.number, peer))
         memory = self._peers[peer].memory
         return [
             _view(memory, place, target.dtype)

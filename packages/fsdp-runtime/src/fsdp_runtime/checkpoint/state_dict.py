@@ -5,7 +5,7 @@ ones; nothing is resharded. Loading takes entries of the same layout (copied), o
 `Shard(0)` (redistributed), and full plain tensors (cut), with and without `assign=True`.
 
 A tied parameter has an entry for each of its names. Loading raises where their values differ, one all-gather of small
-objects each; torch's checkpoints load them into different memory (`RaggedDTensor.load_apart`).
+objects each; torch's checkpoints load them into different memory (`RaggedDTensor.load_into_copy`).
 
 A kind of group may replace a parameter's entry by others, such as `X.codes` and `X.scales` of a parameter `X` that is
 kept as codes; they alias it too (with `keep_vars=True` the entry is `X`, the parameter). It loads from these, or from
@@ -52,7 +52,7 @@ def attach(unit: Unit) -> None:
             if value is not param.sharded:
                 first = names.get(param, key)
                 if first != key and first in state_dict:
-                    value.load_apart()
+                    value.load_into_copy()
                 else:
                     names[param] = key
                 param.group.split_entry(param, state_dict, key)

@@ -22,7 +22,7 @@ class UnitMemory:
         padding: elements of all ranks' shards that hold no parameter.
         weights: of the shards; where weights are kept as codes, of codes and scales.
         gradients: of the gradients' shards, from the reduction until `.grad` is dropped.
-        given: what a gather gives to each other rank.
+        sent: what a gather sends to each other rank.
         codes: of weights that are quantized before a gather, kept in addition to the shards.
         decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
         reduced: what a reduction gives to each other rank.
@@ -38,7 +38,7 @@ class UnitMemory:
     padding: int
     weights: int
     gradients: int
-    given: int
+    sent: int
     codes: int
     decoding: tuple[int, ...]
     reduced: int
@@ -67,7 +67,7 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         padding=laid_out - elements,
         weights=sum(memory.weights for _, _, memory in groups),
         gradients=sum(memory.gradients for _, _, memory in groups),
-        given=sum(memory.gather for _, _, memory in groups),
+        sent=sum(memory.gather for _, _, memory in groups),
         codes=sum(memory.codes for _, _, memory in groups),
         decoding=tuple(nbytes for _, _, memory in groups for nbytes in memory.decoding),
         reduced=sum(memory.reduce for _, _, memory in groups),

@@ -40,7 +40,7 @@ def plan_lines(plan: MemoryPlan, splits: Splits) -> list[str]:
         )
     others = splits.shards - 1
     sent = [
-        ("sent by one gather of every unit", others * sum(unit.given for unit in plan.units)),
+        ("sent by one gather of every unit", others * sum(unit.sent for unit in plan.units)),
         ("sent by one reduction of every unit", others * sum(unit.reduced for unit in plan.units)),
     ]
     rows = [

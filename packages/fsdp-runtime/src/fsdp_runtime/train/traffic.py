@@ -68,7 +68,7 @@ def traffic_of(config: RunConfig, sizes: ModelConfig, splits: Splits) -> Traffic
 
 def traffic_of_units(config: RunConfig, units: Sequence[UnitMemory], splits: Splits) -> Traffic:
     """Bytes that one rank sends in a step of a model that only `hsdp` and `fsdp` split, all units counted."""
-    gathers = sum(unit.given * (1 if unit.kept_after_forward else 2) for unit in units)
+    gathers = sum(unit.sent * (1 if unit.kept_after_forward else 2) for unit in units)
     reductions = sum(unit.reduced for unit in units)
     shards = sum(unit.gradients for unit in units)
     return Traffic(

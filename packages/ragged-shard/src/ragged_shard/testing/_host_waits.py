@@ -36,11 +36,11 @@ class HostWaits:
     """The waits: a line for each, with the op and its caller.
 
     Attributes:
-        found: the lines, in order.
+        lines: the lines, in order.
     """
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.lines: list[str] = []
         self._device: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address comes twice
         self._host: dict[int, torch.UntypedStorage] = {}
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -77,7 +77,7 @@ class HostWaits:
             f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__
         ]
         file = frames[-1].filename.rpartition("/")[2]
-        self.found.append(f"{what} in {frames[-1].name} ({file}:{frames[-1].lineno})")
+        self.lines.append(f"{what} in {frames[-1].name} ({file}:{frames[-1].lineno})")
 
 
 class OnItsWay:
