@@ -1,13 +1,8 @@
 """torch.compile of sharded models: the losses of eager, in as many graphs as with FSDP2."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import calls as compiled
 
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR

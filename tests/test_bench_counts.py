@@ -6,17 +6,12 @@ Python calls, and say why in the commit.
 
 import json
 import runpy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import calls, counts, host
 from bench.measure import fake_ranks
+from torch import nn
 
 from dbuffer.transport import transport_of
 

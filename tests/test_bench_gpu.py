@@ -1,13 +1,7 @@
 """GPU pieces that need more than a system's step: the longest context that fits, and rates of kernels."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import gpu, kernels, measure
 from bench.kernels import CASES
 from bench.measure import fake_ranks

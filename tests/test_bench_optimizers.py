@@ -1,13 +1,8 @@
 """Benchmarks of optimizers in tiny forms: what they count, and the statistics of steps to a loss."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import optimizers, steps
 
 

@@ -2,14 +2,10 @@
 
 import ast
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench.__main__ import COMMANDS
 from bench.history import recorded_as
 

@@ -2,14 +2,9 @@
 
 import math
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import compare, gpu, host, measure
 from bench.measure import answer, launch
 from bench.models import WORKLOADS, batch_of, describe

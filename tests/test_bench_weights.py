@@ -1,12 +1,6 @@
 """The benchmarks of weights and memory tiers: figures by formula, and a round trip that finds damage."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bench import checkpoint, counts
 from bench.checkpoint import count_offload
 from bench.models import WORKLOADS, build

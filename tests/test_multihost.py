@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tools.multihost.hosts import SHARED, Hosts, obstacle
 
 WHY_NOT = obstacle()

@@ -1,10 +1,5 @@
 """The command that runs cases on several hosts, without the hosts."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tools.multihost import __main__ as command
 
 
