@@ -76,17 +76,6 @@ def test_starting_and_simulating_ranks_leaves_the_random_state_alone():
     assert state() == before
 
 
-def draws():
-    return torch.rand(1).item()
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_ranks_start_from_the_seed_that_they_are_given(seed):
-    torch.manual_seed(seed)
-    wanted = torch.rand(1).item()
-    assert run_ranks(2, draws, seed=seed) == [wanted] * 2
-
-
 def _message(call):
     try:
         return call()

@@ -76,14 +76,6 @@ def echo(value):
     return value
 
 
-def grown(case):
-    return Case(case.factor + 1)
-
-
-def test_classes_come_back_as_the_test_modules_own():
-    assert run_ranks(2, grown, Case(1)) == [Case(2)] * 2
-
-
 def process():
     return os.getpid()
 
@@ -235,7 +227,8 @@ def test_every_rank_and_every_call_starts_from_the_same_seed():
     first = run_ranks(3, draw)
     assert len(set(first)) == 1
     assert run_ranks(3, draw) == first
-    assert run_ranks(3, draw, seed=7) != first
+    torch.manual_seed(7)
+    assert {value for value, _ in run_ranks(3, draw, seed=7)} == {torch.rand(1).item()}
 
 
 def test_a_function_that_cannot_be_sent_raises_before_any_rank_runs():
