@@ -109,8 +109,17 @@ def test_a_tensor_that_requires_no_gradient_but_is_given_one_is_updated_as_torch
 # ---------------------------------------------------------------- states
 
 
-@every_kind
-@pytest.mark.parametrize("how", ["state.clear()", "del state[p]", "state[p] = {}", "state = {}"])
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        *((case, "state.clear()") for case in CASES),
+        *(
+            (case, how)
+            for case in ("AdamW", "Mixed")
+            for how in ("del state[p]", "state[p] = {}", "state = {}")
+        ),
+    ],
+)
 def test_a_removed_state_begins_again(case, how):
     run, fresh = run_of(case).steps(0, 2), run_of(case)
     fresh.module.load_state_dict(run.module.state_dict())
@@ -321,18 +330,19 @@ def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
 # ---------------------------------------------------------------- options of groups
 
 
-@every_kind
+BAD_OPTIONS = {"lr": -0.1, "weight_decay": "much", "eps": -1.0, "stochastic_rounding": 1}
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("case", "option"),
     [
-        ("lr", -0.1, "lr=-0.1"),
-        ("weight_decay", "much", "weight_decay='much'"),
-        ("eps", -1.0, "eps=-1.0"),
-        ("stochastic_rounding", 1, "stochastic_rounding=1"),
+        *((case, "eps") for case in CASES),
+        *((case, option) for case in ("AdamW", "Mixed") for option in BAD_OPTIONS),
     ],
 )
-def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option, value, message):
-    run = run_of(case).steps(0, 1)
+def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option):
+    run, value = run_of(case).steps(0, 1), BAD_OPTIONS[option]
+    message = f"{option}={value!r}"
     group = run.optimizer.param_groups[-1]
     saved = copy.deepcopy(run.optimizer.state_dict())
     saved["param_groups"][-1][option] = value
@@ -409,9 +419,13 @@ def test_an_option_that_is_removed_is_a_key_error():
 # ---------------------------------------------------------------- learning rates
 
 
-@every_kind
 @pytest.mark.parametrize(
-    "lr", [np.float32(0.25), np.float64(0.25), np.int64(1), torch.tensor(0.25), torch.tensor([0.25])]
+    ("case", "lr"),
+    [
+        *(("AdamW", lr) for lr in (np.float32(0.25), np.float64(0.25), np.int64(1))),
+        *((case, torch.tensor(0.25)) for case in CASES),
+        *((case, torch.tensor([0.25])) for case in ("AdamW", "AdamW fused", "AdamW8bit", "Mixed")),
+    ],
 )
 def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates_whose_changes_are_followed(case, lr):
     run, twin = rebuild(run_of(case), case, lr=lr), rebuild(run_of(case), case, lr=float(lr))
@@ -427,12 +441,10 @@ def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates_whose_chang
 
 
 @every_kind
-@pytest.mark.parametrize(
-    "lr", [-0.1, float("nan"), torch.tensor(-1.0), torch.zeros(2), "0.1", True, None, np.zeros(2)]
-)
-def test_what_is_no_learning_rate_is_refused_in_words(case, lr):
-    with pytest.raises(ValueError, match="lr"):
-        run_of(case, lr=lr)
+def test_what_is_no_learning_rate_is_refused_in_words(case):
+    for lr in (-0.1, float("nan"), torch.tensor(-1.0), torch.zeros(2), "0.1", True, None, np.zeros(2)):
+        with pytest.raises(ValueError, match="lr"):
+            pytest.fail(f"{lr}: {run_of(case, lr=lr)}")
 
 
 @every_kind_and_overlapped
@@ -469,14 +481,13 @@ RESHAPED = {
 
 
 @every_kind
-@pytest.mark.parametrize("how", RESHAPED)
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_parameter_whose_data_got_another_shape_raises_by_name(case, how, steps):
-    run = run_of(case)
-    run.steps(0, steps)
-    param = run.params[0]
-    param.grad = None
-    param.data = RESHAPED[how](param)
-    param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=r"its \.data was set"):
-        run.optimizer.step()
+def test_a_parameter_whose_data_got_another_shape_raises_by_name(case):
+    for how, reshaped in RESHAPED.items():
+        for steps in (0, 2):
+            run = run_of(case).steps(0, steps)
+            param = run.params[0]
+            param.grad = None
+            param.data = reshaped(param)
+            param.grad = torch.ones_like(param)
+            with pytest.raises(ValueError, match=r"its \.data was set"):
+                pytest.fail(f"{how}, after {steps} steps: {run.optimizer.step()}")

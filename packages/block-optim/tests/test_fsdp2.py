@@ -3,6 +3,7 @@
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
 
+import functools
 import warnings
 from typing import Any
 
@@ -193,6 +194,7 @@ def like(value, param):
     )
 
 
+@functools.cache
 def gradients():
     """Those of three steps, by name; the same everywhere."""
     generator = torch.Generator().manual_seed(1)
@@ -216,6 +218,7 @@ def trained(layout, kind):
 
 
 CUT_TWICE = {"tensor parallel": [cut_twice], "expert parallel": [cut_twice]}
+USUAL = (("Shard(0)", 3), ("tensor parallel", 4), ("DDP", 3))
 
 
 def all_trained(layout):
@@ -227,7 +230,7 @@ def all_trained(layout):
     ("layout", "world_size"),
     [
         pytest.param(
-            layout, n, marks=[pytest.mark.long] if len(sizes) > 1 and n != 3 else CUT_TWICE.get(layout, [])
+            layout, n, marks=[*CUT_TWICE.get(layout, []), *[pytest.mark.long] * ((layout, n) not in USUAL)]
         )
         for layout, (_, sizes) in LAYOUTS.items()
         for n in sizes
