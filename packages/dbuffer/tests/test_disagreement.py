@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dbuffer
 from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _handle, _order, watch_order
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 
 def disagree(what):
@@ -46,7 +46,8 @@ def test_ranks_that_exchange_different_things_all_raise(what):
         assert "all ranks must make the same calls in the same order" in message
 
 
-def two_groups():
+@on_ranks(2)
+def test_two_groups_of_the_same_ranks_do_not_meet():
     """Groups of the same ranks, used in another order on each rank."""
     buffers = [build_large(name, dist.new_group()) for name in "ab"]
     for value, buffer in enumerate(buffers):
@@ -57,11 +58,7 @@ def two_groups():
     handles = [Gather([buffer]).start() for buffer in order]
     for handle in handles:
         handle.wait()
-    return [buffer.full[0].unique().tolist() for buffer in buffers]
-
-
-def test_two_groups_of_the_same_ranks_do_not_meet():
-    assert run_ranks(2, two_groups) == [[[0.0], [1.0]]] * 2
+    assert [buffer.full[0].unique().tolist() for buffer in buffers] == [[0.0], [1.0]]
 
 
 def last_disagrees(what, transport):
@@ -129,7 +126,7 @@ def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind
 
 def one_never_starts(kind):
     """With torch's collectives, of two buffers in one call. The error of each rank that waits, and the state."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
     watch_order(mesh.get_group())
     layout = plan([TensorSpec("w", (16, 4))], dist.get_world_size())
     options: Any = {"transport": "collectives", "dtype": torch.float32}
@@ -137,20 +134,21 @@ def one_never_starts(kind):
     for buffer in buffers:
         buffer.materialize()
     if dist.get_rank() == 0:
-        time.sleep(4.0)
+        time.sleep(3.0)
         return "", HandleState.FAILED
     with mock.patch.object(_order, "_MEETING", 0.0):
         handle = kind(buffers).start()
     return error_of(handle.wait), handle.state
 
 
-@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+@pytest.mark.parametrize("kind", [Gather, pytest.param(ReduceScatter, marks=pytest.mark.long)])
 def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(kind):
     for message, state in run_ranks(3, one_never_starts, kind)[1:]:
         assert " of a, b failed: " in message
         assert state is HandleState.FAILED
 
 
+@pytest.mark.long
 def test_where_one_of_eight_ranks_disagrees_all_raise():
     assert run_ranks(8, last_disagrees, "order", "auto") == [True] * 8
 

@@ -16,7 +16,7 @@ from dbuffer_helpers import SIZE, build_large, error_of, load, peers_of, swap, z
 
 from dbuffer import Gather
 from dbuffer.transport import transport_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 
 def a_peer_hangs_up():
@@ -115,7 +115,8 @@ def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes():
     assert run_ranks(2, a_buffer_is_dropped) == [True, True]
 
 
-def a_group_is_destroyed():
+@on_ranks(2)
+def test_where_a_group_is_destroyed_under_way_both_sides_raise():
     group = dist.new_group(timeout=timedelta(seconds=2))
     full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(dist.get_rank()))
     moving = transport_of(group, "peer_memory")
@@ -135,15 +136,11 @@ def a_group_is_destroyed():
         dist.barrier()
         said = error_of(lambda: moving.all_gather([(full, mine)], "x").wait())
     dist.barrier()
-    return said
+    assert said
 
 
-def test_where_a_group_is_destroyed_under_way_both_sides_raise():
-    for said in run_ranks(2, a_group_is_destroyed):
-        assert said
-
-
-def a_group_is_gone():
+@on_ranks(2)
+def test_a_transport_whose_group_is_gone_does_not_use_another():
     """Torch takes None for the group of all ranks."""
     group = dist.new_group()
     dist.barrier(group=group)  # both ranks are connected
@@ -152,11 +149,10 @@ def a_group_is_gone():
     dist.destroy_process_group(moving._group())
     gc.collect()
     full, mine = torch.zeros(4), torch.zeros(2)
-    return error_of(lambda: moving.all_gather([(full, mine)], "x"))
-
-
-def test_a_transport_whose_group_is_gone_does_not_use_another():
-    assert run_ranks(2, a_group_is_gone) == ["the process group of this transport is gone"] * 2
+    assert (
+        error_of(lambda: moving.all_gather([(full, mine)], "x"))
+        == "the process group of this transport is gone"
+    )
 
 
 ENDING = """
@@ -189,22 +185,15 @@ os._exit(0)
 
 @pytest.mark.long
 def test_an_interpreter_that_exits_under_way_ends_and_its_peer_raises(tmp_path):
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
+    ours = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    options: Any = {
+        "env": os.environ | ours,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
     }
     command = [sys.executable, "-c", ENDING]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **options) for rank in range(2)]
     said = [rank.communicate(timeout=180)[0].strip() for rank in ranks]
     assert ranks[0].returncode == 0, said
     assert said[1].startswith(

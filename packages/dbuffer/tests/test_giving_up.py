@@ -13,7 +13,7 @@ from dbuffer_helpers import SIZE, error_of, peers_of, swap
 
 from dbuffer.transport import peer_memory
 from dbuffer.transport.sums import Sum
-from ragged_shard.testing import RankError, run_ranks
+from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 
 def a_peer_is_late():
@@ -55,7 +55,8 @@ def test_ranks_that_wait_themselves_are_not_named_as_missing():
     assert all("[2]" in one or "has ended or given up" in one for one in said), said
 
 
-def the_deadline_is_of_the_start():
+@on_ranks(2)
+def test_patience_counts_from_the_start_of_the_exchange():
     peers = peers_of(timeout=2.0)
     if dist.get_rank() == 0:
         begin = time.monotonic()
@@ -64,10 +65,6 @@ def the_deadline_is_of_the_start():
         error_of(work.wait)
         assert time.monotonic() >= work.deadline
     dist.barrier()
-
-
-def test_patience_counts_from_the_start_of_the_exchange():
-    run_ranks(2, the_deadline_is_of_the_start)
 
 
 def slow_reads(pause, progress=None):
@@ -106,7 +103,8 @@ def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
     assert second == "rank 0 of the group has ended or given up, during x"
 
 
-def the_deadline_passes_in_a_read():
+@on_ranks(2)
+def test_wait_does_not_return_while_the_thread_still_writes():
     """Rank 0's time is up while its own thread writes its memory: it may not have the memory back before."""
     progress: list = []
     peers = peers_of(timeout=3.0 if dist.get_rank() == 0 else 30.0)
@@ -118,10 +116,6 @@ def the_deadline_passes_in_a_read():
     assert progress == ["read"]
     dist.barrier()
     peer_memory.copy_memory = usual
-
-
-def test_wait_does_not_return_while_the_thread_still_writes():
-    run_ranks(2, the_deadline_passes_in_a_read)
 
 
 def the_thread_is_stuck(done):
@@ -184,6 +178,7 @@ def test_a_frozen_peer_fails_both():
     assert "given up" in second or "closed" in second
 
 
+@pytest.mark.long
 def test_a_frozen_peer_fails_all_of_eight():
     said = run_ranks(8, one_is_frozen)
     assert said[0] == "rank(s) [1] of the group did not take part in x within 2 s"
