@@ -22,18 +22,6 @@ def leaf(placements=(RAGGED,), mesh_shape=(3,)):
 
 
 @on_ranks(3)
-def test_full_tensor_gives_the_gradient_of_the_unsharded_tensor():
-    tensor = leaf()
-    (tensor.full_tensor() * WEIGHTS).sum().backward()
-    assert isinstance(tensor.grad, RaggedDTensor)
-    assert tensor.grad.placements == tensor.placements
-    with record_collectives() as record:
-        gradient = tensor.grad.full_tensor()
-    assert torch.equal(gradient, WEIGHTS)
-    assert len(record.kinds) == 1
-
-
-@on_ranks(3)
 def test_backward_of_a_gather_is_local_and_of_summands_a_reduce_scatter():
     tensor = leaf()
     full = tensor.full_tensor()

@@ -396,22 +396,19 @@ def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
             assert torch.equal(value, HF_VALUES[name])
 
 
-def load_two_names(folder):
+@on_ranks(3)
+def test_a_tensor_with_two_names_loads_the_values_of_the_second_apart(tmp_path):
     one = distribute_tensor(torch.arange(16.0).view(8, 2), rank_mesh(3), [RaggedShard((0,), (3, 0, 1))])
     two = (one.detach() + 1).detach()
-    dcp.save({"one": one, "two": two}, checkpoint_id=folder)
+    dcp.save({"one": one, "two": two}, checkpoint_id=tmp_path)
     target: Any = torch.zeros_like(one)
     first: Any = target.detach()
     second: Any = target.detach()
     second.load_apart()
     assert second.loaded is second
-    dcp.save({"two": second}, checkpoint_id=f"{folder}/zeros")  # copies nothing
+    dcp.save({"two": second}, checkpoint_id=f"{tmp_path}/zeros")  # copies nothing
     assert second.loaded is second
-    dcp.load({"one": first, "two": second}, checkpoint_id=folder)
+    dcp.load({"one": first, "two": second}, checkpoint_id=tmp_path)
     assert first.loaded is first
     assert target.full_tensor().equal(one.full_tensor())
     assert second.loaded.full_tensor().equal(two.full_tensor())
-
-
-def test_a_tensor_with_two_names_loads_the_values_of_the_second_apart(tmp_path):
-    run_ranks(3, load_two_names, str(tmp_path))

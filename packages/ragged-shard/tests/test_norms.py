@@ -55,12 +55,13 @@ def test_norms_of_hsdp_tensors_reduce_over_the_ragged_axis_only():
     tensor = spread(x, (Replicate(), RaggedShard((0,), (1, 3))), (2, 2))
     both = spread(x, (RaggedShard((0,), (1, 3)), Shard(1)), (2, 2))
     strided = spread(x, (StridedRaggedShard((0,), (1, 1), 2), Shard(0)), (2, 2))
+    left = spread(x, (Shard(1), RaggedShard((0,), (1, 3))), (2, 2))
     with record_collectives() as record:
         norm = torch._foreach_norm([tensor])[0]
     assert record.kinds == ["all_reduce"]
     assert record.events[0].ranks == 2
     assert record.bytes_sent == 8
-    for found in (norm, *torch._foreach_norm([both, strided])):
+    for found in (norm, *torch._foreach_norm([both, strided, left])):
         assert found.item() == pytest.approx(x.norm().item(), rel=1e-6)
     for dim in (0, 1, 2, (0, 2)):
         for ragged in (tensor, both, strided):
@@ -291,7 +292,9 @@ x.nansum() x.count_nonzero() x.aminmax() x[0].item() x[2].item() torch.var_mean(
 """.split()  # noqa: SIM905
 
 
-def special_numbers():
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_statistics_of_special_numbers_are_those_of_plain_tensors(ranks):
     ranks = dist.get_world_size()
     mesh, units = rank_mesh(ranks), (2, 1) if ranks == 2 else (1, 0, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -304,8 +307,3 @@ def special_numbers():
                 rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
                 what = f"{expression} of {row} as {dtype}: {answer} for {expected}"
                 torch.testing.assert_close(answer, expected, rtol=rtol, atol=1e-6, equal_nan=True, msg=what)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_statistics_of_special_numbers_are_those_of_plain_tensors(ranks):
-    run_ranks(ranks, special_numbers)

@@ -254,7 +254,8 @@ def test_bad_arguments_raise():
         run_ranks(1000, process, device="cuda")
 
 
-def counted():
+@on_ranks(3)
+def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
     ranks, rank = dist.get_world_size(), dist.get_rank()
     x = torch.ones(6)
     with record_collectives() as record:
@@ -272,10 +273,6 @@ def counted():
     assert record.events[1].bytes_sent == (24 * (ranks - 1) if rank == 0 else 0)
     assert record.events[2].bytes_sent == (sum(splits) - splits[rank]) * 4
     return record.bytes_sent
-
-
-def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
-    run_ranks(3, counted)
 
 
 def on_gpu():
