@@ -1,5 +1,6 @@
 """Forked children, dropped buffers, destroyed groups and interpreters that exit while an exchange is under way."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -16,10 +17,11 @@ from dbuffer_helpers import SIZE, build_large, error_of, load, peers_of, swap, z
 
 from dbuffer import Gather
 from dbuffer.transport import transport_of
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks
 
 
-def a_peer_hangs_up():
+@on_ranks(2)
+def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
     """Rank 1 drops its connections, which is what dying does to them; a child that it forked lives on."""
     peers = peers_of()
     if dist.get_rank() == 1:
@@ -32,23 +34,15 @@ def a_peer_hangs_up():
         dist.barrier()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return ["", ""]
-    said = []
-    first = swap(peers, torch.zeros(4), [torch.zeros(4)])
-    for work in (first, None):
-        work = work or swap(peers, torch.zeros(4), [torch.zeros(4)])
-        said.append(error_of(work.wait))
-    dist.barrier()
-    return said
-
-
-def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
-    first, second = run_ranks(2, a_peer_hangs_up)[0]
+        return
+    first, second = (error_of(swap(peers, torch.zeros(4), [torch.zeros(4)]).wait) for _ in range(2))
     assert first == "rank 1 of the group has ended or given up, during x"
     assert second == "the connections of this rank to the others of the group are closed; x needs them"
+    dist.barrier()
 
 
-def a_child_ends_normally():
+@on_ranks(2)
+def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
     """A forked child uses what it inherited, then runs its finalizers, in the middle of an exchange of its parent."""
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
@@ -66,26 +60,21 @@ def a_child_ends_normally():
         with os.fdopen(ours) as pipe:
             said = pipe.read()
         os.waitpid(child, 0)
+        assert said.splitlines() == [
+            "its connections belong to the process that forked this one",
+            "the connections of this rank to the others of the group are closed; x needs them",
+        ]
         dist.barrier()
     else:
         dist.barrier()
-        work, said = swap(peers, mine, [theirs]), ""
+        work = swap(peers, mine, [theirs])
     work.wait()
     dist.barrier()
-    return theirs.unique().tolist(), said
+    assert (theirs == 1 - dist.get_rank()).all()
 
 
-def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
-    (first, said), (second, _) = run_ranks(2, a_child_ends_normally)
-    assert first == [1.0]
-    assert second == [0.0]
-    assert said.splitlines() == [
-        "its connections belong to the process that forked this one",
-        "the connections of this rank to the others of the group are closed; x needs them",
-    ]
-
-
-def a_buffer_is_dropped():
+@on_ranks(2)
+def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes():
     """Rank 0 drops buffer and handle under way, and its memory goes to whoever asks."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     buffer = build_large(group=group)
@@ -100,19 +89,13 @@ def a_buffer_is_dropped():
         others = [torch.full((n, 1024), -1.0) for n in (512, 512, 1024, 1024)]
         dist.barrier()
         dist.barrier()
-        return bool(all((other == -1).all() for other in others))
+        assert all((other == -1).all() for other in others)
+        return
     dist.barrier()
-    try:
+    with contextlib.suppress(RuntimeError):
         Gather([buffer]).start().wait()
-        return bool((buffer.views["w"] == 3).all())
-    except RuntimeError:
-        return True
-    finally:
-        dist.barrier()
-
-
-def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes():
-    assert run_ranks(2, a_buffer_is_dropped) == [True, True]
+        assert (buffer.views["w"] == 3).all()
+    dist.barrier()
 
 
 @on_ranks(2)

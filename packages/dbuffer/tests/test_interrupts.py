@@ -149,25 +149,15 @@ def test_a_start_interrupted_after_it_has_begun_is_seen_by_the_peers():
     assert "has ended or given up" in said or "are closed" in said
 
 
-def a_start_is_interrupted_before_it_begins():
+@on_ranks(2)
+def test_a_start_interrupted_before_it_begins_can_be_made_again():
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
-    usual = peer_memory._digest
-
-    def raising(*_):
-        raise Interrupted
-
     if dist.get_rank() == 0:
-        peer_memory._digest = raising
-        with pytest.raises(Interrupted):
+        with mock.patch.object(peer_memory, "_digest", side_effect=Interrupted), pytest.raises(Interrupted):
             swap(peers, mine, [theirs])
-        peer_memory._digest = usual
     swap(peers, mine, [theirs]).wait()
-    return theirs[0].item()
-
-
-def test_a_start_interrupted_before_it_begins_can_be_made_again():
-    assert run_ranks(2, a_start_is_interrupted_before_it_begins) == [1.0, 0.0]
+    assert theirs[0] == 1 - dist.get_rank()
 
 
 def ring(seconds, error):

@@ -16,12 +16,13 @@ from dbuffer.transport import handshake, transport_of
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks
 
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
-def one_may_not_map():
+@on_ranks(3)
+def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
     """Rank 1 is refused to map the others' memory, as a security module would."""
     rank, size = dist.get_rank(), dist.get_world_size()
     refused = mock.Mock(side_effect=OSError(1, "Operation not permitted"))
@@ -33,24 +34,17 @@ def one_may_not_map():
             transport.all_gather([(full, mine)], "x").wait()
     assert transport.name == "collectives"
     assert torch.equal(full, torch.arange(float(size)).repeat_interleave(1 << 18))
-    return lines
-
-
-def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
-    line = (
+    assert lines == [
         "collectives; no peer memory: rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"
-    )
-    assert run_ranks(3, one_may_not_map) == [[line]] * 3
+    ]
 
 
-def one_is_elsewhere():
+@on_ranks(3)
+def test_ranks_of_another_machine_are_not_waited_for():
     machine = (lambda: "another") if dist.get_rank() == 2 else handshake.machine
     with mock.patch.object(handshake, "machine", machine):
-        return connect(dist.group.WORLD)  # type: ignore[arg-type]
-
-
-def test_ranks_of_another_machine_are_not_waited_for():
-    assert run_ranks(3, one_is_elsewhere) == [({}, "rank 2 is on another machine than rank 0")] * 3
+        connected = connect(dist.group.WORLD)  # type: ignore[arg-type]
+    assert connected == ({}, "rank 2 is on another machine than rank 0")
 
 
 @on_ranks(3)
@@ -156,11 +150,10 @@ def test_a_call_with_very_many_buffers_completes(count):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def the_thread_fails():
-    """What came in is no message: the thread ends with an error."""
+@on_ranks(2)
+def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
     peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
     assert not trouble
-    said = []
     if dist.get_rank() == 1:
         dist.barrier()
         peers[0].socket.send(b"abc")
@@ -168,26 +161,22 @@ def the_thread_fails():
         memory = PeerMemory(peers, 30.0)
         work = swap(memory, torch.zeros(4), [torch.zeros(4)])
         dist.barrier()
-        said = [error_of(work.wait), error_of(lambda: memory.exchange("y", {}, {}).wait())]
+        assert error_of(work.wait) == "rank 1 of the group sent 3 bytes that mean nothing"
+        closed = "the connections of this rank to the others of the group are closed; y needs them"
+        assert error_of(lambda: memory.exchange("y", {}, {}).wait()) == closed
     dist.barrier()
     for peer in peers.values():
         peer.socket.close()
-    return said
 
 
-def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
-    first, second = run_ranks(2, the_thread_fails)[0]
-    assert first == "rank 1 of the group sent 3 bytes that mean nothing"
-    assert second == "the connections of this rank to the others of the group are closed; y needs them"
-
-
-def threads_after(times):
+@on_ranks(2)
+def test_the_thread_ends_with_the_connections():
     before = set(threading.enumerate())  # an earlier test's group may have a thread of its own
 
     def added():
         return [t.name for t in threading.enumerate() if t.name == "dbuffer peers" and t not in before]
 
-    for _ in range(times):
+    for _ in range(3):
         peers = peers_of()
         theirs = torch.zeros(SIZE)
         swap(peers, torch.ones(SIZE), [theirs]).wait()
@@ -198,8 +187,4 @@ def threads_after(times):
     deadline = time.monotonic() + 60
     while added() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return added()
-
-
-def test_the_thread_ends_with_the_connections():
-    assert run_ranks(2, threads_after, 3) == [[], []]
+    assert not added()
