@@ -14,7 +14,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
 from ragged_shard._ops.table import RULES
 from ragged_shard._tensor import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 NO_MIXED_LISTS = pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone"
@@ -65,7 +65,8 @@ def numbers(op):
     return {argument.name: VALUES[str(argument.type)] for argument in needed}
 
 
-def every_pointwise_op():
+@on_ranks(3, timeout=120)
+def test_every_pointwise_op_is_the_plain_one_without_communication():
     tried = set()
     for name in RULES["pointwise"].ops.split():
         for spelling, dtype in itertools.product((name, name + "_"), (torch.float32, torch.int8, torch.bool)):
@@ -94,11 +95,6 @@ def every_pointwise_op():
                 same(got, wanted, (op, dtype), (RAGGED,))
                 assert (got is operand) == spelling.endswith("_"), op
                 tried.add(name)
-    return tried
-
-
-def test_every_pointwise_op_is_the_plain_one_without_communication():
-    (tried,) = {frozenset(names) for names in run_ranks(3, every_pointwise_op, timeout=120)}
     missing = set(RULES["pointwise"].ops.split()) - tried
     # Schemas that the test makes no arguments for; they are called below.
     backward = {"threshold_backward", "elu_backward", "leaky_relu_backward"}
@@ -442,7 +438,8 @@ def test_operands_with_other_placements_raise_with_both_shardings():
     same(rx, x, "nothing was written")
 
 
-def pending():
+@on_ranks(4)
+def test_a_pending_sum_takes_linear_ops_and_refuses_all_others():
     x, y = plain(), plain(seed=1)
     mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0,), (1, 3))
@@ -478,10 +475,6 @@ def pending():
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match="pending reduction"):
             bad()
-
-
-def test_a_pending_sum_takes_linear_ops_and_refuses_all_others():
-    run_ranks(4, pending)
 
 
 @on_ranks(3)

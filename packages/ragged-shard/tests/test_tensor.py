@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 
@@ -43,17 +43,12 @@ def test_each_rank_holds_its_run_of_rows(ranks):
     assert "RaggedShard" in repr(tensor)
 
 
-def source_counts(source):
-    mesh = rank_mesh(3)
-    mine = torch.full((6, 2), float(dist.get_rank()))
-    tensor = distribute_tensor(mine, mesh, [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
-    return tensor.full_tensor()[:, 0].tolist()
-
-
+@on_ranks(3)
 def test_the_source_ranks_data_count_or_each_ranks_own():
-    assert run_ranks(3, source_counts, 0) == [[0.0] * 6] * 3
-    assert run_ranks(3, source_counts, 2) == [[2.0] * 6] * 3
-    assert run_ranks(3, source_counts, None) == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 3
+    mine = torch.full((6, 2), float(dist.get_rank()))
+    for source, expected in ((0, [0.0] * 6), (2, [2.0] * 6), (None, [0.0, 1.0, 1.0, 2.0, 2.0, 2.0])):
+        tensor = distribute_tensor(mine, rank_mesh(3), [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
+        assert tensor.full_tensor()[:, 0].tolist() == expected
 
 
 @on_ranks(3)
