@@ -167,7 +167,7 @@ def test_states_of_other_shapes_lie_on_the_owner_and_load_at_any_world_size(tmp_
         run_ranks(ranks, loaded, str(tmp_path), expected)
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_cut_blocks_and_plain_states_of_cut_parameters_are_refused():
     kind: Any = run_examples("Write your own")["Adafactor"]
     with pytest.raises(ValueError, match=r"cut Whole\(\), which Adafactor needs whole .*block_policy"):

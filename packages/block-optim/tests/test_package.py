@@ -16,11 +16,6 @@ def test_the_installed_version_is_the_modules():
     assert metadata.version("block-optim") == block_optim.__version__
 
 
-def test_every_exported_name_is_there_and_documented():
-    for name in block_optim.__all__:
-        assert getattr(block_optim, name).__doc__, name
-
-
 ROOT = Path(block_optim.__file__).parent
 
 
