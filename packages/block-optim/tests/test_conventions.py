@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_an_option_of_a_loaded_state_dict_that_does_not_apply_is_refused_by_name
 
 
 def test_what_applies_of_torchs_state_dict_is_taken_and_what_it_does_not_know_stays():
-    q, ways = parameter(), ({"foreach": True}, {"fused": True}, {"fused": False})
+    ways: tuple[dict[str, Any], ...] = ({"foreach": True}, {"fused": True}, {"fused": False})
+    q = parameter()
     q.grad = torch.ones_like(q)
     for saved, fused in itertools.product(ways, (False, True)):
         reference = torch.optim.AdamW([q], lr=0.02, betas=(0.5, 0.6), maximize=True, **saved)

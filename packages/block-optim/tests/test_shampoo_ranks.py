@@ -46,6 +46,7 @@ def test_a_moving_gradient_that_is_missing_on_some_ranks_counts_as_zero_there():
     for number in range(4):
         run.step(number, without=(1,) if dist.get_rank() else (), grad_norm=1.0)
         single.give(number)
+        assert single.params[1].grad is not None
         single.params[1].grad[2:] = 0  # what ranks 1 and 2 hold
         single.optimizer.step()
     same(run.result(), single.result())

@@ -1,6 +1,7 @@
 """Wrong use raises, on every rank, with names and the way out."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,12 @@ def test_constructor_arguments_that_cannot_be():
         ("layout", "weight", TypeError, "expected a layout_planner.Layout"),
         ("mesh", mesh_of(1, 1), ValueError, "the mesh has 2 axes .* pass the sub-mesh"),
     ):
-        options = {"layout": layout_for(1), "mesh": mesh_of(), "dtype": torch.float32, name: value}
+        options: dict[str, Any] = {
+            "layout": layout_for(1),
+            "mesh": mesh_of(),
+            "dtype": torch.float32,
+            name: value,
+        }
         with pytest.raises(kind, match=message):
             pytest.fail(f"{name}={value}: {DBuffer(options.pop('layout'), options.pop('mesh'), **options)}")
 
@@ -98,7 +104,7 @@ def test_misuse_raises():
     buffer, full, aliased = make(alias=False, name="layers.0"), make(alias=False), make()
     full.materialize()
     aliased.materialize()
-    for use, kind, message in (
+    cases: tuple[tuple[Any, Any, str], ...] = (
         (
             lambda: buffer.full,
             RuntimeError,
@@ -117,7 +123,8 @@ def test_misuse_raises():
             ValueError,
             "build the buffer with alias=False",
         ),
-    ):
+    )
+    for use, kind, message in cases:
         with pytest.raises(kind, match=message):
             pytest.fail(f"{message}: {use()}")
 
