@@ -52,8 +52,13 @@ def steps_of(run, waits=None, count=6, bad=4):
         waits += found.lines
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize(
+    ("case", "tensor_lr"),
+    [
+        *((case, False) for case in CASES),
+        *((case, True) for case in ("AdamW", "AdamW fused", "AdamW8bit", "Mixed")),
+    ],
+)
 def test_no_step_reads_the_device_and_the_bits_are_those_of_the_plain_step(case, tensor_lr):
     def lr():
         return torch.tensor(0.1) if tensor_lr else 0.1
@@ -168,7 +173,7 @@ def test_a_capture_of_another_optimizer_raises(monkeypatch):
         optimizer.step()
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_what_would_communicate_is_refused():
     with devices.stand_in(OnItsWay):
         for layout in ("shard", "replicate"):  # ranks divide the work on copies

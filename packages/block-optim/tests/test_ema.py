@@ -110,24 +110,18 @@ def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
     same(averages(ema), reference(other, 0.9, range(4), wide))
 
 
-def test_neighbors_in_memory_are_averaged_by_one_lerp_and_their_gaps_are_left(monkeypatch):
+def test_averages_take_one_lerp_and_gaps_between_neighbors_in_memory_are_left(monkeypatch):
     monkeypatch.setattr("block_optim.core.scratch.CPU_CHUNK", 16)
     module, gaps = flat_module()
-    ema = EMA(module, 0.9)
-    with Calls() as calls:
-        ema.update()
-    assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", 1)]
+    apart, ema = EMA(nn_of(tensors(SHAPES, 0)), 0.9), EMA(module, 0.9)
+    for one, runs in ((apart, len(SHAPES)), (ema, 1)):
+        with Calls() as calls:
+            one.update()
+        assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", runs)]
     assert all(gap.isnan().all() for gap in gaps)
     with ema.swapped():
         assert all(gap.isnan().all() for gap in gaps)
         assert not any(p.isnan().any() for p in module.parameters())
-
-
-def test_tensors_in_memory_of_their_own_share_one_call():
-    ema = EMA(nn_of(tensors(SHAPES, 0)), 0.9)
-    with Calls() as calls:
-        ema.update()
-    assert [call for call in calls.seen if "lerp" in call[0]] == [("_foreach_lerp_", len(SHAPES))]
 
 
 def test_warmup_follows_new_weights_faster_at_first():
@@ -179,12 +173,8 @@ def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(mo
         ema = EMA([("before", nn.Parameter(torch.ones(3))), (name, weight)], 0.5, dtype=BF16, seed=seed)
         weight.data.fill_(1 + 2**-7)
         for _ in range(updates):
-            ema.load_state_dict(
-                {
-                    "averages": {n: torch.ones_like(v) for n, v in averages(ema).items()},
-                    "updates": ema.updates,
-                }
-            )
+            ones = {n: torch.ones_like(v) for n, v in averages(ema).items()}
+            ema.load_state_dict({"averages": ones, "updates": ema.updates})
             ema.update()
         return averages(ema)[name]
 
@@ -518,9 +508,8 @@ def test_on_shards_what_was_built_wrongly_is_named():
     early = Model()
     ema = EMA(early, 0.9)
     rows(early)
-    with pytest.raises(
-        ValueError, match=r"embedding.weight: the module has another tensor there, .*fully_shard"
-    ):
+    another = r"embedding.weight: the module has another tensor there, .*fully_shard"
+    with pytest.raises(ValueError, match=another):
         ema.update()
     model = rows(Model())
     lone = EMA(model.named_parameters(), 0.9)
@@ -533,15 +522,13 @@ def test_on_shards_what_was_built_wrongly_is_named():
     part = EMA(model.norm, 0.9)  # the root has its unit
     model(TOKENS)
     part.update()
-    with (
-        pytest.raises(RuntimeError, match=r"weight: the module has the gathered parameter there"),
-        part.swapped(),
-    ):
+    gathered = "weight: the module has the gathered parameter there"
+    with pytest.raises(RuntimeError, match=gathered), part.swapped():
         raise AssertionError
     model.reshard()
     with part.swapped():
         pass
-    with pytest.raises(RuntimeError, match=r"weight: the module has the gathered parameter"), part.swapped():
+    with pytest.raises(RuntimeError, match=gathered), part.swapped():
         model.unshard()
     model.reshard()
 
@@ -622,13 +609,10 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     assert ema.updates == 2
 
 
-def loaded_in_full():
+@on_ranks(3)
+def test_full_averages_load_into_shards():
     module = Run(AdamW, "elements", shapes=SHAPES).module
     ema = EMA(module, 0.9)
     ema.load_state_dict({"averages": alone(torch.float32), "updates": 3})
-    return averages(ema)
-
-
-def test_full_averages_load_into_shards():
-    for result in run_ranks(3, loaded_in_full):
-        same(result, alone(torch.float32))
+    result = averages(ema)
+    same(result, alone(torch.float32))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import EMA, AdamW
-from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 def averaged(module):
@@ -66,20 +66,17 @@ def test_random_bits_do_not_depend_on_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+@on_ranks(1)
 def test_averages_of_another_dtype_are_refused_by_state_dicts_and_by_checkpoints(dtype, tmp_path):
-    run_ranks(1, load_another_dtype, tmp_path, dtype)
-
-
-def load_another_dtype(folder, dtype):
     other = torch.float32 if dtype == torch.int8 else torch.int8
     first, second = (EMA(nn_of(tensors(BLOCKS, 0)), 0.9, dtype=d) for d in (other, dtype))
     second.update()
     before = {part: full_values(values) for part, values in second._tensors().items()}
     with pytest.raises(ValueError, match="build EMA with the dtype that was saved"):
         second.load_state_dict(first.state_dict())
-    dcp.save({"ema": first}, checkpoint_id=folder)
+    dcp.save({"ema": first}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointException, match=r"ema\.(averages|codes)\.p0"):
-        dcp.load({"ema": second}, checkpoint_id=folder)
+        dcp.load({"ema": second}, checkpoint_id=tmp_path)
     if dtype == torch.int8:
         state = second.state_dict()
         state["codes"] = {name: t.float() for name, t in state["codes"].items()}

@@ -3,6 +3,7 @@
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
 
+import functools
 import warnings
 from typing import Any
 
@@ -21,7 +22,7 @@ from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_opti
 from block_optim.core.grid import Grid, block_for
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, held_boxes
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 WIDTH = 12
 COLUMN_CUT = {"tensor parallel": Tile(1, 24)}  # of `down`, whose 48 columns two ranks share
@@ -193,6 +194,7 @@ def like(value, param):
     )
 
 
+@functools.cache
 def gradients():
     """Those of three steps, by name; the same everywhere."""
     generator = torch.Generator().manual_seed(1)
@@ -216,6 +218,7 @@ def trained(layout, kind):
 
 
 CUT_TWICE = {"tensor parallel": [cut_twice], "expert parallel": [cut_twice]}
+USUAL = (("Shard(0)", 3), ("tensor parallel", 4), ("DDP", 3))
 
 
 def all_trained(layout):
@@ -227,7 +230,7 @@ def all_trained(layout):
     ("layout", "world_size"),
     [
         pytest.param(
-            layout, n, marks=[pytest.mark.long] if len(sizes) > 1 and n != 3 else CUT_TWICE.get(layout, [])
+            layout, n, marks=[*CUT_TWICE.get(layout, []), *[pytest.mark.long] * ((layout, n) not in USUAL)]
         )
         for layout, (_, sizes) in LAYOUTS.items()
         for n in sizes
@@ -292,7 +295,8 @@ def any_tensor(name, param):
     return True
 
 
-def choices():
+@on_ranks(3)
+def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
     mesh = init_device_mesh("cpu", (3,))
 
     def made(shape, placement):
@@ -309,11 +313,6 @@ def choices():
         ValueError, match=r"w: 8-bit .* no block of 16 to 4096 elements divides the 4099 between"
     ):
         AdamW8bit([("w", made((4, 3 * 4099), Shard(1)))])
-    return result
-
-
-def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
-    for result in run_ranks(3, choices):
-        for ((shape, _), block), (chosen, scales) in zip(CHOSEN.items(), result, strict=True):
-            assert chosen == block, shape
-            assert scales == Grid(shape, block).scale_shape
+    for ((shape, _), block), (chosen, scales) in zip(CHOSEN.items(), result, strict=True):
+        assert chosen == block, shape
+        assert scales == Grid(shape, block).scale_shape

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from block_optim import Param
 from block_optim.core.pieces import pieces_of
 from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
-from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -130,7 +130,8 @@ def test_an_axis_of_size_one_cuts_nothing():
         assert agrees(weight).axes == (0,)
 
 
-def refused():
+@on_ranks(2)
+def test_placements_that_are_not_known_are_refused_by_name():
     by_torch = torch.nn.Parameter(
         DTensor.from_local(torch.ones(2, 6), world_mesh(), [Partial()], run_check=False), requires_grad=False
     )
@@ -138,7 +139,8 @@ def refused():
         Param(by_torch, "head")
 
 
-def strided_by_torch():
+@on_ranks(4)
+def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
     """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks."""
     mesh = rank_mesh(2, 2, names=("dp", "tp"))
     for rows in (8, 10, 2):  # even, uneven, and empty on two ranks
@@ -149,14 +151,6 @@ def strided_by_torch():
         assert spanned(agrees(layer.weight.detach())) == 3 * rows
     with pytest.raises(ValueError, match=r"strided Shard is known only with the number of ranks"):
         held_boxes((8, 3), (2, 2), [_StridedShard(0, split_factor=4), Shard(0)], (0, 0))
-
-
-def test_placements_that_are_not_known_are_refused_by_name():
-    run_ranks(2, refused)
-
-
-def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
-    run_ranks(4, strided_by_torch)
 
 
 def test_holders_of_a_range_are_found_with_what_each_has_of_it():

@@ -82,7 +82,16 @@ def test_no_step_waits_for_the_device_and_a_skipped_one_changes_nothing(case, ho
     check(case, "plain", how)
 
 
-@pytest.mark.parametrize("case", ["AdamW", "Muon", "Muon gram", "Shampoo sums", "SOAP overlap", "Mixed"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("AdamW", "Muon", "Mixed"),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("Muon gram", "Shampoo sums", "SOAP overlap")
+        ),
+    ],
+)
 @on_ranks(3)
 def test_no_step_waits_where_blocks_are_exchanged(case):
     check(case, "elements", "grad_norm")

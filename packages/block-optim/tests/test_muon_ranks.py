@@ -73,7 +73,8 @@ def test_whole_matrices_are_computed_where_they_are_and_no_collective_is_issued(
         assert assignment.bytes_moved == 0
 
 
-def overlapped():
+@on_ranks(3)
+def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
     """The order in which transfers start and matrices are computed, over many buckets."""
     options = {"bucket_bytes": 8 * 8 * 2, "skip_nonfinite": False}
     run = Run(Muon, "shard", shapes=[(8, 8)] * 12, **options)
@@ -92,16 +93,10 @@ def overlapped():
     for bucket in engine._buckets:
         bucket.__class__ = Logged
     run.step(0)
-    return order, len(engine._buckets)
-
-
-def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
-    for order, count in run_ranks(2, overlapped):
-        assert count == 6
-        for k in range(count - 1):
-            assert (
-                order.index(("send", k + 1)) < order.index(("compute", k)) < order.index(("compute", k + 1))
-            )
+    count = len(engine._buckets)
+    assert count == 4
+    for k in range(count - 1):
+        assert order.index(("send", k + 1)) < order.index(("compute", k)) < order.index(("compute", k + 1))
 
 
 @on_ranks(3)
@@ -147,8 +142,8 @@ def test_parameters_without_gradient_on_some_or_all_ranks():
 @pytest.mark.parametrize(
     ("option", "values"), [("ns_steps", (4, 5)), ("ns_coefficients", ("keller", "quintic"))]
 )
-@on_ranks(2)
+@on_ranks(3)
 def test_ranks_with_different_options_are_told_so_at_construction(option, values):
     p = torch.nn.Parameter(torch_distribute(torch.ones(4, 4), world_mesh(), [Shard(0)]))
     with pytest.raises(ValueError, match="assign Muon's matrices differently"):
-        Muon([p], **{option: values[dist.get_rank()]})
+        Muon([p], **{option: values[dist.get_rank() % 2]})

@@ -1,6 +1,7 @@
 """What Shampoo and SOAP have in common, in one process."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,15 +42,20 @@ def adversary(name, shape=(9, 6)):
     return {"zero": 0.0, "huge": 1e14, "beyond": 1e30, "tiny": 1e-14, "below": 1e-30}[name] * normal
 
 
-@pytest.mark.parametrize("name", ["zero", "rank one", "huge", "beyond", "tiny", "below", "mixed"])
+ADVERSARIES = ("zero", "rank one", "huge", "beyond", "tiny", "below", "mixed")
+LONG_OPTIONS: tuple[dict[str, Any], ...] = ({"grafting": "none"}, {"kl": True}, {"root_method": "newton"})
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "name"),
     [
-        (Shampoo, {}),
-        pytest.param(Shampoo, {"grafting": "none"}, marks=pytest.mark.long),
-        (Shampoo, {"kl": True}),
-        pytest.param(Shampoo, {"root_method": "newton"}, marks=pytest.mark.long),
-        (SOAP, {}),
+        *((kind, {}, name) for kind in (Shampoo, SOAP) for name in ADVERSARIES),
+        (Shampoo, {"kl": True}, "rank one"),
+        *(
+            pytest.param(Shampoo, options, name, marks=pytest.mark.long)
+            for options in LONG_OPTIONS
+            for name in ADVERSARIES
+        ),
     ],
 )
 def test_updates_stay_finite_whatever_the_gradient(kind, name, options):

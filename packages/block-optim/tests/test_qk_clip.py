@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from runs import full, placed, tensors, world_mesh
@@ -6,7 +8,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from block_optim import qk_clip_
 from ragged_shard import RaggedShard, distribute_tensor
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 HEADS, KEY_HEADS, ROWS, DIM = 4, 2, 3, 5
 
@@ -76,20 +78,16 @@ def test_one_weight_alone_can_be_scaled():
     assert w_k.eq(0.5).all()
 
 
-def shards_of_rows():
-    import random
-
+@on_ranks(3)
+def test_sharded_rows_are_scaled_by_their_global_number_without_communication():
     mesh = world_mesh()
     (w_q, w_k), logits = tensors([(12, DIM), (6, DIM)], 0), torch.tensor([50.0, 400.0, 120.0, 900.0])
     want_q, want_k = w_q.clone(), w_k.clone()
     qk_clip_(want_q, want_k, logits)
     for layout in ("elements", "rows", "whole", "shard", "replicate"):
-        q, k = (
-            placed(w_q.clone(), mesh, layout, random.Random(3)),
-            placed(w_k.clone(), mesh, layout, random.Random(5)),
-        )
+        q = torch.nn.Parameter(placed(w_q.clone(), mesh, layout, random.Random(3)))
+        k = placed(w_k.clone(), mesh, layout, random.Random(5))
         replicated = torch_distribute(logits, mesh, [Replicate()])
-        q = torch.nn.Parameter(q)
         with record_collectives() as record:
             qk_clip_(q, k, replicated)
         assert record.kinds == []
@@ -98,15 +96,8 @@ def shards_of_rows():
     cut = distribute_tensor(w_q.clone(), mesh, [RaggedShard((0, 1), (1, 0, 59))])
     qk_clip_(cut, None, logits)
     assert torch.equal(full(cut), want_q)
-    try:
+    with pytest.raises(ValueError, match="reduce it with MAX"):
         qk_clip_(cut, None, torch_distribute(logits, mesh, [Shard(0)]))
-    except ValueError as error:
-        return "reduce it with MAX" in str(error)
-    return False
-
-
-def test_sharded_rows_are_scaled_by_their_global_number_without_communication():
-    assert run_ranks(3, shards_of_rows) == [True] * 3
 
 
 @pytest.mark.parametrize(

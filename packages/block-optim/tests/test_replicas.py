@@ -72,7 +72,10 @@ class Late:
         return self._value
 
 
-def disagreeing(name, late):
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "a device that runs ahead"])
+@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
+@on_ranks(3)
+def test_a_gradient_that_one_rank_lacks_is_an_error_on_every_rank(name, late):
     run = run_of(name, "replicas").steps(0, 1)
     before = [p.detach().clone() for p in run.params]
     absent = (1,) if dist.get_rank() == 2 else ()
@@ -83,12 +86,6 @@ def disagreeing(name, late):
         with pytest.raises(ValueError, match="p1: some ranks have a gradient and others none"):
             run.step(2, without=() if late else absent)
     assert late or all(map(torch.equal, before, run.params))
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["cpu", "a device that runs ahead"])
-@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
-def test_a_gradient_that_one_rank_lacks_is_an_error_on_every_rank(name, late):
-    run_ranks(3, disagreeing, name, late)
 
 
 @pytest.mark.parametrize("name", ["NorMuon", "Shampoo", "SOAP"])
@@ -108,11 +105,11 @@ def test_copies_and_pickles_go_on_alike(name):
         assert all(map(torch.equal, params, run.params))
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_what_is_no_mesh_of_the_parameters_device_is_refused():
     with pytest.raises(TypeError, match=r"replicate_mesh=.*: expected a DeviceMesh; .*DeviceMesh.from_group"):
         run_of("Muon", replicate_mesh=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"w0 is on meta, replicate_mesh is of 'cpu' devices"):
-        Muon([("w0", nn.Parameter(torch.zeros(4, 4, device="meta")))], replicate_mesh=rank_mesh(2))
-    mixed = Run(Mix(("muon", {"replicate_mesh": rank_mesh(2)})), shapes=SHAPES).steps(0, 1)
-    assert mixed.optimizer.optimizers["muon"].replicate_mesh == rank_mesh(2)
+        Muon([("w0", nn.Parameter(torch.zeros(4, 4, device="meta")))], replicate_mesh=rank_mesh(3))
+    mixed = Run(Mix(("muon", {"replicate_mesh": rank_mesh(3)})), shapes=SHAPES).steps(0, 1)
+    assert mixed.optimizer.optimizers["muon"].replicate_mesh == rank_mesh(3)

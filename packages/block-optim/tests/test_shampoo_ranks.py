@@ -5,7 +5,7 @@ import torch.distributed as dist
 from runs import run_of, same
 from test_layouts import SHAPES, Messages
 
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
 def collectives_of(kind, layout, options, step_options):
@@ -40,23 +40,13 @@ def test_bytes_are_twice_what_owners_do_not_hold():
     assert ranks[0][2] == 2 * (8 + 2 * 8) * 4
 
 
-ABSENT = {"shapes": ((9, 4), (6, 5))}
-
-
-def absent_on_some(kind):
-    """The second parameter's gradient is missing on ranks that hold some of it: it counts as zero there."""
-    run = run_of(kind, "shard", **ABSENT)
+@on_ranks(3)
+def test_a_moving_gradient_that_is_missing_on_some_ranks_counts_as_zero_there():
+    single, run = (run_of("SOAP", layout, shapes=((9, 4), (6, 5))) for layout in ("plain", "shard"))
     for number in range(4):
         run.step(number, without=(1,) if dist.get_rank() else (), grad_norm=1.0)
-    return run.result()
-
-
-def test_a_moving_gradient_that_is_missing_on_some_ranks_counts_as_zero_there():
-    single = run_of("SOAP", **ABSENT)
-    for number in range(4):
         single.give(number)
         assert single.params[1].grad is not None
-        single.params[1].grad[2:] = 0  # what ranks 1 and 2 of 3 hold
+        single.params[1].grad[2:] = 0  # what ranks 1 and 2 hold
         single.optimizer.step()
-    for result in run_ranks(3, absent_on_some, "SOAP"):
-        same(result, single.result())
+    same(run.result(), single.result())

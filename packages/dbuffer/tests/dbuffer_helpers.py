@@ -1,6 +1,7 @@
 """Layouts, buffers and full tensors that several test modules use. Everything here also runs on ranks."""
 
 import functools
+import logging
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +109,21 @@ def simulated_mesh(size, device):
     """SIMULATION: a mesh of `size` ranks on "cpu" or "cuda", this process rank 0."""
     with simulated_ranks(size):
         yield init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+
+
+@contextmanager
+def transport_lines():
+    """The lines that `dbuffer.transport` logs meanwhile, without the name of the group."""
+    lines: list[str] = []
+    handler: Any = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage().split(": ", 1)[1])
+    logger = logging.getLogger("dbuffer.transport")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 class Interrupted(Exception):

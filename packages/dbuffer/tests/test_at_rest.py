@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of
+from test_blocks_on_wire import quantized_whole
 
 import dbuffer
 from dbuffer import (
@@ -45,17 +46,6 @@ def tensors():
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def whole(fmt, tensor):
-    """Codes, scales and values of a whole tensor: rows of bytes, rows of tiles, its shape."""
-    grid = fmt.grid(tuple(tensor.shape))
-    run = dbuffer.RowRun(grid, 0, grid.rows)
-    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, values = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype), torch.zeros(tensor.numel())
-    fmt.quantize([run], tensor.reshape(-1), codes, scales)
-    fmt.dequantize([run], codes, scales, values)
-    return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
-
-
 def make(fmt, full_dtype=torch.bfloat16, **options):
     layout = layout_for(fmt, dist.get_world_size())
     return DBuffer(
@@ -72,7 +62,7 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
         load(buffer, full)
         for name, local in buffer.local_views.items():
             assert isinstance(local, BlockQuantizedTensor)
-            codes, scales, values = whole(fmt, full[name])
+            codes, scales, values = quantized_whole(fmt, full[name])
             run = local.run
             assert local.codes.view(-1, codes.shape[1]).equal(codes[run.start : run.stop])
             assert local.scales.equal(scales[slice(*run.grid.scales_of(run.start, run.stop))])
@@ -84,7 +74,7 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
         assert record.kinds == ["all_gather"] * (size > 1)
         assert record.bytes_sent == (size - 1) * row
         for name, view in buffer.views.items():
-            assert view.equal(whole(fmt, full[name])[2].bfloat16()), name
+            assert view.equal(quantized_whole(fmt, full[name])[2].bfloat16()), name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import dbuffer
 from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
 FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
@@ -67,7 +67,10 @@ def assert_codes_are_those_of_whole_tensors(buffer, fmt, full):
             assert encoder.scales[run.scales : run.scales + last - first].equal(scales[first:last])
 
 
-def gather(cut):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", ["whole", "shared"])
+@on_ranks("ranks")
+def test_codes_and_scales_are_those_of_whole_tensors_also_where_ranks_share_tiles(ranks, cut):
     size = dist.get_world_size()
     tall = [fmt for fmt in (*FORMATS, *MICROSCALED) if fmt.shares_amax]
     for fmt in tall if cut == "shared" else (*FORMATS, *MICROSCALED[:3]):
@@ -90,16 +93,6 @@ def gather(cut):
             assert buffer.wire.row_bytes(buffer.geometry) == row
             assert record.kinds == ["all_gather"] * (size > 1)
             assert record.bytes_sent == (size - 1) * row
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_codes_and_scales_are_those_of_whole_tensors(ranks):
-    run_ranks(ranks, gather, "whole")
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_codes_are_the_same_where_ranks_share_tiles(ranks):
-    run_ranks(ranks, gather, "shared")
 
 
 @on_ranks(3)
@@ -204,15 +197,12 @@ def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
     assert int(wide.isnan().sum()) == 64
 
 
-def refused():
+@on_ranks(3)
+def test_what_cannot_be_served_is_refused():
     layout = layout_for(FORMATS[0], 3, "shared")
     with pytest.raises(ValueError, match=r"the layout cuts \d+ tiles of \(16, 16\)"):
         DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
     with pytest.raises(ValueError, match=r"torch\.float64 cannot be quantized"):
         DBuffer(layout, mesh_of(), dtype=torch.float64, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
-
-
-def test_what_cannot_be_served_is_refused():
-    run_ranks(3, refused)
     with pytest.raises(ValueError, match="rounds stochastically; weights are rounded to nearest"):
         BlocksOnWire(BlockInt8(32, rounding="stochastic"))

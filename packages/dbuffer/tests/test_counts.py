@@ -75,31 +75,16 @@ def count(layout, dtype, full_dtype):
 
 @pytest.mark.parametrize("layout", ["planned", "split"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_fp32_gather_copies_nothing_and_calls_nothing(world_size, layout):
-    for gathering, _, _ in run_ranks(world_size, count, layout, torch.float32, torch.float32):
+def test_collectives_copy_nothing_in_fp32_and_write_the_shard_once_with_a_cast(world_size, layout):
+    for gathering, (ops, written), _ in run_ranks(world_size, count, layout, torch.float32, torch.float32):
         assert gathering == ([], 0)
-
-
-@pytest.mark.parametrize("layout", ["planned", "split"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_gather_with_a_cast_writes_one_shard_once(world_size, layout):
-    for (ops, written), _, elements in run_ranks(world_size, count, layout, torch.float32, torch.bfloat16):
-        assert written == elements * 2
-        assert ops == ["aten::copy_" if layout == "planned" else "aten::_foreach_copy_"]
-
-
-@pytest.mark.parametrize("layout", ["planned", "split"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_fp32_reduction_copies_nothing_once_gradients_are_in_the_buffer(world_size, layout):
-    for _, (ops, written), _ in run_ranks(world_size, count, layout, torch.float32, torch.float32):
         assert written == 0
         assert set(ops) <= {"aten::zero_", "aten::_foreach_zero_"}  # of padding
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_reduction_in_bf16_writes_the_fp32_shard_once(world_size):
-    for _, (_, written), elements in run_ranks(world_size, count, "planned", torch.float32, torch.bfloat16):
-        assert written == elements * 4
+    for gathering, (_, written), elements in run_ranks(
+        world_size, count, layout, torch.float32, torch.bfloat16
+    ):
+        assert gathering == (["aten::copy_" if layout == "planned" else "aten::_foreach_copy_"], elements * 2)
+        assert written == elements * 4 or layout == "split"
 
 
 def ops_with(num_tensors):

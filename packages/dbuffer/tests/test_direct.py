@@ -1,17 +1,17 @@
 """Large gathers and reductions over gloo go from rank to rank, with the values of the collectives."""
 
-import logging
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
+from dbuffer_helpers import load, mesh_of, transport_lines
 
 from dbuffer import Collectives, DBuffer, Gather, ReduceScatter
 from dbuffer.transport import choice, direct, sums, transport_of
 from dbuffer.transport.sums import PIECE_BYTES
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 LARGE = 1 << 18  # elements of fp32: a MiB
 
@@ -83,7 +83,7 @@ def collective_kinds(rows, transport):
         (2, 16384, "auto", []),
         (2, 512, "auto", ["all_gather"]),  # small
         (2, 16384, "collectives", ["all_gather"]),
-        (8, 16384, "auto", []),
+        pytest.param(8, 16384, "auto", [], marks=pytest.mark.long),
     ],
 )
 def test_only_large_exchanges_go_directly(ranks, rows, transport, kinds):
@@ -91,13 +91,8 @@ def test_only_large_exchanges_go_directly(ranks, rows, transport, kinds):
 
 
 def by_variable(value):
-    import os
-
-    os.environ["DBUFFER_TRANSPORT"] = value
-    try:
+    with mock.patch.dict("os.environ", DBUFFER_TRANSPORT=value):
         return collective_kinds(16384, None)
-    finally:
-        del os.environ["DBUFFER_TRANSPORT"]
 
 
 def test_the_environment_variable_chooses_where_no_argument_does():
@@ -107,7 +102,8 @@ def test_the_environment_variable_chooses_where_no_argument_does():
         run_ranks(2, by_variable, "pigeons")
 
 
-def own_transport():
+@on_ranks(2)
+def test_a_transport_of_the_callers_is_made_once_for_a_process_group():
     made = []
 
     def make(group):
@@ -117,14 +113,11 @@ def own_transport():
     buffers = [build(name, transport=make) for name in ("a", "b")]
     for buffer in buffers:
         Gather([buffer]).start().wait()
-    return made
+    assert made == [2]
 
 
-def test_a_transport_of_the_callers_is_made_once_for_a_process_group():
-    assert run_ranks(2, own_transport) == [[2], [2]]
-
-
-def a_gather_and_a_reduction_of_their_own_way():
+@on_ranks(2)
+def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
     """Prepared calls take a transport and a group that are not the buffers'."""
     made = []
 
@@ -146,10 +139,6 @@ def a_gather_and_a_reduction_of_their_own_way():
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match=r"group has ranks \[0\], the shard axis \[0, 1\]"):
             ReduceScatter([buffer], group=half)
-
-
-def test_a_prepared_call_may_have_a_transport_and_a_group_of_its_own():
-    run_ranks(2, a_gather_and_a_reduction_of_their_own_way)
 
 
 def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
@@ -182,26 +171,19 @@ def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype
     assert run_ranks(ranks, odd_sums, "peer_memory", op, dtype) == [[True] * 3] * ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_many_ranks_read_and_add_in_that_order_too(ranks):
     assert run_ranks(ranks, odd_sums, "auto", "avg", torch.float32, 1 << 16) == [[True] * 3] * ranks
 
 
 def logged(transport, most=choice.MAX_RANKS):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage().split(": ", 1)[1])
-    logger = logging.getLogger("dbuffer.transport")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     group = dist.new_group()
-    usual, choice.MAX_RANKS = choice.MAX_RANKS, most
     full, mine = torch.zeros(LARGE * dist.get_world_size()), torch.ones(LARGE)
-    for _ in range(2):
-        transport_of(group, transport).all_gather([(full, mine)], "x").wait()
-    choice.MAX_RANKS = usual
-    logger.removeHandler(handler)
-    return records
+    with transport_lines() as lines, mock.patch.object(choice, "MAX_RANKS", most):
+        for _ in range(2):
+            transport_of(group, transport).all_gather([(full, mine)], "x").wait()
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -216,23 +198,21 @@ def test_the_choice_is_one_log_line_that_says_why_not_the_better_one(given, line
     assert run_ranks(2, logged, *given) == [[line]] * 2
 
 
-def unequal_histories(transport):
+@on_ranks(4)
+def test_groups_of_ranks_with_different_histories_still_find_each_other():
     """Halves of the ranks exchange different numbers of times before all exchange together."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
     full, shard = torch.zeros(2 * LARGE), torch.full((LARGE,), float(dist.get_rank()))
     for _ in range(1 + 2 * (dist.get_rank() // 2)):
-        transport_of(mine, transport).all_gather([(full, shard)], "half").wait()
+        transport_of(mine, "peer_memory").all_gather([(full, shard)], "half").wait()
     gathered = torch.zeros(4 * LARGE)
-    transport_of(dist.group.WORLD, transport).all_gather([(gathered, shard)], "all").wait()  # type: ignore[arg-type]
+    transport_of(dist.group.WORLD, "peer_memory").all_gather([(gathered, shard)], "all").wait()  # type: ignore[arg-type]
     assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(LARGE))
 
 
-def test_groups_of_ranks_with_different_histories_still_find_each_other():
-    run_ranks(4, unequal_histories, "peer_memory")
-
-
-def nobody_answers():
+@on_ranks(2)
+def test_an_exchange_that_cannot_start_says_which_and_why():
     """A rank that is gone when the others meet for the first large exchange."""
 
     def fails(group):
@@ -248,11 +228,4 @@ def nobody_answers():
     finally:
         del choice._chosen[buffer.mesh_view.group]
     assert buffer.in_flight is None
-    return str(caught.value)
-
-
-def test_an_exchange_that_cannot_start_says_which_and_why():
-    assert (
-        run_ranks(2, nobody_answers)
-        == ["all_gather of unit 7.a could not start: Connection closed by peer"] * 2
-    )
+    assert str(caught.value) == "all_gather of unit 7.a could not start: Connection closed by peer"

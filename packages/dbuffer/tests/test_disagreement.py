@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import dbuffer
 from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _handle, _order, watch_order
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
-def disagree(what):
-    """Rank 1 calls for something else; each rank's own error."""
+@pytest.mark.parametrize("what", ["reduces", "averages", "names another", "gathers more", "gathers two"])
+@on_ranks(2)
+def test_ranks_that_exchange_different_things_all_raise(what):
+    """Rank 1 calls for something else."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=20))
     mesh, layout = DeviceMesh.from_group(group, "cpu"), plan([TensorSpec("w", (1024, 1024))], 2)
@@ -35,18 +37,13 @@ def disagree(what):
         "gathers two": lambda: dbuffer.Gather([first, second]).start(),
     }[what]
     usual = Gather([first]).start if what != "averages" else ReduceScatter([first]).start
-    handle = (usual, other)[rank]()
-    return error_of(handle.wait)
+    message = error_of((usual, other)[rank]().wait)
+    assert f"rank {1 - rank} of the group takes part in" in message
+    assert "all ranks must make the same calls in the same order" in message
 
 
-@pytest.mark.parametrize("what", ["reduces", "averages", "names another", "gathers more", "gathers two"])
-def test_ranks_that_exchange_different_things_all_raise(what):
-    for rank, message in enumerate(run_ranks(2, disagree, what)):
-        assert f"rank {1 - rank} of the group takes part in" in message
-        assert "all ranks must make the same calls in the same order" in message
-
-
-def two_groups():
+@on_ranks(2)
+def test_two_groups_of_the_same_ranks_do_not_meet():
     """Groups of the same ranks, used in another order on each rank."""
     buffers = [build_large(name, dist.new_group()) for name in "ab"]
     for value, buffer in enumerate(buffers):
@@ -57,14 +54,18 @@ def two_groups():
     handles = [Gather([buffer]).start() for buffer in order]
     for handle in handles:
         handle.wait()
-    return [buffer.full[0].unique().tolist() for buffer in buffers]
+    assert [buffer.full[0].unique().tolist() for buffer in buffers] == [[0.0], [1.0]]
 
 
-def test_two_groups_of_the_same_ranks_do_not_meet():
-    assert run_ranks(2, two_groups) == [[[0.0], [1.0]]] * 2
-
-
-def last_disagrees(what, transport):
+@pytest.mark.parametrize(
+    ("size", "what", "transport"),
+    [
+        *((3, what, "peer_memory") for what in ("count", "order", "dtype")),
+        pytest.param(8, "order", "auto", marks=pytest.mark.long),
+    ],
+)
+@on_ranks("size")
+def test_where_one_of_several_ranks_disagrees_all_raise(size, what, transport):
     """The last rank leaves a call out, makes two in the other order, or has another dtype of the same size."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     a, b = (build_large(name, group, transport) for name in "ab")
@@ -72,7 +73,7 @@ def last_disagrees(what, transport):
     for value, buffer in enumerate((a, b)):
         load(buffer, {"w": torch.full((1024, 1024), float(value))})
     mine = [a, b]
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if dist.get_rank() == size - 1:
         mine = {"count": [b], "order": [b, a], "dtype": [odd, b]}[what]
     raised = False
     handles = []
@@ -89,16 +90,15 @@ def last_disagrees(what, transport):
         else:
             assert buffer.views["w"].unique().tolist() == [0.0 if buffer is a else 1.0]
     dist.barrier()
-    return raised
+    assert raised
 
 
-@pytest.mark.parametrize("what", ["count", "order", "dtype"])
-def test_where_one_of_three_ranks_disagrees_all_raise(what):
-    assert run_ranks(3, last_disagrees, what, "peer_memory") == [True] * 3
-
-
-def start_different_collectives(kind, what):
-    """With torch's collectives: buffers of another size, or the same ones in another order. Each rank's error."""
+@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
+@pytest.mark.parametrize("what", ["order", "size"])
+@pytest.mark.parametrize("ranks", [3, 2])
+@on_ranks("ranks")
+def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind, what, ranks):
+    """With torch's collectives: buffers of another size, or the same ones in another order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     watch_order(mesh.get_group())
@@ -116,20 +116,15 @@ def start_different_collectives(kind, what):
         for _ in range(2):
             kind([buffers[0]]).start().wait()
             watch_order(mesh.get_group()).compare(buffers[0].layer)
-        return error_of(lambda: kind([buffers[rank == size - 1]]).start().wait())
+        message = error_of(lambda: kind([buffers[rank == size - 1]]).start().wait())
+    assert "the ranks do not agree on the order of collectives" in message
 
 
-@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
-@pytest.mark.parametrize("what", ["order", "size"])
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind, what, ranks):
-    for message in run_ranks(ranks, start_different_collectives, kind, what):
-        assert "the ranks do not agree on the order of collectives" in message
-
-
-def one_never_starts(kind):
-    """With torch's collectives, of two buffers in one call. The error of each rank that waits, and the state."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+@pytest.mark.parametrize("kind", [Gather, pytest.param(ReduceScatter, marks=pytest.mark.long)])
+@on_ranks(3)
+def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(kind):
+    """With torch's collectives, of two buffers in one call that rank 0 never starts."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
     watch_order(mesh.get_group())
     layout = plan([TensorSpec("w", (16, 4))], dist.get_world_size())
     options: Any = {"transport": "collectives", "dtype": torch.float32}
@@ -137,22 +132,12 @@ def one_never_starts(kind):
     for buffer in buffers:
         buffer.materialize()
     if dist.get_rank() == 0:
-        time.sleep(4.0)
-        return "", HandleState.FAILED
+        time.sleep(3.0)
+        return
     with mock.patch.object(_order, "_MEETING", 0.0):
         handle = kind(buffers).start()
-    return error_of(handle.wait), handle.state
-
-
-@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
-def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(kind):
-    for message, state in run_ranks(3, one_never_starts, kind)[1:]:
-        assert " of a, b failed: " in message
-        assert state is HandleState.FAILED
-
-
-def test_where_one_of_eight_ranks_disagrees_all_raise():
-    assert run_ranks(8, last_disagrees, "order", "auto") == [True] * 8
+    assert " of a, b failed: " in error_of(handle.wait)
+    assert handle.state is HandleState.FAILED
 
 
 class Slow:
@@ -166,12 +151,10 @@ class Slow:
         self.bell.send(data)
 
 
-def a_start_fails_before_it_rings():
-    peers = peers_of()
-    if dist.get_rank() == 0:
-        peers._answering.bell = Slow(peers._answering.bell)
-    return error_of(swap(peers, torch.zeros(4 + dist.get_rank()), [torch.zeros(4)]).wait)
-
-
+@on_ranks(2)
 def test_an_exchange_that_fails_while_it_starts_keeps_its_reason():
-    assert "all ranks must make the same calls" in run_ranks(2, a_start_fails_before_it_rings)[0]
+    peers, rank = peers_of(), dist.get_rank()
+    if rank == 0:
+        peers._answering.bell = Slow(peers._answering.bell)
+    said = error_of(swap(peers, torch.zeros(4 + rank), [torch.zeros(4)]).wait)
+    assert rank or "all ranks must make the same calls" in said

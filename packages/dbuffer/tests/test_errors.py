@@ -1,6 +1,7 @@
 """Wrong use raises, on every rank, with names and the way out."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -8,20 +9,19 @@ import torch.distributed as dist
 from dbuffer_helpers import SPECS, layout_for, make, mesh_of
 from torch.distributed.device_mesh import DeviceMesh
 
-import dbuffer
 from dbuffer import AllReduce, DBuffer, Gather, HandleState, ReduceScatter
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, run_ranks
 
 
-def raised_by_all(world_size, message, fn, *args, kind=ValueError):
-    """`fn` raises `kind` with `message` on every rank, well before a time-out."""
-    run_ranks(world_size, raises, kind, message, fn, args)
+def raised_by_all(world_size, message, fn, *args, **options):
+    """`fn` raises a ValueError with `message` on every rank, well before a time-out."""
+    run_ranks(world_size, raises, message, fn, args, options)
 
 
-def raises(kind, message, fn, args):
-    with pytest.raises(kind, match=message):
-        fn(*args)
+def raises(message, fn, args, options):
+    with pytest.raises(ValueError, match=message):
+        fn(*args, **options)
 
 
 def build(layouts, shape=(), dtypes=(torch.float32,), **options):
@@ -33,11 +33,8 @@ def build(layouts, shape=(), dtypes=(torch.float32,), **options):
     DBuffer(layouts[min(rank, len(layouts) - 1)], mesh, dtype=dtypes[min(rank, len(dtypes) - 1)], **options)
 
 
-def test_a_layout_for_another_number_of_ranks():
+def test_a_layout_for_another_number_of_ranks_also_on_one_rank_only():
     raised_by_all(2, "planned for 3 ranks, mesh axis 0 has 2; plan with world_size=2", build, [layout_for(3)])
-
-
-def test_a_layout_for_another_number_of_ranks_on_one_rank_only():
     raised_by_all(3, "planned for 2 ranks", build, [layout_for(3), layout_for(2), layout_for(3)])
 
 
@@ -63,12 +60,9 @@ def test_ranks_with_different_layouts_all_name_the_first_difference(other, messa
     raised_by_all(2, message, build, [layout_for(2), other])
 
 
-def test_replicas_with_different_layouts_all_name_the_first_difference():
+def test_replicas_with_different_layouts_and_ranks_with_different_dtypes_all_name_the_difference():
     two = layout_for(2)
     raised_by_all(4, "tensor weight is only", build, [two, two, two, plan(SPECS[1:], 2)], (2, 2))
-
-
-def test_ranks_with_different_dtypes():
     message = "dtype torch.(float32|bfloat16).* here, .* there"
     raised_by_all(2, message, build, [layout_for(2)], (), (torch.float32, torch.bfloat16))
 
@@ -77,27 +71,13 @@ def test_alignment_names_the_tensor_and_the_align_to_plan_with():
     layout = plan([TensorSpec("a", (12,)), TensorSpec("b", (12,))], 2, align=4)
     raised_by_all(2, r"(a|b) .* in torch.bfloat16; plan with align=8", build, [layout], (), (torch.bfloat16,))
     raised_by_all(2, "in torch.uint8; plan with align=16", build, [layout], (), (torch.uint8,))
+    raised_by_all(2, "plan with align=8", build, [layout], full_dtype=torch.bfloat16)
     run_ranks(2, build, [layout])
 
 
-def test_an_alignment_that_only_the_gathered_dtype_breaks():
-    layout = plan([TensorSpec("a", (12,)), TensorSpec("b", (12,))], 1, align=4)
-    raised_by_all(1, "plan with align=8", build_gathering_in, layout, torch.bfloat16)
-
-
-def build_gathering_in(layout, full_dtype):
-    DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=full_dtype)
-
-
-def build_with(name, value):
-    options = {"dtype": torch.float32, name: value}
-    layout = options.pop("layout", layout_for(1))
-    DBuffer(layout, options.pop("mesh", mesh_of()), **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "kind", "message"),
-    [
+@on_ranks(1)
+def test_constructor_arguments_that_cannot_be():
+    for name, value, kind, message in (
         ("dtype", torch.complex64, ValueError, "dtype torch.complex64: buffers hold real numbers"),
         ("dtype", "float32", ValueError, "dtype float32"),
         ("full_dtype", torch.bool, ValueError, "dtype torch.bool"),
@@ -107,54 +87,46 @@ def build_with(name, value):
         ("replicate_dim", 0, ValueError, "name each axis once"),
         ("mesh", "cpu", TypeError, "expected a torch DeviceMesh"),
         ("layout", "weight", TypeError, "expected a layout_planner.Layout"),
-    ],
-)
-def test_constructor_arguments_that_cannot_be(name, value, kind, message):
-    raised_by_all(1, message, build_with, name, value, kind=kind)
+        ("mesh", mesh_of(1, 1), ValueError, "the mesh has 2 axes .* pass the sub-mesh"),
+    ):
+        options: dict[str, Any] = {
+            "layout": layout_for(1),
+            "mesh": mesh_of(),
+            "dtype": torch.float32,
+            name: value,
+        }
+        with pytest.raises(kind, match=message):
+            pytest.fail(f"{name}={value}: {DBuffer(options.pop('layout'), options.pop('mesh'), **options)}")
 
 
-def two_dims_without_saying():
-    DBuffer(layout_for(1), mesh_of(1, 1), dtype=torch.float32)
-
-
-def test_a_mesh_of_two_dimensions_needs_to_know_what_the_other_is_for():
-    raised_by_all(1, "the mesh has 2 axes .* pass the sub-mesh", two_dims_without_saying)
-
-
-def use(what):
-    buffer = make(alias=False, name="layers.0")
-    uses = {
-        "full": lambda: buffer.full,
-        "views": lambda: buffer.views,
-        "reduce": lambda: ReduceScatter([buffer]).start(),
-        "all_reduce": lambda: AllReduce([buffer]).start(),
-        "op": lambda: (buffer.materialize(), ReduceScatter([buffer], op="max")),  # type: ignore[arg-type]
-        "divide": lambda: (buffer.materialize(), ReduceScatter([buffer], op="avg", divide=2.0).start()),
-        "zero divide": lambda: (buffer.materialize(), ReduceScatter([buffer], op="sum", divide=0.0).start()),
-        "twice": lambda: dbuffer.Gather([buffer, buffer]).start(),
-        "none": lambda: dbuffer.Gather([]).start(),
-        "aliased": lambda: (b := make(), b.materialize(), ReduceScatter([b]).start(accumulate=True)),
-    }
-    uses[what]()
-
-
-@pytest.mark.parametrize(
-    ("what", "kind", "message"),
-    [
-        ("full", RuntimeError, "layers.0: full after release; gather it or call materialize first"),
-        ("views", RuntimeError, "layers.0: views after release"),
-        ("reduce", RuntimeError, "layers.0: reduce_scatter after release"),
-        ("all_reduce", ValueError, "layers.0: all_reduce needs a replicate axis"),
-        ("op", ValueError, "op is 'max'"),
-        ("divide", ValueError, "divide=2.0 with op='avg'"),
-        ("zero divide", ValueError, "divide=0.0"),
-        ("twice", ValueError, "each once"),
-        ("none", ValueError, "at least one buffer"),
-        ("aliased", ValueError, "build the buffer with alias=False"),
-    ],
-)
-def test_misuse_raises(what, kind, message):
-    raised_by_all(1, message, use, what, kind=kind)
+@on_ranks(1)
+def test_misuse_raises():
+    buffer, full, aliased = make(alias=False, name="layers.0"), make(alias=False), make()
+    full.materialize()
+    aliased.materialize()
+    cases: tuple[tuple[Any, Any, str], ...] = (
+        (
+            lambda: buffer.full,
+            RuntimeError,
+            "layers.0: full after release; gather it or call materialize first",
+        ),
+        (lambda: buffer.views, RuntimeError, "layers.0: views after release"),
+        (ReduceScatter([buffer]).start, RuntimeError, "layers.0: reduce_scatter after release"),
+        (lambda: AllReduce([buffer]).start(), ValueError, "layers.0: all_reduce needs a replicate axis"),
+        (lambda: ReduceScatter([full], op="max"), ValueError, "op is 'max'"),  # type: ignore[arg-type]
+        (lambda: ReduceScatter([full], op="avg", divide=2.0).start(), ValueError, "divide=2.0 with op='avg'"),
+        (lambda: ReduceScatter([full], op="sum", divide=0.0).start(), ValueError, "divide=0.0"),
+        (lambda: Gather([buffer, buffer]).start(), ValueError, "each once"),
+        (lambda: Gather([]).start(), ValueError, "at least one buffer"),
+        (
+            lambda: ReduceScatter([aliased]).start(accumulate=True),
+            ValueError,
+            "build the buffer with alias=False",
+        ),
+    )
+    for use, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            pytest.fail(f"{message}: {use()}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -179,11 +151,12 @@ def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(wor
     buffer.release()
 
 
-def rank_one_leaves():
+@on_ranks(2)
+def test_a_collective_that_fails_says_which_and_of_which_buffer_each_time():
     group = dist.new_group(timeout=timedelta(seconds=2))  # its own, so that what breaks is not used again
     buffer = make(mesh=DeviceMesh.from_group(group, "cpu"), name="layers.7")
     if dist.get_rank() == 1:
-        return None
+        return
     handle = Gather([buffer]).start()
     errors = []
     for _ in range(2):
@@ -192,8 +165,3 @@ def rank_one_leaves():
         errors.append(caught.value)
     assert errors[0] is errors[1]
     buffer.release()
-    return "failed by name"
-
-
-def test_a_collective_that_fails_says_which_and_of_which_buffer_each_time():
-    assert run_ranks(2, rank_one_leaves)[0] == "failed by name"

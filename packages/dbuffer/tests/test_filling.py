@@ -6,7 +6,6 @@ import torch.distributed.checkpoint as dcp
 from dbuffer_helpers import SPECS, assert_locals_equal, full_tensors, load, make, mesh_of
 from torch.distributed.tensor import DTensor, Shard
 
-import dbuffer
 from dbuffer import Gather
 from ragged_shard import RaggedDTensor, distribute_tensor
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
@@ -70,7 +69,3 @@ def test_ragged_tensors_redistribute_like_any():
     )
     assert again.to_local().equal(tensors["weight"].to_local())
     assert not isinstance(again.to_local(), DTensor)
-
-
-def test_the_public_names_are_those_of_the_package():
-    assert all(hasattr(dbuffer, name) for name in dbuffer.__all__)

@@ -1,5 +1,6 @@
 """Forked children, dropped buffers, destroyed groups and interpreters that exit while an exchange is under way."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -16,10 +17,11 @@ from dbuffer_helpers import SIZE, build_large, error_of, load, peers_of, swap, z
 
 from dbuffer import Gather
 from dbuffer.transport import transport_of
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 
-def a_peer_hangs_up():
+@on_ranks(2)
+def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
     """Rank 1 drops its connections, which is what dying does to them; a child that it forked lives on."""
     peers = peers_of()
     if dist.get_rank() == 1:
@@ -32,23 +34,15 @@ def a_peer_hangs_up():
         dist.barrier()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return ["", ""]
-    said = []
-    first = swap(peers, torch.zeros(4), [torch.zeros(4)])
-    for work in (first, None):
-        work = work or swap(peers, torch.zeros(4), [torch.zeros(4)])
-        said.append(error_of(work.wait))
-    dist.barrier()
-    return said
-
-
-def test_a_peer_that_ends_fails_what_is_under_way_and_what_follows_at_once():
-    first, second = run_ranks(2, a_peer_hangs_up)[0]
+        return
+    first, second = (error_of(swap(peers, torch.zeros(4), [torch.zeros(4)]).wait) for _ in range(2))
     assert first == "rank 1 of the group has ended or given up, during x"
     assert second == "the connections of this rank to the others of the group are closed; x needs them"
+    dist.barrier()
 
 
-def a_child_ends_normally():
+@on_ranks(2)
+def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
     """A forked child uses what it inherited, then runs its finalizers, in the middle of an exchange of its parent."""
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
@@ -66,26 +60,21 @@ def a_child_ends_normally():
         with os.fdopen(ours) as pipe:
             said = pipe.read()
         os.waitpid(child, 0)
+        assert said.splitlines() == [
+            "its connections belong to the process that forked this one",
+            "the connections of this rank to the others of the group are closed; x needs them",
+        ]
         dist.barrier()
     else:
         dist.barrier()
-        work, said = swap(peers, mine, [theirs]), ""
+        work = swap(peers, mine, [theirs])
     work.wait()
     dist.barrier()
-    return theirs.unique().tolist(), said
+    assert (theirs == 1 - dist.get_rank()).all()
 
 
-def test_a_forked_child_fails_at_once_and_leaves_its_parents_connections_alone():
-    (first, said), (second, _) = run_ranks(2, a_child_ends_normally)
-    assert first == [1.0]
-    assert second == [0.0]
-    assert said.splitlines() == [
-        "its connections belong to the process that forked this one",
-        "the connections of this rank to the others of the group are closed; x needs them",
-    ]
-
-
-def a_buffer_is_dropped():
+@on_ranks(2)
+def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes():
     """Rank 0 drops buffer and handle under way, and its memory goes to whoever asks."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     buffer = build_large(group=group)
@@ -100,22 +89,17 @@ def a_buffer_is_dropped():
         others = [torch.full((n, 1024), -1.0) for n in (512, 512, 1024, 1024)]
         dist.barrier()
         dist.barrier()
-        return bool(all((other == -1).all() for other in others))
+        assert all((other == -1).all() for other in others)
+        return
     dist.barrier()
-    try:
+    with contextlib.suppress(RuntimeError):
         Gather([buffer]).start().wait()
-        return bool((buffer.views["w"] == 3).all())
-    except RuntimeError:
-        return True
-    finally:
-        dist.barrier()
+        assert (buffer.views["w"] == 3).all()
+    dist.barrier()
 
 
-def test_a_buffer_dropped_under_way_neither_gives_nor_takes_wrong_bytes():
-    assert run_ranks(2, a_buffer_is_dropped) == [True, True]
-
-
-def a_group_is_destroyed():
+@on_ranks(2)
+def test_where_a_group_is_destroyed_under_way_both_sides_raise():
     group = dist.new_group(timeout=timedelta(seconds=2))
     full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(dist.get_rank()))
     moving = transport_of(group, "peer_memory")
@@ -135,15 +119,11 @@ def a_group_is_destroyed():
         dist.barrier()
         said = error_of(lambda: moving.all_gather([(full, mine)], "x").wait())
     dist.barrier()
-    return said
+    assert said
 
 
-def test_where_a_group_is_destroyed_under_way_both_sides_raise():
-    for said in run_ranks(2, a_group_is_destroyed):
-        assert said
-
-
-def a_group_is_gone():
+@on_ranks(2)
+def test_a_transport_whose_group_is_gone_does_not_use_another():
     """Torch takes None for the group of all ranks."""
     group = dist.new_group()
     dist.barrier(group=group)  # both ranks are connected
@@ -152,11 +132,10 @@ def a_group_is_gone():
     dist.destroy_process_group(moving._group())
     gc.collect()
     full, mine = torch.zeros(4), torch.zeros(2)
-    return error_of(lambda: moving.all_gather([(full, mine)], "x"))
-
-
-def test_a_transport_whose_group_is_gone_does_not_use_another():
-    assert run_ranks(2, a_group_is_gone) == ["the process group of this transport is gone"] * 2
+    assert (
+        error_of(lambda: moving.all_gather([(full, mine)], "x"))
+        == "the process group of this transport is gone"
+    )
 
 
 ENDING = """
@@ -189,22 +168,15 @@ os._exit(0)
 
 @pytest.mark.long
 def test_an_interpreter_that_exits_under_way_ends_and_its_peer_raises(tmp_path):
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
+    ours = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    options: Any = {
+        "env": os.environ | ours,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
     }
     command = [sys.executable, "-c", ENDING]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **options) for rank in range(2)]
     said = [rank.communicate(timeout=180)[0].strip() for rank in ranks]
     assert ranks[0].returncode == 0, said
     assert said[1].startswith(

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,38 +14,34 @@ from dbuffer_helpers import SIZE, error_of, peers_of, swap
 
 from dbuffer.transport import peer_memory
 from dbuffer.transport.sums import Sum
-from ragged_shard.testing import RankError, run_ranks
+from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 
-def a_peer_is_late():
-    """Rank 1 starts after rank 0 has given up: what it gives is not read any more."""
-    peers, theirs, said = peers_of(timeout=1.0), torch.zeros(4), ""
-    if dist.get_rank() == 0:
-        said = error_of(swap(peers, torch.ones(4), [theirs]).wait)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        error_of(swap(peers, torch.ones(4), [theirs]).wait)
-    dist.barrier()
-    return said, theirs.sum().item()
+def reduction(peers, numel):
+    """Start to add up what all ranks give."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    others = [(rank - step) % size for step in range(1, size)]
+    total = Sum([(torch.zeros(numel), torch.ones(numel))], others, "sum")
+    gives = {other: [torch.ones(numel)] for other in others}
+    return peers.exchange("x", gives, dict.fromkeys(others, total.own), total)
 
 
+@on_ranks(2)
 def test_a_peer_that_starts_too_late_is_named_and_not_read():
-    (said, read), _ = run_ranks(2, a_peer_is_late)
-    assert said == "rank(s) [1] of the group did not take part in x within 1 s"
-    assert read == 0
+    """Rank 1 starts after rank 0 has given up: what it gives is not read any more."""
+    peers, theirs = peers_of(timeout=1.0), torch.zeros(4)
+    for rank in (0, 1):
+        if dist.get_rank() == rank:
+            said = error_of(swap(peers, torch.ones(4), [theirs]).wait)
+            assert rank or said == "rank(s) [1] of the group did not take part in x within 1 s"
+        dist.barrier()
+    assert dist.get_rank() or not theirs.any()
 
 
 def one_of_three_is_missing():
     """Ranks 0 and 1 start to reduce: rank 0 would add what rank 2 gives first, so it does not read rank 1's yet."""
-    rank, peers, said = dist.get_rank(), peers_of(timeout=1.0), ""
-    if rank != 2:
-        others = [(rank - step) % 3 for step in (1, 2)]
-        total = Sum([(torch.zeros(4), torch.ones(4))], others, "sum")
-        said = error_of(
-            peers.exchange(
-                "x", {other: [torch.ones(4)] for other in others}, dict.fromkeys(others, total.own), total
-            ).wait
-        )
+    peers = peers_of(timeout=1.0)
+    said = error_of(reduction(peers, 4).wait) if dist.get_rank() != 2 else ""
     dist.barrier()
     return said
 
@@ -55,7 +52,8 @@ def test_ranks_that_wait_themselves_are_not_named_as_missing():
     assert all("[2]" in one or "has ended or given up" in one for one in said), said
 
 
-def the_deadline_is_of_the_start():
+@on_ranks(2)
+def test_patience_counts_from_the_start_of_the_exchange():
     peers = peers_of(timeout=2.0)
     if dist.get_rank() == 0:
         begin = time.monotonic()
@@ -64,10 +62,6 @@ def the_deadline_is_of_the_start():
         error_of(work.wait)
         assert time.monotonic() >= work.deadline
     dist.barrier()
-
-
-def test_patience_counts_from_the_start_of_the_exchange():
-    run_ranks(2, the_deadline_is_of_the_start)
 
 
 def slow_reads(pause, progress=None):
@@ -86,7 +80,8 @@ def slow_reads(pause, progress=None):
     return usual
 
 
-def one_gives_up_while_it_is_read():
+@on_ranks(2)
+def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
     """Rank 0 gives up and uses its memory for something else while rank 1 is still reading it."""
     peers = peers_of(timeout=1.0 if dist.get_rank() == 0 else 30.0)
     mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
@@ -97,16 +92,12 @@ def one_gives_up_while_it_is_read():
     assert work.quiet
     dist.barrier()
     peer_memory.copy_memory = usual
-    return said
+    gave_up = "rank(s) [1] of the group did not take part in x within 1 s"
+    assert said == (gave_up, "rank 0 of the group has ended or given up, during x")[dist.get_rank()]
 
 
-def test_what_is_read_from_a_peer_that_has_given_up_is_an_error_not_a_value():
-    first, second = run_ranks(2, one_gives_up_while_it_is_read)
-    assert first == "rank(s) [1] of the group did not take part in x within 1 s"
-    assert second == "rank 0 of the group has ended or given up, during x"
-
-
-def the_deadline_passes_in_a_read():
+@on_ranks(2)
+def test_wait_does_not_return_while_the_thread_still_writes():
     """Rank 0's time is up while its own thread writes its memory: it may not have the memory back before."""
     progress: list = []
     peers = peers_of(timeout=3.0 if dist.get_rank() == 0 else 30.0)
@@ -120,15 +111,11 @@ def the_deadline_passes_in_a_read():
     peer_memory.copy_memory = usual
 
 
-def test_wait_does_not_return_while_the_thread_still_writes():
-    run_ranks(2, the_deadline_passes_in_a_read)
-
-
-def the_thread_is_stuck(done):
+@on_ranks(2)
+def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises(tmp_path):
     """Rank 0's thread is in a long read when its patience ends; rank 1 reads what rank 0 gave after that."""
     peers = peers_of(timeout=1.5 if dist.get_rank() == 0 else 30.0)
-    usual, grace = peer_memory.copy_memory, peer_memory.GRACE
-    peer_memory.GRACE = 0.3
+    usual, done = peer_memory.copy_memory, tmp_path / "done"
 
     def slow(*arguments):
         until = time.monotonic() + 60
@@ -136,33 +123,36 @@ def the_thread_is_stuck(done):
             time.sleep(0.01)
         usual(*arguments)
 
-    peer_memory.copy_memory = slow
     mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
     dist.barrier()
-    work = swap(peers, mine, [theirs])
-    said = error_of(work.wait)
-    quiet = work.quiet
-    mine.fill_(-1.0)
-    if dist.get_rank() == 0:
-        done.touch()
-    dist.barrier()
-    peer_memory.copy_memory, peer_memory.GRACE = usual, grace
-    return said, quiet
+    with mock.patch.multiple(peer_memory, copy_memory=slow, GRACE=0.3):
+        work = swap(peers, mine, [theirs])
+        said = error_of(work.wait)
+        quiet = work.quiet
+        mine.fill_(-1.0)
+        if dist.get_rank() == 0:
+            done.touch()
+        dist.barrier()
+    if dist.get_rank():
+        assert said == "rank 0 of the group has ended or given up, during x"
+    else:
+        assert said.startswith(
+            "the thread that exchanges memory has not answered for 0.3 s after the timeout"
+        )
+        assert not quiet
 
 
-def test_a_rank_whose_thread_is_stuck_hangs_up_before_its_wait_raises(tmp_path):
-    (first, first_quiet), (second, _) = run_ranks(2, the_thread_is_stuck, tmp_path / "done")
-    assert first.startswith("the thread that exchanges memory has not answered for 0.3 s after the timeout")
-    assert not first_quiet
-    assert second == "rank 0 of the group has ended or given up, during x"
+def all_pids():
+    pids: Any = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
 
 
 def one_is_frozen():
     """Rank 1 is stopped by a signal in the middle; rank 0 gives up, changes its memory and lets it go on."""
     peers, size = peers_of(timeout=2.0), dist.get_world_size()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank() + 1)), [torch.zeros(SIZE)] * (size - 1)
-    pids: list = [None] * size
-    dist.all_gather_object(pids, os.getpid())
+    pids = all_pids()
     if dist.get_rank() == 0:
         for other in range(1, size):  # which may still be in that gather, and need rank 1 to leave it
             dist.recv(torch.zeros(1), other)
@@ -178,45 +168,32 @@ def one_is_frozen():
     return said
 
 
-def test_a_frozen_peer_fails_both():
-    first, second = run_ranks(2, one_is_frozen)
-    assert first == "rank(s) [1] of the group did not take part in x within 2 s"
-    assert "given up" in second or "closed" in second
-
-
-def test_a_frozen_peer_fails_all_of_eight():
-    said = run_ranks(8, one_is_frozen)
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_a_frozen_peer_fails_all(ranks):
+    said = run_ranks(ranks, one_is_frozen)
     assert said[0] == "rank(s) [1] of the group did not take part in x within 2 s"
     for other in said[1:]:
         assert "rank(s) [1] of" in other or "given up" in other or "closed" in other
 
 
-def a_peer_is_stopped_for_a_while():
-    peers = peers_of()
-    pids: Any = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
-    if dist.get_rank() == 0:
+@on_ranks(2)
+def test_a_peer_that_is_stopped_for_a_while_costs_only_time():
+    peers, pids, rank = peers_of(), all_pids(), dist.get_rank()
+    mine, theirs = torch.full((SIZE,), float(rank)), torch.zeros(SIZE)
+    if rank == 0:
         time.sleep(0.1)
         os.kill(pids[1], signal.SIGSTOP)
-        work = swap(peers, mine, [theirs])
+    work = swap(peers, mine, [theirs])
+    if rank == 0:
         time.sleep(0.3)
         os.kill(pids[1], signal.SIGCONT)
-    else:
-        work = swap(peers, mine, [theirs])
     work.wait()
-    return theirs.unique().tolist()
-
-
-def test_a_peer_that_is_stopped_for_a_while_costs_only_time():
-    assert run_ranks(2, a_peer_is_stopped_for_a_while) == [[1.0], [0.0]]
+    assert (theirs == 1 - rank).all()
 
 
 def one_is_killed(when):
     """Rank 2 is killed in a read of its own, or while rank 0 reads from it; raises what `wait` says."""
-    peers, size = peers_of(), dist.get_world_size()
-    pids: Any = [None] * size
-    dist.all_gather_object(pids, os.getpid())
+    peers, size, pids = peers_of(), dist.get_world_size(), all_pids()
     usual, rank = peer_memory.copy_memory, dist.get_rank()
     killed = peers._answering._peers[2].memory if rank == 0 else None
 
@@ -248,10 +225,7 @@ def test_where_a_rank_is_killed_the_others_raise_at_once(ranks, when):
 
 def one_is_killed_in_a_reduction():
     """Rank 2 is killed while rank 0 adds up what it gives."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    peers, usual = peers_of(), Sum.add
-    pids: Any = [None] * size
-    dist.all_gather_object(pids, os.getpid())
+    rank, peers, usual, pids = dist.get_rank(), peers_of(), Sum.add, all_pids()
 
     def deadly(total, slices):
         if rank == 0:
@@ -260,11 +234,7 @@ def one_is_killed_in_a_reduction():
         usual(total, slices)  # the memory stays
 
     Sum.add = deadly
-    others = [(rank - step) % size for step in range(1, size)]
-    total = Sum([(torch.zeros(SIZE), torch.ones(SIZE))], others, "sum")
-    peers.exchange(
-        "x", {other: [torch.ones(SIZE)] for other in others}, dict.fromkeys(others, total.own), total
-    ).wait()
+    reduction(peers, SIZE).wait()
     if rank == 2:
         time.sleep(10)
 

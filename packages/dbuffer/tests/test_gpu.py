@@ -29,7 +29,7 @@ from dbuffer import (
 )
 from dbuffer.transport import transport_of
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,8 @@ def test_what_holds_on_cpu_holds_on_one_cuda_rank(fn, args):
     run_ranks(1, fn, *args, device="cuda")
 
 
-def nccl_collectives():
+@on_ranks(1, device="cuda")
+def test_nccl_takes_several_dtypes_in_one_call():
     group = dist.group.WORLD
     assert group is not None
     tensors = [torch.ones(64, device="cuda", dtype=d) for d in (torch.float32, torch.bfloat16)]
@@ -69,10 +70,6 @@ def nccl_collectives():
     mesh_of()
     buffer = load(make(), {n: t.cuda() for n, t in full_tensors().items()})
     assert sum(v.float().abs().sum().item() for v in buffer.local_views.values()) > 0
-
-
-def test_nccl_takes_several_dtypes_in_one_call():
-    run_ranks(1, nccl_collectives, device="cuda")
 
 
 def groups(mesh, count, full_dtype, recycler):

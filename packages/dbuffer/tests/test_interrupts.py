@@ -16,7 +16,7 @@ import dbuffer
 from dbuffer import Gather, HandleState, ReduceScatter, _handle, _order, watch_order
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 PACKAGE = os.path.dirname(dbuffer.__file__)
 
@@ -70,7 +70,8 @@ def fill(buffer):
     buffer.full[0].fill_(2.0)
 
 
-def waits_are_interrupted():
+@on_ranks(1)
+def test_a_wait_interrupted_at_any_bytecode_writes_its_result_once_or_raises():
     buffer = build_large(alias=False, rows=4)
 
     def attack(number):
@@ -94,11 +95,8 @@ def waits_are_interrupted():
     assert sweep(attack) > 50
 
 
-def test_a_wait_interrupted_at_any_bytecode_writes_its_result_once_or_raises():
-    run_ranks(1, waits_are_interrupted)
-
-
-def starts_are_interrupted():
+@on_ranks(1)
+def test_a_start_interrupted_at_any_bytecode_never_passes_for_a_gather():
     buffer = build_large(alias=False, rows=4)
 
     def attack(number):
@@ -121,10 +119,6 @@ def starts_are_interrupted():
     assert sweep(attack) > 50
 
 
-def test_a_start_interrupted_at_any_bytecode_never_passes_for_a_gather():
-    run_ranks(1, starts_are_interrupted)
-
-
 class Ringing:
     """A bell at which a signal comes in just after it has rung."""
 
@@ -137,7 +131,8 @@ class Ringing:
         raise Interrupted
 
 
-def a_start_is_interrupted_when_it_has_begun():
+@on_ranks(2)
+def test_a_start_interrupted_after_it_has_begun_is_seen_by_the_peers():
     """Rank 0 will never wait for what it started, and uses its memory for something else."""
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), 5.0), torch.zeros(SIZE)
@@ -150,33 +145,19 @@ def a_start_is_interrupted_when_it_has_begun():
         dist.barrier()
     else:
         dist.barrier()
-    return error_of(swap(peers, mine, [theirs]).wait)
+    said = error_of(swap(peers, mine, [theirs]).wait)
+    assert "has ended or given up" in said or "are closed" in said
 
 
-def test_a_start_interrupted_after_it_has_begun_is_seen_by_the_peers():
-    for said in run_ranks(2, a_start_is_interrupted_when_it_has_begun):
-        assert "has ended or given up" in said or "are closed" in said
-
-
-def a_start_is_interrupted_before_it_begins():
+@on_ranks(2)
+def test_a_start_interrupted_before_it_begins_can_be_made_again():
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.zeros(SIZE)
-    usual = peer_memory._digest
-
-    def raising(*_):
-        raise Interrupted
-
     if dist.get_rank() == 0:
-        peer_memory._digest = raising
-        with pytest.raises(Interrupted):
+        with mock.patch.object(peer_memory, "_digest", side_effect=Interrupted), pytest.raises(Interrupted):
             swap(peers, mine, [theirs])
-        peer_memory._digest = usual
     swap(peers, mine, [theirs]).wait()
-    return theirs[0].item()
-
-
-def test_a_start_interrupted_before_it_begins_can_be_made_again():
-    assert run_ranks(2, a_start_is_interrupted_before_it_begins) == [1.0, 0.0]
+    assert theirs[0] == 1 - dist.get_rank()
 
 
 def ring(seconds, error):
@@ -220,17 +201,15 @@ def a_wait_is_interrupted(error, kind=Gather, transport="auto"):
     return all(bool((flat == 3).all()) for flat in (buffer.full if kind is Gather else buffer.shard))
 
 
+@pytest.mark.parametrize(
+    "error", [Interrupted, RuntimeError]
+)  # as torch's DataLoader raises where a worker dies
 @pytest.mark.parametrize("kind", [Gather, ReduceScatter])
 @pytest.mark.parametrize("transport", ["auto", "collectives"])
-def test_after_an_interrupted_wait_the_buffer_is_busy_and_the_next_wait_goes_on(kind, transport):
-    assert all(run_ranks(2, a_wait_is_interrupted, Interrupted("from the handler"), kind, transport))
-
-
-@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
-@pytest.mark.parametrize("transport", ["auto", "collectives"])
-def test_a_signal_handlers_runtime_error_is_not_taken_for_the_collectives(kind, transport):
-    """As torch's DataLoader raises one where a worker dies."""
-    assert all(run_ranks(2, a_wait_is_interrupted, RuntimeError("from the handler"), kind, transport))
+def test_after_a_handlers_error_in_a_wait_the_buffer_is_busy_and_the_next_wait_goes_on(
+    error, kind, transport
+):
+    assert all(run_ranks(2, a_wait_is_interrupted, error("from the handler"), kind, transport))
 
 
 def waits_for_completed_exchanges_are_interrupted(transport):
@@ -265,7 +244,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
 
 
 @pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot give a buffer other memory after an interrupt")
-@pytest.mark.parametrize("transport", ["peer_memory", "collectives"])
+@pytest.mark.parametrize("transport", ["peer_memory", pytest.param("collectives", marks=pytest.mark.long)])
 def test_a_handlers_error_when_an_exchange_completes_is_not_taken_for_its_failure(transport):
     said = run_ranks(2, waits_for_completed_exchanges_are_interrupted, transport)
     assert said == [[], []]

@@ -110,6 +110,7 @@ def test_a_wait_for_quantized_weights_interrupted_at_any_bytecode():
         interrupt_each_wait(lambda: build(mesh, wire=BlocksOnWire(BlockFP8((4, 4)))), start_gather, gathered)
 
 
+@pytest.mark.long
 def test_a_wait_for_the_codes_that_neighbors_keep_interrupted_at_any_bytecode():
     with simulated_mesh(2, "cpu") as mesh:
         group = dist.new_group([0, 1])
@@ -127,8 +128,10 @@ def test_a_wait_for_the_codes_that_neighbors_keep_interrupted_at_any_bytecode():
 
 @pytest.mark.parametrize(
     ("form", "accumulate"),
-    [(CastReduction(), True), (BlockReduction(BlockInt8(4)), False)],
-    ids=["a cast, added", "codes"],
+    [
+        pytest.param(CastReduction(), True, id="a cast, added"),
+        pytest.param(BlockReduction(BlockInt8(4)), False, id="codes", marks=pytest.mark.long),
+    ],
 )
 def test_a_wait_for_encoded_gradients_interrupted_at_any_bytecode(form, accumulate):
     with simulated_mesh(2, "cpu") as mesh:

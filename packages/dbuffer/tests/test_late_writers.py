@@ -15,12 +15,13 @@ from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, transport_of
 from dbuffer.transport.sums import Sum
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
-def memory_after_a_failure():
+@on_ranks(2)
+def test_memory_of_a_failed_collective_is_never_used_again():
     """Rank 0's gather fails; its memory is released and used again; rank 1 must not see what it is used for."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     recycler = Recycler("cpu")
@@ -35,10 +36,6 @@ def memory_after_a_failure():
         assert other.full[0].data_ptr() != address
         assert recycler.stats.quarantined_bytes == 2 * 4 * 512 * 1024
     dist.barrier()
-
-
-def test_memory_of_a_failed_collective_is_never_used_again():
-    run_ranks(2, memory_after_a_failure)
 
 
 class LateReads:
@@ -74,7 +71,8 @@ class LateReads:
         self.go.wait(30)
 
 
-def a_read_begins_before_the_wait_gives_up():
+@on_ranks(2)
+def test_a_read_that_ends_after_its_wait_gave_up_writes_memory_that_nobody_uses():
     """Rank 1's thread writes when the memory went back."""
     group = dist.new_group()  # of its own: these ranks are not used for another test
     recycler = Recycler("cpu")
@@ -97,16 +95,12 @@ def a_read_begins_before_the_wait_gives_up():
         assert bool((other.full[0] == 7).all())
         assert recycler.stats.quarantined_bytes == other.full[0].nbytes
     dist.barrier()
-    return said
+    gave_up = "rank 1 of the group has ended or given up"
+    assert (gave_up, "has not answered for 0.2 s after the timeout")[dist.get_rank()] in said
 
 
-def test_a_read_that_ends_after_its_wait_gave_up_writes_memory_that_nobody_uses():
-    first, second = run_ranks(2, a_read_begins_before_the_wait_gives_up)
-    assert "rank 1 of the group has ended or given up" in first
-    assert "has not answered for 0.2 s after the timeout" in second
-
-
-def a_reduction_is_given_up_and_dropped():
+@on_ranks(2)
+def test_what_arrives_late_for_a_reduction_that_was_dropped_is_not_written_over_other_memory():
     """What others give in a reduction arrives in memory of malloc's; rank 1 drops all that it holds, too early."""
     group = dist.new_group()
     direct.MIN_BYTES = 1  # small enough for blocks that malloc hands out again
@@ -127,12 +121,7 @@ def a_reduction_is_given_up_and_dropped():
         assert reads.written.wait(10)
         assert all(bool((tensor == 7).all()) for tensor in after)
     dist.barrier()
-    return said
-
-
-def test_what_arrives_late_for_a_reduction_that_was_dropped_is_not_written_over_other_memory():
-    for said in run_ranks(2, a_reduction_is_given_up_and_dropped):
-        assert said.startswith("reduce_scatter of a failed")
+    assert said.startswith("reduce_scatter of a failed")
 
 
 class Late:
@@ -159,7 +148,9 @@ class Late:
         ctypes.memmove(self.address, source.data_ptr(), source.nbytes)
 
 
-def a_late_writer_after_a_failure():
+@can_swap
+@on_ranks(2)
+def test_memory_of_a_failed_collective_is_out_of_use_at_once():
     """Its memory is out of use as soon as `wait` has raised, not only once it is released."""
     late = Late("a peer died")
     buffer = build_large(transport=lambda _: late, recycler=Recycler("cpu"))
@@ -174,11 +165,8 @@ def a_late_writer_after_a_failure():
 
 
 @can_swap
-def test_memory_of_a_failed_collective_is_out_of_use_at_once():
-    run_ranks(2, a_late_writer_after_a_failure)
-
-
-def a_late_writer_after_release():
+@on_ranks(2)
+def test_the_debug_recycler_finds_a_transport_that_writes_after_release():
     late, recycler = Late(), DebugRecycler("cpu")
     buffer = build_large(transport=lambda _: late, recycler=recycler)
     Gather([buffer]).start().wait()
@@ -187,11 +175,6 @@ def a_late_writer_after_release():
     writer = threading.Thread(target=late.write)
     writer.start()
     writer.join()
-    return error_of(recycler.check)
-
-
-@can_swap
-def test_the_debug_recycler_finds_a_transport_that_writes_after_release():
-    for said in run_ranks(2, a_late_writer_after_release):
-        assert said.startswith("16 of 4194304 bytes at 0x")
-        assert said.endswith("were written after the memory was released, the first at offset 0")
+    said = error_of(recycler.check)
+    assert said.startswith("16 of 4194304 bytes at 0x")
+    assert said.endswith("were written after the memory was released, the first at offset 0")

@@ -5,7 +5,6 @@ Where they cannot they use collectives, and the log line says why.
 
 import ctypes
 import errno
-import logging
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from dbuffer_helpers import transport_lines
 
 from dbuffer.memory import shared
 from dbuffer.transport import transport_of
@@ -90,21 +90,17 @@ def leave_network():
 
 
 def under(obstacle, ranks):
-    lines, group = [], dist.new_group()
+    group = dist.new_group()
     full, mine = torch.zeros(2 << 18), torch.full((1 << 18,), float(dist.get_rank()))
     dist.barrier(group=group)  # gloo connects
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage().split(": ", 1)[1])
-    logger = logging.getLogger("dbuffer.transport")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     if dist.get_rank() in ranks:
         obstacle()
     moving = transport_of(group, "auto")
-    for _ in range(2):
-        full.fill_(-1.0)
-        moving.all_gather([(full, mine)], "x").wait()
-        assert torch.equal(full, torch.arange(2.0).repeat_interleave(1 << 18))
+    with transport_lines() as lines:
+        for _ in range(2):
+            full.fill_(-1.0)
+            moving.all_gather([(full, mine)], "x").wait()
+            assert torch.equal(full, torch.arange(2.0).repeat_interleave(1 << 18))
     raise Seen(f"{moving.name} | {' & '.join(lines)}")
 
 
@@ -127,7 +123,7 @@ needs_numbers = pytest.mark.skipif(
             [1],
             r"collectives \| collectives; no peer memory: rank 1: cannot reach rank 0 by a local socket "
             ".*another network namespace",
-            marks=as_root,
+            marks=[as_root, pytest.mark.long],
         ),
         pytest.param(deny_reading, [0, 1], PEER_MEMORY, marks=needs_numbers),
         pytest.param(become_other_users, [0, 1], PEER_MEMORY, marks=as_root),

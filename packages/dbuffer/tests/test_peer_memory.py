@@ -1,14 +1,14 @@
 """Ranks of one machine map each other's memory, or agree that they cannot; and no fault gives a wrong value."""
 
-import logging
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap
+from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap, transport_lines
 
 import dbuffer
 from dbuffer import DBuffer
@@ -16,100 +16,63 @@ from dbuffer.transport import handshake, transport_of
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import TensorSpec, plan
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks
 
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
-def one_may_not_map():
+@on_ranks(3)
+def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
     """Rank 1 is refused to map the others' memory, as a security module would."""
-    usual, lines = handshake.peer_file, []
-
-    def refused(*arguments):
-        raise OSError(1, "Operation not permitted")
-
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("dbuffer.transport")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    if dist.get_rank() == 1:
-        handshake.peer_file = refused
-    group = dist.new_group()
-    size = dist.get_world_size()
-    full, mine = torch.zeros(size << 18), torch.full((1 << 18,), float(dist.get_rank()))
-    transport = transport_of(group, "auto")
-    for _ in range(2):
-        transport.all_gather([(full, mine)], "x").wait()
-    handshake.peer_file = usual
-    logger.removeHandler(handler)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    refused = mock.Mock(side_effect=OSError(1, "Operation not permitted"))
+    full, mine = torch.zeros(size << 18), torch.full((1 << 18,), float(rank))
+    transport = transport_of(dist.new_group(), "auto")
+    peer_file = refused if rank == 1 else handshake.peer_file
+    with transport_lines() as lines, mock.patch.object(handshake, "peer_file", peer_file):
+        for _ in range(2):
+            transport.all_gather([(full, mine)], "x").wait()
     assert transport.name == "collectives"
     assert torch.equal(full, torch.arange(float(size)).repeat_interleave(1 << 18))
-    (line,) = lines
-    return line.split(": ", 1)[1]
+    assert lines == [
+        "collectives; no peer memory: rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"
+    ]
 
 
-def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
-    for line in run_ranks(3, one_may_not_map):
-        assert line == (
-            "collectives; no peer memory: rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"
-        )
-
-
-def one_is_elsewhere():
-    usual = handshake.machine
-    if dist.get_rank() == 2:
-        handshake.machine = lambda: "another"
-    connected = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    handshake.machine = usual
-    return connected
-
-
+@on_ranks(3)
 def test_ranks_of_another_machine_are_not_waited_for():
-    assert run_ranks(3, one_is_elsewhere) == [({}, "rank 2 is on another machine than rank 0")] * 3
+    machine = (lambda: "another") if dist.get_rank() == 2 else handshake.machine
+    with mock.patch.object(handshake, "machine", machine):
+        connected = connect(dist.group.WORLD)  # type: ignore[arg-type]
+    assert connected == ({}, "rank 2 is on another machine than rank 0")
 
 
-def one_cannot_be_reached():
+@on_ranks(3)
+def test_where_one_rank_cannot_be_reached_all_agree_and_say_why():
     """Rank 0's socket is not there for the others, as in another network namespace."""
     usual = handshake._listener
-    if dist.get_rank() == 0:
-        handshake._listener = lambda name: usual(name + "x")
-    patience, handshake.PATIENCE = handshake.PATIENCE, 0.5
-    peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    handshake._listener, handshake.PATIENCE = usual, patience
+    listener = (lambda name: usual(name + "x")) if dist.get_rank() == 0 else usual
+    with mock.patch.object(handshake, "_listener", listener), mock.patch.object(handshake, "PATIENCE", 0.5):
+        peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
     assert peers == {}
-    return trouble
+    assert trouble == (
+        "rank 1: cannot reach rank 0 by a local socket (Connection refused): another machine or another network "
+        "namespace"
+    )
 
 
-def test_where_one_rank_cannot_be_reached_all_agree_and_say_why():
-    for trouble in run_ranks(3, one_cannot_be_reached):
-        assert trouble == (
-            "rank 1: cannot reach rank 0 by a local socket (Connection refused): another machine or another network "
-            "namespace"
-        )
-
-
-def chosen_where_it_cannot_be():
-    usual, refused = handshake.arena, OSError("this platform has no memfd_create")
-
-    def raising():
-        raise refused
-
-    handshake.arena = raising
-    group = dist.new_group()
-    full, mine = torch.zeros(2 << 18), torch.zeros(1 << 18)
-    try:
-        with pytest.raises(ValueError, match=r"'peer_memory' is not possible .* no memfd_create"):
-            transport_of(group, "peer_memory").all_gather([(full, mine)], "x")
-    finally:
-        handshake.arena = usual
-
-
+@on_ranks(2)
 def test_a_choice_by_name_that_is_not_possible_raises_on_all_ranks():
-    run_ranks(2, chosen_where_it_cannot_be)
+    full, mine = torch.zeros(2 << 18), torch.zeros(1 << 18)
+    with (
+        mock.patch.object(handshake, "arena", side_effect=OSError("this platform has no memfd_create")),
+        pytest.raises(ValueError, match=r"'peer_memory' is not possible .* no memfd_create"),
+    ):
+        transport_of(dist.new_group(), "peer_memory").all_gather([(full, mine)], "x")
 
 
-def random_states():
+@on_ranks(2)
+def test_connecting_leaves_the_users_random_numbers_alone():
     random.seed(3)
     torch.manual_seed(3)
     before = random.getstate(), torch.get_rng_state()
@@ -118,14 +81,11 @@ def random_states():
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_connecting_leaves_the_users_random_numbers_alone():
-    run_ranks(2, random_states)
-
-
 # -- exchanging --------------------------------------------------------------------------------------------------------
 
 
-def others_are_read_while_this_rank_computes():
+@on_ranks(2)
+def test_an_exchange_completes_when_all_have_started_it():
     """Rank 0 starts and never waits; rank 1 is done all the same."""
     peers = peers_of()
     mine, theirs = torch.full((SIZE,), float(dist.get_rank())), torch.empty(SIZE)
@@ -140,11 +100,11 @@ def others_are_read_while_this_rank_computes():
     assert work.is_completed()
 
 
-def test_an_exchange_completes_when_all_have_started_it():
-    run_ranks(2, others_are_read_while_this_rank_computes)
-
-
-def many_at_once(times):
+@pytest.mark.parametrize(
+    ("ranks", "times"), [(2, 400), (3, 400), (4, 400), pytest.param(16, 30, marks=pytest.mark.long)]
+)
+@on_ranks("ranks")
+def test_many_exchanges_under_way_bring_each_its_own_bytes(ranks, times):
     """Ranks at different paces, several exchanges under way, each of its own size and value."""
     rank, size = dist.get_rank(), dist.get_world_size()
     peers, others = peers_of(), [r for r in range(size) if r != rank]
@@ -167,12 +127,9 @@ def many_at_once(times):
     dist.barrier()
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(2, 400), (3, 400), (4, 400), (16, 30)])
-def test_many_exchanges_under_way_bring_each_its_own_bytes(ranks, times):
-    run_ranks(ranks, many_at_once, times)
-
-
-def many_buffers(count):
+@pytest.mark.parametrize("count", [700, pytest.param(4500, marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_a_call_with_very_many_buffers_completes(count):
     """One call with so many buffers that what is said of them fills the sockets many times."""
     mesh, layout = mesh_of(), plan([TensorSpec("w", (1024,))], dist.get_world_size())
     buffers = [
@@ -190,19 +147,13 @@ def many_buffers(count):
             buffer.release()
 
 
-@pytest.mark.parametrize("count", [700, 4500])
-def test_a_call_with_very_many_buffers_completes(count):
-    run_ranks(2, many_buffers, count, timeout=120)
-
-
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def the_thread_fails():
-    """What came in is no message: the thread ends with an error."""
+@on_ranks(2)
+def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
     peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
     assert not trouble
-    said = []
     if dist.get_rank() == 1:
         dist.barrier()
         peers[0].socket.send(b"abc")
@@ -210,26 +161,22 @@ def the_thread_fails():
         memory = PeerMemory(peers, 30.0)
         work = swap(memory, torch.zeros(4), [torch.zeros(4)])
         dist.barrier()
-        said = [error_of(work.wait), error_of(lambda: memory.exchange("y", {}, {}).wait())]
+        assert error_of(work.wait) == "rank 1 of the group sent 3 bytes that mean nothing"
+        closed = "the connections of this rank to the others of the group are closed; y needs them"
+        assert error_of(lambda: memory.exchange("y", {}, {}).wait()) == closed
     dist.barrier()
     for peer in peers.values():
         peer.socket.close()
-    return said
 
 
-def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
-    first, second = run_ranks(2, the_thread_fails)[0]
-    assert first == "rank 1 of the group sent 3 bytes that mean nothing"
-    assert second == "the connections of this rank to the others of the group are closed; y needs them"
-
-
-def threads_after(times):
+@on_ranks(2)
+def test_the_thread_ends_with_the_connections():
     before = set(threading.enumerate())  # an earlier test's group may have a thread of its own
 
     def added():
         return [t.name for t in threading.enumerate() if t.name == "dbuffer peers" and t not in before]
 
-    for _ in range(times):
+    for _ in range(3):
         peers = peers_of()
         theirs = torch.zeros(SIZE)
         swap(peers, torch.ones(SIZE), [theirs]).wait()
@@ -240,8 +187,4 @@ def threads_after(times):
     deadline = time.monotonic() + 60
     while added() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return added()
-
-
-def test_the_thread_ends_with_the_connections():
-    assert run_ranks(2, threads_after, 3) == [[], []]
+    assert not added()

@@ -9,7 +9,7 @@ from dbuffer_helpers import SPECS, fill_views, make, mesh_of
 
 import dbuffer
 from dbuffer import CastReduction, Recycler, ReduceScatter
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 BF16 = CastReduction()
 
@@ -127,7 +127,8 @@ def test_large_rows_go_from_rank_to_rank():
     assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
 
 
-def refused():
+@on_ranks(2)
+def test_dtypes_that_would_lose_bits_and_mixed_calls_are_refused():
     with pytest.raises(ValueError, match=r"gradients in torch\.float16 cannot travel as torch\.bfloat16"):
         make(full_dtype=torch.float16, reduction=BF16)
     dbuffer.ReduceScatter([make(reduction=BF16)])  # while released too
@@ -135,10 +136,6 @@ def refused():
     buffers = [make(reduction=BF16), make()]
     with pytest.raises(ValueError, match="only some have a reduction form"):
         dbuffer.ReduceScatter(buffers)
-
-
-def test_dtypes_that_would_lose_bits_and_mixed_calls_are_refused():
-    run_ranks(2, refused)
     with pytest.raises(ValueError, match=r"expected torch\.bfloat16, torch\.float32 or None"):
         CastReduction(torch.float16)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dbuffer import Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.memory import shared as shared_memory
 from dbuffer.memory.shared import Arena, PeerFile, Ranges
-from ragged_shard.testing import RankError, run_ranks
+from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(
@@ -79,7 +80,7 @@ def test_ranges_in_use_never_overlap_and_few_more_pages_are_kept_than_were_in_us
     arena, dice = Arena(), random.Random(1)
     held: list[tuple[torch.Tensor, int]] = []
     recent: list[int] = []
-    for step in range(3000):
+    for step in range(1000):
         if held and (len(held) > 12 or dice.random() < 0.5):
             tensor, value = held.pop(dice.randrange(len(held)))
             assert bool((tensor == value).all())
@@ -137,7 +138,7 @@ def test_threads_may_drop_memory_at_any_time():
 
     thread = threading.Thread(target=drops)
     thread.start()
-    for number in range(2000):
+    for number in range(500):
         tensor = arena.allocate(shared_memory.SMALLEST_SHARED * (1 + number % 5))
         tensor.fill_(number % 200)
         assert bool((tensor == number % 200).all())
@@ -334,6 +335,7 @@ def large_memory_and_a_child():
     signal.pause()
 
 
+@pytest.mark.long
 def test_memory_of_ranks_that_were_killed_is_gone_though_their_children_live():
     before = shared_bytes()
     with pytest.raises(RankError):
@@ -351,6 +353,7 @@ kept = [shared.arena().allocate(1 << 20) for _ in range(8)]
 """
 
 
+@pytest.mark.long
 def test_an_interpreter_ends_normally_with_memory_in_use():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", EXITING], env=environment, check=True, timeout=250)
@@ -359,7 +362,8 @@ def test_an_interpreter_ends_normally_with_memory_in_use():
 # -- tensors as any other ----------------------------------------------------------------------------------------------
 
 
-def gathered_tensors_are_copied_and_sent(tmp_path):
+@on_ranks(2)
+def test_gathered_tensors_can_be_saved_and_shared(tmp_path):
     buffer = build_large(name="unit")
     load(buffer, {"w": torch.arange(1024.0 * 1024).view(1024, 1024)})
     Gather([buffer]).start().wait()
@@ -378,27 +382,12 @@ def gathered_tensors_are_copied_and_sent(tmp_path):
     assert offset_of(view) is not None
 
 
-def test_gathered_tensors_can_be_saved_and_shared(tmp_path):
-    run_ranks(2, gathered_tensors_are_copied_and_sent, str(tmp_path))
-
-
-def without_a_mapping():
-    """No memory can be shared: buffers have private memory, and collectives are used."""
-
-    def refused():
-        raise OSError("not here")
-
-    usual, shared_memory.arena = shared_memory.arena, refused
-    own, shared_memory._arena = shared_memory._arena, None
-    try:
+@on_ranks(2)
+def test_where_memory_cannot_be_shared_buffers_have_their_own():
+    refused = mock.Mock(side_effect=OSError("not here"))
+    with mock.patch.multiple(shared_memory, arena=refused, _arena=None):
         buffer = build_large(transport="collectives", recycler=Recycler("cpu"), group=dist.new_group())
         buffer.recycler.share()
         load(buffer, {"w": torch.full((1024, 1024), 2.0)})
         Gather([buffer]).start().wait()
-        return buffer.full[0].unique().tolist()
-    finally:
-        shared_memory.arena, shared_memory._arena = usual, own
-
-
-def test_where_memory_cannot_be_shared_buffers_have_their_own():
-    assert run_ranks(2, without_a_mapping) == [[2.0]] * 2
+        assert (buffer.full[0] == 2).all()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ragged_shard import RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard.testing import rank_mesh, run_ranks
 
+pytestmark = pytest.mark.long
 hypothesis = pytest.importorskip("hypothesis")
 HealthCheck, given, settings, st = (
     hypothesis.HealthCheck,
@@ -106,16 +107,9 @@ def follow(shape, dtype, mesh_shape, steps):
         assert torch.equal(direct.to_local(), tensor.to_local())
 
 
-@RANKS
-@given(chains())
+@settings(RANKS, max_examples=200)
+@given(st.one_of(chains(), chains(), chains_2d()))
 def test_any_chain_of_redistributions_ends_where_a_direct_one_does(case):
-    run_ranks(math.prod(case[2]), follow, *case)
-
-
-@settings(RANKS, max_examples=60)
-@given(chains_2d())
-@pytest.mark.long
-def test_any_chain_on_a_2d_mesh_ends_where_a_direct_one_does(case):
     run_ranks(math.prod(case[2]), follow, *case)
 
 

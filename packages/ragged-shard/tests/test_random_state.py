@@ -76,17 +76,6 @@ def test_starting_and_simulating_ranks_leaves_the_random_state_alone():
     assert state() == before
 
 
-def draws():
-    return torch.rand(1).item()
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_ranks_start_from_the_seed_that_they_are_given(seed):
-    torch.manual_seed(seed)
-    wanted = torch.rand(1).item()
-    assert run_ranks(2, draws, seed=seed) == [wanted] * 2
-
-
 def _message(call):
     try:
         return call()
@@ -94,66 +83,48 @@ def _message(call):
         return f"{type(error).__name__}: {error}"
 
 
-def _raises():
+@on_ranks(4)
+def test_the_lowest_ranks_error_is_raised_on_every_rank():
     rank = dist.get_rank()
     errors = [None, KeyError("name"), FileNotFoundError("no file"), UnicodeError("bytes")]
     groups = rank_mesh(2, 2, names=("replicate", "shard"))
     both = [groups.get_group(axis) for axis in (0, 1)]
-    return [
+    assert [
         _message(lambda: raise_on_all_ranks(None, "load", rank * 10)),
         _message(lambda: raise_on_all_ranks(errors[rank], "load", rank)),
         _message(lambda: raise_on_all_ranks(errors[rank] if rank == 2 else None, "load", groups=both)),
         _message(lambda: raise_on_all_ranks(errors[rank] if rank == 3 else None, "load", groups=both[::-1])),
         sorted(gather_from_ranks(rank, both)),
+    ] == [
+        [0, 10, 20, 30],
+        "RuntimeError: load on rank 1: KeyError: 'name'",
+        "FileNotFoundError: load on rank 2: no file",
+        "ValueError: load on rank 3: bytes",
+        [0, 1, 2, 3],
     ]
 
 
-def test_the_lowest_ranks_error_is_raised_on_every_rank():
-    assert (
-        run_ranks(4, _raises)
-        == [
-            [
-                [0, 10, 20, 30],
-                "RuntimeError: load on rank 1: KeyError: 'name'",
-                "FileNotFoundError: load on rank 2: no file",
-                "ValueError: load on rank 3: bytes",
-                [0, 1, 2, 3],
-            ]
-        ]
-        * 4
-    )
-
-
-def _same():
+@on_ranks(4)
+def test_values_that_differ_are_named_with_the_ranks_of_each():
     rank = dist.get_rank()
     mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     both = [mesh.get_group(axis) for axis in (0, 1)]
     pair = dist.new_group([0, 3]) if dist.get_world_size() == 4 else None
-    return [
+    assert [
         _message(lambda: same_on_all_ranks({"batch": 12, "seed": 1})),
         _message(lambda: same_on_all_ranks({"batch": 12, "seed": rank // 2}, both, caller="train")),
         _message(lambda: same_on_all_ranks({"batch": 12, **({"late": "yes"} if rank == 3 else {})}, both)),
         _message(lambda: same_on_all_ranks({"seed": rank}, error=ValueError("bad") if rank == 1 else None)),
         _message(lambda: same_on_all_ranks({"seed": 1}, error=ValueError("bad"), caller="train")),
         _message(lambda: same_on_all_ranks({"rank": rank in (0, 3)}, pair)) if rank in (0, 3) else None,
+    ] == [
+        None,
+        "ValueError: train: ranks do not agree on seed: 0 on ranks 0, 1; 1 on ranks 2, 3",
+        "ValueError: ranks do not agree on late: absent on ranks 0, 1, 2; yes on rank 3",
+        "ValueError: call on rank 1: bad",
+        "ValueError: train on rank 0: bad",
+        None,
     ]
-
-
-def test_values_that_differ_are_named_with_the_ranks_of_each():
-    assert (
-        run_ranks(4, _same)
-        == [
-            [
-                None,
-                "ValueError: train: ranks do not agree on seed: 0 on ranks 0, 1; 1 on ranks 2, 3",
-                "ValueError: ranks do not agree on late: absent on ranks 0, 1, 2; yes on rank 3",
-                "ValueError: call on rank 1: bad",
-                "ValueError: train on rank 0: bad",
-                None,
-            ]
-        ]
-        * 4
-    )
 
 
 def test_one_process_without_process_groups():

@@ -76,14 +76,6 @@ def echo(value):
     return value
 
 
-def grown(case):
-    return Case(case.factor + 1)
-
-
-def test_classes_come_back_as_the_test_modules_own():
-    assert run_ranks(2, grown, Case(1)) == [Case(2)] * 2
-
-
 def process():
     return os.getpid()
 
@@ -235,7 +227,8 @@ def test_every_rank_and_every_call_starts_from_the_same_seed():
     first = run_ranks(3, draw)
     assert len(set(first)) == 1
     assert run_ranks(3, draw) == first
-    assert run_ranks(3, draw, seed=7) != first
+    torch.manual_seed(7)
+    assert {value for value, _ in run_ranks(3, draw, seed=7)} == {torch.rand(1).item()}
 
 
 def test_a_function_that_cannot_be_sent_raises_before_any_rank_runs():
@@ -261,7 +254,8 @@ def test_bad_arguments_raise():
         run_ranks(1000, process, device="cuda")
 
 
-def counted():
+@on_ranks(3)
+def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
     ranks, rank = dist.get_world_size(), dist.get_rank()
     x = torch.ones(6)
     with record_collectives() as record:
@@ -279,10 +273,6 @@ def counted():
     assert record.events[1].bytes_sent == (24 * (ranks - 1) if rank == 0 else 0)
     assert record.events[2].bytes_sent == (sum(splits) - splits[rank]) * 4
     return record.bytes_sent
-
-
-def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
-    run_ranks(3, counted)
 
 
 def on_gpu():

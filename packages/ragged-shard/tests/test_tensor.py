@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 
@@ -43,17 +43,12 @@ def test_each_rank_holds_its_run_of_rows(ranks):
     assert "RaggedShard" in repr(tensor)
 
 
-def source_counts(source):
-    mesh = rank_mesh(3)
-    mine = torch.full((6, 2), float(dist.get_rank()))
-    tensor = distribute_tensor(mine, mesh, [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
-    return tensor.full_tensor()[:, 0].tolist()
-
-
+@on_ranks(3)
 def test_the_source_ranks_data_count_or_each_ranks_own():
-    assert run_ranks(3, source_counts, 0) == [[0.0] * 6] * 3
-    assert run_ranks(3, source_counts, 2) == [[2.0] * 6] * 3
-    assert run_ranks(3, source_counts, None) == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 3
+    mine = torch.full((6, 2), float(dist.get_rank()))
+    for source, expected in ((0, [0.0] * 6), (2, [2.0] * 6), (None, [0.0, 1.0, 1.0, 2.0, 2.0, 2.0])):
+        tensor = distribute_tensor(mine, rank_mesh(3), [RaggedShard((0,), (1, 2, 3))], src_data_rank=source)
+        assert tensor.full_tensor()[:, 0].tolist() == expected
 
 
 @on_ranks(3)
@@ -187,18 +182,11 @@ def make_wrongly(which, odd):
     return distribute_tensor(torch.zeros(5 if odd and which == "full shape" else 4, 3), mesh, ragged)
 
 
-def wrong_on_one(which):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        make_wrongly(which, dist.get_rank() == 1)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "which", ["local shape", "dtype", "units", "shares that do not divide", "full shape"]
-)
-def test_what_is_wrong_on_one_rank_only_raises_on_every_rank(which):
-    messages = run_ranks(3, wrong_on_one, which)
-    assert all(messages)
+@on_ranks(3)
+def test_what_is_wrong_on_one_rank_only_raises_on_every_rank():
+    for which in ("local shape", "dtype", "units", "shares that do not divide", "full shape"):
+        with pytest.raises((ValueError, TypeError)):
+            pytest.fail(f"{which}: {make_wrongly(which, dist.get_rank() == 1)}")
 
 
 @on_ranks(4)
@@ -214,8 +202,6 @@ def test_tensors_of_different_meshes_do_not_mix():
 
 @on_ranks(3)
 def test_a_rank_outside_of_the_mesh_cannot_hold_a_part():
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() == 2:
         with pytest.raises(ValueError, match="this rank is not in"):
@@ -357,15 +343,13 @@ def test_a_mesh_that_permutes_ranks_of_a_group_is_refused_on_every_rank():
         assert distribute_tensor(full, mesh, placements, src_data_rank=None).full_tensor().equal(full)
 
 
-def unsorted_group():
-    group = dist.new_group([1, 0], sort_ranks=False)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    return distribute_tensor(torch.arange(4.0), mesh, [RaggedShard((0,), (1, 3))]).full_tensor().tolist()
-
-
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters,
     reason="torch sorts the ranks of every group",
 )
+@on_ranks(2)
 def test_a_mesh_of_a_group_in_an_order_of_its_own_keeps_it():
-    assert run_ranks(2, unsorted_group) == [[0.0, 1.0, 2.0, 3.0]] * 2
+    group = dist.new_group([1, 0], sort_ranks=False)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    full = torch.arange(4.0)
+    assert distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3))]).full_tensor().equal(full)
