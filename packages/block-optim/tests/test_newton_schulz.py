@@ -1,5 +1,6 @@
 """Newton-Schulz against torch's and fp64, alone and in batches; sets of coefficients."""
 
+import itertools
 import math
 
 import pytest
@@ -18,6 +19,9 @@ CANS = [
     (3.2866, -2.4647, 0.5074),
     (2.2737, -1.6447, 0.4162),
 ]
+
+# Wide, tall, square, prime, one row, one column, one element.
+SHAPES = [(24, 40), (40, 24), (16, 16), (13, 7), (1, 5), (5, 1), (1, 1)]
 
 
 def gaussian(*shape, seed=0, dtype=torch.float32):
@@ -41,6 +45,15 @@ def torchs(matrix, **options):
     param.grad = matrix
     torch.optim.Muon([param], lr=1.0, weight_decay=0, momentum=0, nesterov=False, **options).step()
     return -param.detach(), math.sqrt(max(1, matrix.size(0) / matrix.size(1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_gets_the_bits_of_torch_muon(dtype):
+    for shape, steps in itertools.product(SHAPES, (1, 2, 5)):
+        matrix = gaussian(*shape, dtype=dtype)
+        expected, scale = torchs(matrix.float(), ns_steps=steps)
+        update = torch.zeros(shape).add_(orthogonalize(matrix, KELLER, steps), alpha=scale)
+        assert torch.equal(update, expected), (shape, steps)
 
 
 @pytest.mark.parametrize("batched", [False, True])
