@@ -76,37 +76,22 @@ class Nested(nn.Module):
         return self.last(self.right(self.left(self.inner(x)).tanh()))
 
 
-@pytest.mark.parametrize(
-    ("make", "units", "owners"),
-    [
-        (
-            lambda: Body(tied=True),
-            ("embed", "head", "blocks.1", ""),
-            {"embed.weight": "", "head.weight": "", "blocks.1.weight": "blocks.1", "norm.weight": ""},
-        ),
-        (lambda: Body(tied=True), ("embed,head", ""), {"embed.weight": "embed,head"}),
-        (
-            Nested,
-            ("inner.a", "inner.b", "inner", ""),
-            {"inner.a.weight": "inner", "inner.b.bias": "inner.b", "last.weight": ""},
-        ),
-        (
-            lambda: Nested(third=True),
-            ("inner.a", "inner", "inner.b", ""),
-            {"inner.a.weight": "", "inner.b.bias": "inner.b", "last.weight": ""},
-        ),
-        (
-            Nested,
-            ("left", "right", ""),
-            {"left.1.weight": "", "right.1.bias": "", "left.0.weight": "left", "right.0.weight": "right"},
-        ),
-        (
-            Nested,
-            ("left.1", "left", "right", ""),
-            {"left.1.weight": "left.1", "right.1.bias": "left.1", "left.0.weight": "left"},
-        ),
-    ],
-)
+OWNERS: list[Any] = [  # a model, its units, and the unit of some parameters
+    (lambda: Body(tied=True), ("embed", "head", "blocks.1", ""),
+     {"embed.weight": "", "head.weight": "", "blocks.1.weight": "blocks.1", "norm.weight": ""}),
+    (lambda: Body(tied=True), ("embed,head", ""), {"embed.weight": "embed,head"}),
+    (Nested, ("inner.a", "inner.b", "inner", ""),
+     {"inner.a.weight": "inner", "inner.b.bias": "inner.b", "last.weight": ""}),
+    (lambda: Nested(third=True), ("inner.a", "inner", "inner.b", ""),
+     {"inner.a.weight": "", "inner.b.bias": "inner.b", "last.weight": ""}),
+    (Nested, ("left", "right", ""),
+     {"left.1.weight": "", "right.1.bias": "", "left.0.weight": "left", "right.0.weight": "right"}),
+    (Nested, ("left.1", "left", "right", ""),
+     {"left.1.weight": "left.1", "right.1.bias": "left.1", "left.0.weight": "left"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "units", "owners"), OWNERS)
 def test_a_shared_parameter_belongs_to_the_smallest_unit_around_all_its_modules_in_any_order(
     make, units, owners
 ):
