@@ -19,45 +19,30 @@ def evaluated(model):
         model(tokens())
 
 
-def evaluated_in_inference_mode(model):
-    with torch.inference_mode():
-        model(tokens())
-
-
-def kept_after_forward(model):
-    model.set_reshard_after_forward(False)
-    evaluated(model)
-
-
-def kept_after_backward(model):
-    model.set_reshard_after_backward(False)
-    loss_of(model, tokens()).backward()
-
-
-def kept_throughout(model):
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    loss_of(model, tokens()).backward()
-
-
-def frozen_forward(model):
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for param in trained:
-        param.requires_grad_(False)
-    model(tokens())
-    for param in model.parameters():
-        param.requires_grad_(True)
-
-
-def forward_that_fails(model):
-    with pytest.raises(IndexError):
-        model(tokens() + 1000)
-
-
 WAYS = (
-    evaluated, evaluated_in_inference_mode, kept_after_forward, kept_after_backward, kept_throughout, frozen_forward,
-    forward_that_fails,
+    "evaluated", "evaluated in inference mode", "kept after forward", "kept after backward",
+    "kept after forward and after backward", "frozen in forward", "forward fails",
 )  # fmt: skip
+
+
+def use(model, way):
+    """A pass after which parameters are gathered, or were."""
+    if "after forward" in way:
+        model.set_reshard_after_forward(False)
+    if "after backward" in way:
+        model.set_reshard_after_backward(False)
+    if way == "forward fails":
+        with pytest.raises(IndexError):
+            model(tokens() + 1000)
+    elif way == "frozen in forward":
+        model.requires_grad_(False)
+        model(tokens())
+        model.requires_grad_(True)
+    elif "backward" in way:
+        loss_of(model, tokens()).backward()
+    else:
+        with torch.inference_mode("inference" in way):
+            evaluated(model)
 
 
 @on_ranks(2)
@@ -70,7 +55,7 @@ def check_touches(way):
     """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=9)).backward()
-    way(model)
+    use(model, way)
     assert all_sharded(model), way
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
@@ -89,7 +74,7 @@ def check_touches(way):
                 for param in one.parameters():
                     param.mul_(0.5)
             one.zero_grad()
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()), msg=way.__name__)
+    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()), msg=way)
 
 
 def gathers_of(call):

@@ -18,6 +18,15 @@ from ragged_shard import RaggedDTensor, distribute_like
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
+def placed(values, out):
+    """What `fsdp_post_all_gather` returns for these values."""
+    if out is None:
+        return values, (values,)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(values)
+    return None
+
+
 class Packed(Wrapper):
     """Signs in 8 bits of a byte, and a scale that every rank has: another width and dtype, and metadata."""
 
@@ -31,12 +40,7 @@ class Packed(Wrapper):
     @torch.no_grad()
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         bits = (outputs[0][..., None] >> torch.arange(8)) & 1
-        values = (2.0 * bits.flatten(1) - 1) * metadata
-        if out is None:
-            return values, (values,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(values)
-        return None
+        return placed((2.0 * bits.flatten(1) - 1) * metadata, out)
 
 
 class Scaled(Wrapper):
@@ -51,12 +55,7 @@ class Scaled(Wrapper):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         codes, scale, ranks = outputs
         assert ranks.tolist() == list(range(dist.get_world_size()))
-        values = codes * scale[:, None]
-        if out is None:
-            return values, (values,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(values)
-        return None
+        return placed(codes * scale[:, None], out)
 
 
 def linears(*sizes, bias=True):

@@ -90,10 +90,6 @@ class TestNoRace:
             train(shard(seeded(Net, width=16), mesh=mesh_of(4), **OPTIONS[case]))
             assert found.accesses > 500
 
-    def test_when_blocks_are_recomputed_in_backward(self):
-        with device():
-            train(shard(seeded(Net, recompute=True), mesh=mesh_of(4), mp_policy=BF16))
-
     def test_at_every_prefetch_depth(self):
         with device():
             for depth in (0, 1, 3):
@@ -131,7 +127,7 @@ class TestNoRace:
     def test_on_one_rank(self):
         with device(ranks=1, rank=0):
             for options in ({}, {"mp_policy": BF16}):
-                train(shard(seeded(Net), mesh=mesh_of(1), **options))
+                train(shard(seeded(Net), mesh=mesh_of(1), **options), steps=2)
 
     @pytest.mark.parametrize("late", [False, True])
     def test_while_gradients_are_accumulated(self, late):
@@ -284,11 +280,12 @@ class TestNoRace:
                 model.zero_grad()
                 loss.backward()
 
-    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-    def test_when_released_memory_is_watched(self, shape, monkeypatch):
+    def test_when_released_memory_is_watched_and_blocks_are_recomputed_in_backward(self, monkeypatch):
         monkeypatch.setenv("DBUFFER_DEBUG_MEMORY", "1")
         with device("at random"):
-            train(shard(seeded(Net), mesh=mesh_of(*shape), mp_policy=BF16), steps=2)
+            for shape in ((4,), (2, 2)):
+                model = seeded(Net, recompute=shape == (4,))
+                train(shard(model, mesh=mesh_of(*shape), mp_policy=BF16), steps=2)
 
     def test_when_gradients_are_clipped(self):
         with device():
@@ -338,7 +335,7 @@ class TestNoRace:
             grad = DTensor.from_local(coming, mesh, [Replicate()], run_check=False)
             assert _torch_compat.local_of_dtensor_grad(grad, (Replicate(),)).sum() == 32
 
-    @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "Muon", "Shampoo", "SOAP"])
+    @pytest.mark.parametrize("kind", ["AdamW8bit", "Muon"])
     def test_with_the_optimizers_of_block_optim(self, kind):
         with device():
             model = shard(seeded(Net, width=16), mesh=mesh_of(4))

@@ -17,7 +17,7 @@ from fsdp_runtime import QuantizationPolicy, fully_shard
 from fsdp_runtime._params.kinds import microscaled
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import fake_tensors, unit_memory
-from fsdp_runtime.quantization import MX_COLUMNS, MX_ROWS, BlockFP8, check_products
+from fsdp_runtime.quantization import MX_COLUMNS, MX_ROWS, check_products
 from ragged_shard.testing import on_ranks, record_collectives
 
 WIDTH = 96  # three bands of tiles
@@ -290,7 +290,3 @@ def test_what_cannot_be_multiplied_by_phase_is_refused_by_name():
         fully_shard(nn.Linear(64, 48), quantization_policy=POLICY)
     with pytest.raises(ValueError, match=r"weight was selected for MXFP8.*use reshard_after_forward=True"):
         shard(body(), quantization_policy=POLICY, reshard_after_forward=2)
-    wrong: list[Any] = [{"at_rest": MX_ROWS}, {"weights": MX_COLUMNS}, {"weights": BlockFP8(scale="e8m0")}]
-    for options in wrong:
-        with pytest.raises(ValueError, match="has no such products"):
-            QuantizationPolicy(compute="scaled", **options)

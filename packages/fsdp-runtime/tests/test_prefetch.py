@@ -32,7 +32,7 @@ def ahead(model, **options):
 
 
 @on_ranks(2)
-def test_the_first_pass_gathers_on_demand_and_later_ones_as_deep_as_asked():
+def test_the_first_pass_in_an_order_gathers_on_demand_and_later_ones_as_deep_as_asked():
     model, on_demand = shard(seeded(blocks=4)), [[0], [1], [2], [3]]
     with torch.no_grad():
         assert ahead(model) == on_demand
@@ -41,16 +41,13 @@ def test_the_first_pass_gathers_on_demand_and_later_ones_as_deep_as_asked():
         assert ahead(model) == [[0, 1, 2], [1, 2, 3], [2, 3], [3]]
         model.set_prefetch_depth(0)
         assert ahead(model) == on_demand
-
-
-@on_ranks(2)
-def test_another_order_is_gathered_on_demand_and_known_the_next_time():
-    model, order = shard(seeded(blocks=4)), [3, 2, 1, 0]
-    with torch.no_grad():
+        model, order = shard(seeded(blocks=4)), [3, 2, 1, 0]
         ahead(model)
         assert all(index in seen for index, seen in zip(order, ahead(model, order=order), strict=True))
         assert ahead(model, order=order) == [[2, 3], [1, 2], [0, 1], [0]]
-        assert ahead(model, order=[3, 1])[0] == [2, 3]
+        assert ahead(model, order=[3, 1]) == [[2, 3], [0, 1, 2]]  # a unit that is skipped is passed over
+        ahead(model, order=[0, 1, 0, 2])
+        assert ahead(model, order=[0, 1, 0, 2]) == [[0, 1], [0, 1], [0, 2], [2]]  # one that runs twice
         assert not any(gathered(block) for block in model.blocks)  # what was gathered in vain is freed
 
 

@@ -209,39 +209,28 @@ def test_torchs_shard_placement_result_is_taken():
 
 @on_ranks(4)
 def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
-    flat, _, _ = two_meshes()
-    rank = dist.get_rank()
+    flat, hybrid, _ = two_meshes()
+    rank, model = dist.get_rank(), nn.Linear(16, 16)
     some = DeviceMesh("cpu", [0, 1, 2])
     names = rank_mesh(2, 2, names=("copies", "other"))
     three = rank_mesh(2, 2, 1, names=("a", "b", "c"))
-    _, hybrid, _ = two_meshes()
-    model = nn.Linear(16, 16)
-
-    def attempt(choose, error, match):
-        with pytest.raises(error, match=match):
+    for choose, message in (
+        (lambda p: Replicate(), "gave Replicate.* for weight; expected None"),
+        (lambda p: Shard(2), r"gave S.*2.* for weight, which has 2 dimensions"),
+        (lambda p: three, "for weight: fully_shard expects a 1D or 2D"),
+        (lambda p: rank_mesh(2, 2), "without names"),
+        # A mesh without rank 3: it says so itself, and the others hear of it.
+        (lambda p: some, "rank 3 is not in" if rank == 3 else "shard_placement_fn on rank 3: .*rank 3"),
+        # Ranks that do not agree: on the axes, and on whether there is another mesh at all.
+        (lambda p: hybrid if rank else names, "do not agree on the mesh of weight"),
+        (lambda p: hybrid if rank == 2 else None, "do not agree on the mesh of weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
             fully_shard(model, mesh=flat, shard_placement_fn=choose)
         assert not hasattr(model.weight, "placements")
-
-    attempt(lambda p: Replicate(), ValueError, "gave Replicate.* for weight; expected None")
-    attempt(lambda p: Shard(2), ValueError, r"gave S.*2.* for weight, which has 2 dimensions")
-    attempt(lambda p: three, ValueError, "for weight: fully_shard expects a 1D or 2D")
-    attempt(lambda p: rank_mesh(2, 2), ValueError, "without names")
-    # A mesh without rank 3: it says so itself, and the others hear of it.
-    attempt(
-        lambda p: some,
-        ValueError,
-        "rank 3 is not in" if rank == 3 else "shard_placement_fn on rank 3: .*rank 3",
-    )
-    # Ranks that do not agree: on the axes, and on whether there is another mesh at all.
-    attempt(lambda p: hybrid if rank else names, ValueError, "do not agree on the mesh of weight")
-    attempt(lambda p: hybrid if rank == 2 else None, ValueError, "do not agree on the mesh of weight")
+    choose = lambda p: hybrid if p.ndim == 1 else None  # noqa: E731
     with pytest.raises(ValueError, match=r"reshard_after_forward=4: parameter bias is cut over 2 ranks"):
-        fully_shard(
-            model,
-            mesh=flat,
-            shard_placement_fn=lambda p: hybrid if p.ndim == 1 else None,
-            reshard_after_forward=4,
-        )
+        fully_shard(model, mesh=flat, shard_placement_fn=choose, reshard_after_forward=4)
     outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(outer, mesh=flat)
     with pytest.raises(ValueError, match=r"weight was cut over .*fsdp.* by the unit Sequential, .*copies"):
@@ -294,12 +283,11 @@ def test_a_checkpoint_is_loaded_on_one_mesh_on_exchanged_meshes_and_on_none(tmp_
     whole = full_values(model)
     plain = seeded(width=16, seed=1)
     flat, hybrid, _ = two_meshes()
+    exchanged = lambda p: flat if p.ndim == 1 else None  # noqa: E731
     others = [
         plain,
         shard(seeded(width=16, seed=2), mesh=flat),
-        shard(
-            seeded(width=16, seed=3), mesh=hybrid, shard_placement_fn=lambda p: flat if p.ndim == 1 else None
-        ),
+        shard(seeded(width=16, seed=3), mesh=hybrid, shard_placement_fn=exchanged),
     ]
     for other in others:
         state = get_model_state_dict(other)

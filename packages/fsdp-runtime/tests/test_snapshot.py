@@ -20,35 +20,27 @@ def values(model):
 
 
 def check(taken, wanted):
-    assert taken.model.keys() == wanted.keys()
-    assert all(taken.model[name].full_tensor().equal(wanted[name]) for name in wanted)
+    assert taken.keys() == wanted.keys()
+    assert all(taken[name].full_tensor().equal(wanted[name]) for name in wanted)
 
 
-def quietly(model, optimizer=None):
-    """A snapshot, which neither communicates nor frees gathered memory."""
+def quietly(model, take):
+    """What `take` returns, which neither communicates nor frees gathered memory."""
     gc.collect()  # else gathered memory of another test's model may go in between
     before = gathered_memory(model)
     with record_collectives() as record:
-        taken = snapshot(model, optimizer)
-    assert record.kinds == []
-    assert gathered_memory(model) == before
+        taken = take()
+    assert (record.kinds, gathered_memory(model)) == ([], before)
     return taken
 
 
 @on_ranks(2)
 def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
-    """A state dict has the sharded parameters at any time, and frees nothing; a written gathered one raises."""
-    gc.collect()  # else gathered memory of another test's model may go in between
     model = shard(seeded())
-    wanted = values(model)
-    during = []
+    wanted, during = values(model), []
 
     def look(*_):
-        before = gathered_memory(model)
-        with record_collectives() as record:
-            states = model.state_dict(), model.state_dict(keep_vars=True)
-        assert (record.kinds, gathered_memory(model)) == ([], before)
-        during.append(states)
+        during.append(quietly(model, lambda: (model.state_dict(), model.state_dict(keep_vars=True))))
 
     handle = model.blocks[1].register_forward_hook(look)
     loss = loss_of(model, tokens())
@@ -60,7 +52,7 @@ def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing(
     look()
     params = dict(model.named_parameters())
     for plain, kept in during:
-        assert all(plain[name].full_tensor().equal(value) for name, value in wanted.items())
+        check(plain, wanted)
         assert all(kept[name] is params[name] for name in wanted)
     loss_of(model, tokens())
     with torch.no_grad():
@@ -77,15 +69,15 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
     wanted = values(model)
     moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
     model.set_reshard_after_forward(False)
-    inside = []
-    handle = model.blocks[1].register_forward_hook(lambda *_: inside.append(quietly(model, optimizer)))
+    inside, take = [], lambda: snapshot(model, optimizer)
+    handle = model.blocks[1].register_forward_hook(lambda *_: inside.append(quietly(model, take)))
     loss = loss_of(model, tokens(1))
     handle.remove()
-    after = quietly(model, optimizer)
+    after = quietly(model, take)
     loss.backward()
     optimizer.step()  # what was taken does not follow
     for taken in (*inside, after):
-        check(taken, wanted)
+        check(taken.model, wanted)
         for state, moment in zip(taken.optimizer["state"].values(), moments, strict=True):
             assert state["exp_avg"].to_local().equal(moment)
             assert state["step"] == 1
@@ -127,7 +119,7 @@ def test_another_thread_takes_one_while_a_forward_runs():
     thread.start()
     loss_of(model, tokens()).backward()
     thread.join()
-    check(found[0], wanted)
+    check(found[0].model, wanted)
 
 
 @on_ranks(2)
@@ -138,7 +130,7 @@ def test_codes_are_copied_as_codes():
     loss_of(model, tokens())
     wanted = values(model)
     assert "blocks.0.weight.codes" in wanted
-    check(snapshot(model), wanted)
+    check(snapshot(model).model, wanted)
 
 
 class Busy(torch.optim.SGD):

@@ -29,63 +29,45 @@ def trained():
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def put(port):
+def put(port, steps):
     """Step while another thread puts a snapshot; the values at the time of the snapshot."""
     model, optimizer = trained()
-    step_of(model, optimizer)
-    wanted, taken, group = full_values(model), snapshot(model), dist.new_group()
-    writer = StoreWriter(client(port), "weights")
-    thread = threading.Thread(
-        target=dcp.save, args=(taken.model,), kwargs={"storage_writer": writer, "process_group": group}
-    )
+    for number in range(steps):
+        step_of(model, optimizer, number)
+    wanted, taken, group = full_values(model), snapshot(model, optimizer), dist.new_group()
+    moments = taken.optimizer["state"][0]["exp_avg"]
+    state = {"model": taken.model, "step": steps, "moments": moments}
+    named = {
+        "storage_writer": StoreWriter(client(port)),
+        "checkpoint_id": "job/weights",
+        "process_group": group,
+    }
+    thread = threading.Thread(target=dcp.save, args=(state,), kwargs=named)
     thread.start()
     for number in range(3):
         step_of(model, optimizer, number)
     thread.join()
     assert not full_values(model)["embed.weight"].equal(wanted["embed.weight"])
-    return wanted
+    return wanted, moments.full_tensor()
 
 
 def pull(port):
-    model = shard(seeded(width=16, seed=1))
-    dcp.load(model.state_dict(), storage_reader=StoreReader(client(port), "weights"))
-    return full_values(model)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_another_number_of_ranks_gets_the_values_at_the_time_of_the_snapshot(port, ranks):
-    wanted, *_ = run_ranks(3, put, port)
-    for pulled in run_ranks(ranks, pull, port):
-        assert pulled.keys() == wanted.keys()
-        assert all(pulled[name].equal(value) for name, value in wanted.items())
-
-
-def put_with_states(port, key, steps):
-    model, optimizer = trained()
-    for number in range(steps):
-        step_of(model, optimizer, number)
-    taken = snapshot(model, optimizer)
-    state = {"model": taken.model, "step": steps, "moments": taken.optimizer["state"][0]["exp_avg"]}
-    dcp.save(state, storage_writer=StoreWriter(client(port)), checkpoint_id=key)
-    return taken.optimizer["state"][0]["exp_avg"].full_tensor(), full_values(model)
-
-
-def pull_with_states(port, key):
     model, optimizer = trained()
     step_of(model, optimizer)
     moments = optimizer.state[model.embed.weight]["exp_avg"]
     state = {"model": model.state_dict(), "step": 0, "moments": moments}
-    dcp.load(state, storage_reader=StoreReader(client(port)), checkpoint_id=key)
+    dcp.load(state, storage_reader=StoreReader(client(port)), checkpoint_id="job/weights")
     return state["step"], moments.full_tensor(), full_values(model)
 
 
-def test_a_key_that_is_put_again_has_the_newer_checkpoint_with_states_and_numbers(port):
+def test_other_ranks_get_the_newest_values_states_and_numbers_at_the_time_of_the_snapshot(port):
     for steps in (1, 2):
-        (moments, wanted), *_ = run_ranks(3, put_with_states, port, "job/weights", steps)
-    (number, pulled, values), _ = run_ranks(2, pull_with_states, port, "job/weights")
-    assert number == 2
-    assert pulled.equal(moments)
-    assert all(values[name].equal(value) for name, value in wanted.items())
+        (wanted, moments), *_ = run_ranks(3, put, port, steps)
+    for number, pulled, values in run_ranks(2, pull, port):
+        assert number == 2
+        assert pulled.equal(moments)
+        assert values.keys() == wanted.keys()
+        assert all(values[name].equal(value) for name, value in wanted.items())
 
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -175,29 +175,21 @@ def test_ranks_that_run_units_in_different_orders_are_told():
 
 @on_ranks(3)
 def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank():
-    last, alone = 2, torch.distributed.get_rank() == 2
-    model = sharded()
+    alone, model, one = torch.distributed.get_rank() == 2, sharded(), fully_shard(nn.Linear(4, 4))
 
-    def told(message, model=model, budget=PLENTY):
-        with pytest.raises(ValueError, match=message):
-            tune(model, lambda: pytest.fail("a step ran"), memory_budget=budget)
+    def told(message, target=model, budget=PLENTY):
+        with pytest.raises(ValueError, match=f"^tune{message}"):
+            tune(target, lambda: pytest.fail("a step ran"), memory_budget=budget)
 
     if alone:
-        param = model.head.weight
-        param.grad = torch.zeros_like(param)
-    told(rf"tune on rank {last}: gradients are dropped, and head.weight has one")
+        model.head.weight.grad = torch.zeros_like(model.head.weight)
+    told(" on rank 2: gradients are dropped, and head.weight has one")
     model.zero_grad()
-    told(rf"tune on rank {last}: Deep is not a root", model=seeded(Deep) if alone else model)
-    told(rf"tune on rank {last}: memory_budget=0: expected a positive number", budget=0 if alone else PLENTY)
-    told(
-        rf"tune: ranks do not agree on memory_budget: 9000 on ranks? 0.*; 1000 on rank {last}",
-        budget=1000 if alone else 9000,
-    )
-    one = fully_shard(nn.Linear(4, 4))
-    told(
-        rf"tune: ranks do not agree on the number of units: 5 on ranks? 0.*; 1 on rank {last}",
-        model=one if alone else model,
-    )
+    told(" on rank 2: Deep is not a root", seeded(Deep) if alone else model)
+    told(" on rank 2: memory_budget=0: expected a positive number", budget=0 if alone else PLENTY)
+    disagree = ": ranks do not agree on"
+    told(rf"{disagree} memory_budget: 9000 on ranks 0, 1; 1000 on rank 2", budget=1000 if alone else 9000)
+    told(rf"{disagree} the number of units: 5 on ranks 0, 1; 1 on rank 2", one if alone else model)
 
 
 def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned():
