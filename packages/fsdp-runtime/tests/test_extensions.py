@@ -200,13 +200,14 @@ class TwoInside(Halved):
 
 @on_ranks(2)
 def test_what_cannot_be_served_is_refused_by_name_before_anything_changes():
-    quantize = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))}
-    for make, error, message, options in (
+    quantize: Any = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))}
+    cases: Any = (
         (TwoInside, NotImplementedError, r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)", {}),
         (Unmarked, NotImplementedError, r"0\.weight is a Unmarked without fsdp_pre_all_gather", {}),
         (Lost, NotImplementedError, r"0\.weight is a Lost whose __tensor_unflatten__ makes a Tensor", {}),
         (Halved, ValueError, r"0\.weight was selected, but is a Halved", quantize),
-    ):
+    )
+    for make, error, message, options in cases:
         layer = nn.Linear(8, 8)
         before = layer.weight = nn.Parameter(make(layer.weight.detach()))
         model = nn.Sequential(layer)

@@ -92,7 +92,7 @@ class TestNoRace:
 
     def test_at_every_prefetch_depth(self):
         with device():
-            for depth in (0, 1, 3):
+            for depth in (0, 3):  # elsewhere it is 1
                 model = shard(seeded(Net, blocks=5), mesh=mesh_of(4), mp_policy=BF16)
                 model.set_prefetch_depth(depth)
                 train(model, steps=2)
@@ -170,7 +170,7 @@ class TestNoRace:
             model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
             train(model)
 
-    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
+    @pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.long), (2, 2)])
     def test_with_shards_in_cpu_memory(self, shape):
         with device("at random", device="cpu:0"):
             for options in ({"mp_policy": BF16}, {"shard_placement_fn": vectors_on(mesh_of(2, 2))}):
@@ -180,7 +180,7 @@ class TestNoRace:
                 train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
     @pytest.mark.parametrize("completes", MOMENTS)
-    @pytest.mark.parametrize("reshard", [True, 2])
+    @pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), 2])
     def test_with_units_on_two_meshes(self, completes, reshard):
         with device(completes):
             options = {"reshard_after_forward": reshard, "shard_placement_fn": vectors_on(mesh_of(2, 2))}
@@ -283,9 +283,7 @@ class TestNoRace:
     def test_when_released_memory_is_watched_and_blocks_are_recomputed_in_backward(self, monkeypatch):
         monkeypatch.setenv("DBUFFER_DEBUG_MEMORY", "1")
         with device("at random"):
-            for shape in ((4,), (2, 2)):
-                model = seeded(Net, recompute=shape == (4,))
-                train(shard(model, mesh=mesh_of(*shape), mp_policy=BF16), steps=2)
+            train(shard(seeded(Net, recompute=True), mesh=mesh_of(2, 2), mp_policy=BF16), steps=2)
 
     def test_when_gradients_are_clipped(self):
         with device():
@@ -295,7 +293,7 @@ class TestNoRace:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    @pytest.mark.parametrize("quantize", [None, FP8], ids=["as they are", "as codes"])
+    @pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.long), FP8])
     def test_when_a_unit_is_gathered_by_hand(self, quantize):
         with device():
             model = shard(seeded(Net, width=16), mesh=mesh_of(4), quantization_policy=quantize)

@@ -330,7 +330,11 @@ WRITES = {
     "load_state_dict": load,
     "a write that torch does not count": uncounted,
 }
-CUTS = {"codes of whole tiles": "whole", "codes of shared tiles": "shared", "units that stay gathered": None}
+CUTS: dict[str, Any] = {
+    "codes of whole tiles": "whole",
+    "codes of shared tiles": "shared",
+    "units that stay gathered": None,
+}
 
 
 @pytest.mark.parametrize("kind", CUTS)

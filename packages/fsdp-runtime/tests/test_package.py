@@ -93,7 +93,7 @@ def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing
     assert [type(item) for item in found] == [type(item) for item in tree]
     assert (found[4].right, found[5].note, found[1][1], found[6]) == ("s", "n", 3, None)
     assert map_tensors(lambda t: t, tree) is tree
-    tree = [x, torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
-    cast = map_tensors(cast_to(torch.bfloat16), tree)  # of floating-point tensors alone
+    mixed = [x, torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
+    cast = map_tensors(cast_to(torch.bfloat16), mixed)  # of floating-point tensors alone
     assert [t.dtype for t in cast] == [torch.bfloat16, torch.int64, torch.bool]
-    assert map_tensors(cast_to(None), tree) is tree
+    assert map_tensors(cast_to(None), mixed) is mixed

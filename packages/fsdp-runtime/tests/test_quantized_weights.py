@@ -88,7 +88,8 @@ def test_resharding_to_neighbors_keeps_codes():
     (coded,) = [group for group in unit.groups if group.plan.wire is not None]
     slices = coded.buffer.neighbor
     assert slices.coded
-    assert sum(flat.nbytes for flat in slices.flats) == 4 // 2 * coded.planes.row_bytes
+    held = [flat.nbytes for flat in slices.flats]
+    assert sum(held) == 4 // 2 * coded.planes.row_bytes
     with record_collectives() as record:
         loss.backward()
     biases = sum(
@@ -102,7 +103,8 @@ def test_resharding_to_neighbors_keeps_codes():
 
 @on_ranks(3)
 def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
-    for fmt, cut in ((FP8, "whole"), (CUT, "shared")):
+    cases: Any = ((FP8, "whole"), (CUT, "shared"))
+    for fmt, cut in cases:
         model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
         given = [2 * unit_memory(unit).given for unit in (model, *model.blocks)]
         for step in range(2):

@@ -43,10 +43,11 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
 @on_ranks(2)
 def test_our_function_works_in_place_of_torchs_which_refuses_a_module_that_ours_has_taken(monkeypatch):
     torchs: Any = torch_fsdp.fully_shard
+    ours: Any = fully_shard
     monkeypatch.setattr(torch_fsdp, "fully_shard", fully_shard)
     model: Any = torch_fsdp.fully_shard(seeded())
     loss_of(model, tokens()).backward()
-    assert fully_shard.state(model) is torchs.state(model) is not None
+    assert ours.state(model) is torchs.state(model) is not None
     with pytest.raises(AssertionError, match="only be applied to a module once"):
         torchs(model)
 

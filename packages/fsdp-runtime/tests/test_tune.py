@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_generators_buffers_and_gradients_are_as_before_also_where_nothing_fits(
         assert all(param.grad is None for param in model.parameters())
 
 
-REFUSALS = (
+REFUSALS: Any = (
     (lambda model: model.blocks[0], "not a root"),
     (lambda model: backward(model) is None or model, "has one; call zero_grad"),
     (lambda model: model.set_modules_to_forward_prefetch([model.blocks[0]]) or model, "prefetches by hand"),

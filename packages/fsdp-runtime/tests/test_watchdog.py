@@ -205,6 +205,7 @@ def test_a_store_that_fails_or_does_not_answer_holds_up_neither_the_report_nor_l
 
 def test_times_must_be_positive():
     fake: Any = Store()
-    for seconds in ({"after": 0}, {"after": 1, "every": -1}):
+    wrong: Any = ({"after": 0}, {"after": 1, "every": -1})
+    for seconds in wrong:
         with pytest.raises(ValueError, match="expected more than 0"):
             Watchdog(fake, 0, 2, **seconds)
