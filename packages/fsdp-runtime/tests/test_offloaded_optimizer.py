@@ -118,7 +118,8 @@ def test_values_are_those_of_the_optimizer_itself_with_three_buckets_at_most_on_
             assert len(buckets) >= 4 if kind in ALONE else len(buckets) == 1
             assert max(most) == (3 if kind in ALONE else 1)
         if kind in TORCH and kind != "plain":  # one storage a bucket, which all states share
-            assert {len(bucket.copies) for bucket in buckets} == {1}
+            counts = {len(bucket.copies) for bucket in buckets}
+            assert counts == ({0, 1} if bucket_bytes == 1 else {1})  # a shard may be empty
             states = [value for value in tensors_in(dict(offloaded._inner.state)) if value.numel() > 1]
             assert all(value.untyped_storage().nbytes() == 0 for value in states)
         same_states(optimizer.state_dict(), offloaded.state_dict())
