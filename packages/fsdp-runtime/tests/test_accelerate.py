@@ -80,36 +80,32 @@ def train(accelerator, model, optimizer, steps=range(4)):
 
 
 @on_ranks(3)
-def test_losses_and_norms_are_fsdp2s_and_accumulation_reduces_once():
-    for options in ({}, {"accumulate": 2}, {"reshard_after_forward": False, "accumulate": 2}):
-        theirs, _ = train(*prepared("fsdp2", **options))
-        accelerator, model, optimizer = prepared("ours", **options)
-        assert FSDPModule in type(model).__mro__
-        assert [id(p) for g in optimizer.param_groups for p in g["params"]] == list(
-            map(id, model.parameters())
-        )
-        mine, reductions = train(accelerator, model, optimizer)
-        assert mine == pytest.approx(theirs, rel=1e-5)
-        every = options.get("accumulate", 1)
-        assert [bool(count) for count in reductions] == [(i + 1) % every == 0 for i in range(4)]
+def test_parameters_that_stay_gathered_accumulate_as_fsdp2s():
+    options = {"reshard_after_forward": False, "accumulate": 2}
+    theirs, _ = train(*prepared("fsdp2", **options))
+    accelerator, model, optimizer = prepared("ours", **options)
+    assert FSDPModule in type(model).__mro__
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(one is two for one, two in zip(own, model.parameters(), strict=True))
+    mine, reductions = train(accelerator, model, optimizer)
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    assert [bool(count) for count in reductions] == [False, True] * 2
 
 
 @on_ranks(2)
-def test_both_kinds_of_checkpoints_load_and_training_goes_on(tmp_path):
+def test_a_full_checkpoint_goes_on_here_with_the_same_bits_and_in_fsdp2(tmp_path):
     from torch.distributed.fsdp import StateDictType
 
-    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
-        path = str(tmp_path / kind.name)
-        accelerator, model, optimizer = prepared("ours", state_dict_type=kind)
-        train(accelerator, model, optimizer, range(2))
-        accelerator.save_state(path)
-        expected, _ = train(accelerator, model, optimizer, range(2, 4))
-        accelerator, model, optimizer = prepared("ours", model=llama(seed=5), state_dict_type=kind)
-        ours.load_state(accelerator, path)
-        assert train(accelerator, model, optimizer, range(2, 4))[0] == expected
-    theirs, model, _ = prepared("fsdp2", state_dict_type=kind)  # a full one of ours goes on in FSDP2
-    theirs.load_state(path)
-    assert train(theirs, model, _, range(2, 4))[0] == pytest.approx(expected, rel=1e-5)
+    path, kind = str(tmp_path / "full"), StateDictType.FULL_STATE_DICT
+    accelerator, model, optimizer = prepared("ours", state_dict_type=kind)
+    train(accelerator, model, optimizer, range(2))
+    accelerator.save_state(path)
+    expected, _ = train(accelerator, model, optimizer, range(2, 4))
+    for system, load in (("ours", ours.load_state), ("fsdp2", type(accelerator).load_state)):
+        accelerator, model, optimizer = prepared(system, model=llama(seed=5), state_dict_type=kind)
+        load(accelerator, path)
+        found, _ = train(accelerator, model, optimizer, range(2, 4))
+        assert found == (expected if system == "ours" else pytest.approx(expected, rel=1e-5))
 
 
 def truncate(path):
@@ -209,18 +205,15 @@ def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told
 
 @on_ranks(2)
 def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
-    accelerator, model, _ = prepared("ours")
-    found = accelerator.get_state_dict(model)
-    expected = llama().state_dict()
-    if dist.get_rank() == 0:
-        assert found.keys() == expected.keys()
-        assert all(found[name].equal(expected[name]) for name in expected)
-    accelerator.save_model(model, str(tmp_path))
-    dist.barrier()
     from safetensors.torch import load_file
 
-    saved = load_file(tmp_path / "model.safetensors")
-    assert all(saved[name].equal(expected[name]) for name in expected)
+    accelerator, model, _ = prepared("ours")
+    found, expected = accelerator.get_state_dict(model), llama().state_dict()
+    accelerator.save_model(model, str(tmp_path))
+    dist.barrier()
+    for state in (load_file(tmp_path / "model.safetensors"), found if dist.get_rank() == 0 else expected):
+        assert state.keys() == expected.keys()
+        assert all(state[name].equal(expected[name]) for name in expected)
 
 
 @on_ranks(3)

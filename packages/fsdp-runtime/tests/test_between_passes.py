@@ -19,63 +19,44 @@ def evaluated(model):
         model(tokens())
 
 
-def evaluated_in_inference_mode(model):
-    with torch.inference_mode():
+WAYS = (
+    "evaluated", "evaluated in inference mode", "kept after forward", "kept after backward",
+    "kept after forward and after backward", "frozen in forward", "forward fails",
+)  # fmt: skip
+
+
+def use(model, way):
+    """A pass after which parameters are gathered, or were."""
+    if "after forward" in way:
+        model.set_reshard_after_forward(False)
+    if "after backward" in way:
+        model.set_reshard_after_backward(False)
+    if way == "forward fails":
+        with pytest.raises(IndexError):
+            model(tokens() + 1000)
+    elif way == "frozen in forward":
+        model.requires_grad_(False)
         model(tokens())
+        model.requires_grad_(True)
+    elif "backward" in way:
+        loss_of(model, tokens()).backward()
+    else:
+        with torch.inference_mode("inference" in way):
+            evaluated(model)
 
 
-def kept_after_forward(model):
-    model.set_reshard_after_forward(False)
-    evaluated(model)
-
-
-def kept_after_backward(model):
-    model.set_reshard_after_backward(False)
-    loss_of(model, tokens()).backward()
-
-
-def kept_throughout(model):
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    loss_of(model, tokens()).backward()
-
-
-def frozen_forward(model):
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for param in trained:
-        param.requires_grad_(False)
-    model(tokens())
-    for param in model.parameters():
-        param.requires_grad_(True)
-
-
-def forward_that_fails(model):
-    with pytest.raises(IndexError):
-        model(tokens() + 1000)
-
-
-WAYS = {
-    way.__name__: way
-    for way in (
-        evaluated,
-        evaluated_in_inference_mode,
-        kept_after_forward,
-        kept_after_backward,
-        kept_throughout,
-        frozen_forward,
-        forward_that_fails,
-    )
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
+def test_what_users_touch_between_passes_is_the_sharded_parameter():
+    for way in WAYS:
+        check_touches(way)
+
+
+def check_touches(way):
     """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=9)).backward()
-    WAYS[way](model)
-    assert all_sharded(model)
+    use(model, way)
+    assert all_sharded(model), way
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -93,7 +74,7 @@ def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
                 for param in one.parameters():
                     param.mul_(0.5)
             one.zero_grad()
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()))
+    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()), msg=way)
 
 
 def gathers_of(call):
@@ -104,7 +85,6 @@ def gathers_of(call):
 
 @on_ranks(2)
 def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
-    """Gathers of a second step and of one after a value was written."""
     model = shard(seeded())
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
@@ -153,10 +133,13 @@ def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
 @on_ranks(2)
-def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
-    """Edits the root's gathered parameters; the error at the moment when they are freed."""
+def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed():
+    for way in ("dropped loss", "unshard"):
+        check_edit(way)
+
+
+def check_edit(way):
     model = shard(seeded())
     if way == "dropped loss":
         loss_of(model, tokens())

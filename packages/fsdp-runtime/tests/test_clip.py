@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward
-from fsdp_runtime.optim import clip
+from fsdp_runtime import clip_grad_norm_, fully_shard
 from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
@@ -53,24 +52,7 @@ def poison_padding(model):
     return sum(int((~held).sum()) for _, held in storages.values())
 
 
-@pytest.mark.parametrize(("on_cpu", "sums"), [(True, [11]), (False, [1])])
-def test_a_long_gradient_is_summed_in_pieces_on_a_cpu_alone(monkeypatch, on_cpu, sums):
-    found: list[int] = []
-    norms = clip.compat.norms
-
-    def counted(tensors, *options):
-        found.append(len(tensors))
-        return norms(tensors, *options)
-
-    monkeypatch.setattr(clip, "is_cpu", lambda device: on_cpu)
-    monkeypatch.setattr(clip.compat, "norms", counted)
-    param = nn.Parameter(torch.zeros(700_000))
-    param.grad = torch.ones(700_000)
-    assert clip_grad_norm_(param, 1.0).item() == pytest.approx(700_000**0.5, rel=1e-5)
-    assert found == sums
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
 @on_ranks("shape")
 def test_gradients_are_clipped_as_in_one_process_and_neither_garbage_in_padding_nor_copies_count(shape):
     mesh = rank_mesh(*shape, names=("replica", "shard")[-len(shape) :])
@@ -109,9 +91,8 @@ def test_gradients_that_a_rank_does_not_have_do_not_count_and_no_rank_waits():
             torch.testing.assert_close(param.grad.to_local(), kept * (0.01 / (norm + 1e-6)))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@on_ranks("ranks")
-def test_gradients_that_the_user_replaced_are_clipped_where_they_are(ranks):
+@on_ranks(3)
+def test_gradients_that_the_user_replaced_are_clipped_where_they_are():
     """By others of the same layout, in memory of their own; by one of another layout; by nothing and back."""
     model = after_backward()
     params = list(model.parameters())
@@ -145,13 +126,12 @@ def block():
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
 
 
-@pytest.mark.parametrize("order", [2.0, float("inf")])
 @on_ranks(4)
-def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once(order):
+def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_once():
     """Norms are on dp alone, matrices on dp and tp; the row-wise bias too. By the method and by the function."""
     mesh = rank_mesh(2, 2, names=("dp", "tp"))
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    for of_model in (True, False):
+    for of_model, order in ((True, 2.0), (False, float("inf"))):
         model: Any = parallelize_module(block(), mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
         alone = block()
@@ -218,9 +198,6 @@ def test_what_cannot_be_clipped_is_refused():
         with pytest.raises(ValueError, match=r"norm_type is 0\.0; expected a positive number"):
             model.clip_grad_norm_(1.0, 0.0)
         assert model.clip_grad_norm_(1.0) == 0
-        optimizer_in_backward(model, torch.optim.SGD)
-        with pytest.raises(RuntimeError, match="optimizer_in_backward updates some of these parameters"):
-            model.clip_grad_norm_(1.0)
 
 
 def test_runs_end_where_memory_or_the_dtype_does():
@@ -248,33 +225,26 @@ def with_gradients(model, scale=1.0):
     return model
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_ranks(4)
-def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce(order):
+def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce_and_raises_on_each_if_not_finite():
     mesh = rank_mesh(2, 2, names=("pp", "dp"))
-    mine: Any = stage(mesh.get_local_rank("pp"))
-    fully_shard(mine, mesh=mesh["dp"])
-    whole = nn.ModuleList(with_gradients(stage(number)) for number in range(2))
-    x = torch.zeros(1, 8)
-    mine(x).sum().backward()  # gives the gradients their places
-    for param, wanted in zip(mine.parameters(), whole[mesh.get_local_rank("pp")].parameters(), strict=True):
-        like: Any = param.grad
-        full: Any = wanted.grad
-        like.copy_(distribute_like(full, like, src_data_rank=None))
-    with record_collectives() as record:
-        norm = clip_grad_norm_(mine.parameters(), 0.5, order, pp_mesh=mesh["pp"])
-    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, order)
-    assert type(norm) is torch.Tensor
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert record.kinds == ["all_reduce"] * 2
-    for param, wanted in zip(mine.parameters(), whole[mesh.get_local_rank("pp")].parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-6, atol=1e-7)
-
-
-@on_ranks(4)
-def test_a_norm_that_is_not_finite_raises_on_every_stage_and_clips_nothing():
-    mesh = rank_mesh(2, 2, names=("pp", "dp"))
-    model = with_gradients(stage(0), float("nan") if mesh.get_local_rank("pp") else 1.0)
+    number = mesh.get_local_rank("pp")
+    for order in (2.0, 1.0, float("inf")):
+        mine: Any = fully_shard(stage(number), mesh=mesh["dp"])
+        whole = nn.ModuleList(with_gradients(stage(index)) for index in range(2))
+        mine(torch.zeros(1, 8)).sum().backward()  # gives the gradients their places
+        for param, wanted in zip(mine.parameters(), whole[number].parameters(), strict=True):
+            like: Any = param.grad
+            full: Any = wanted.grad
+            like.copy_(distribute_like(full, like, src_data_rank=None))
+        with record_collectives() as record:
+            norm = clip_grad_norm_(mine.parameters(), 0.5, order, pp_mesh=mesh["pp"])
+        assert record.kinds == ["all_reduce"] * 2
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, order)
+        assert type(norm) is torch.Tensor
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_same_gradients(mine, whole[number], rtol=1e-6, atol=1e-7)
+    model = with_gradients(stage(0), float("nan") if number else 1.0)
     before = [param.grad.clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match="over all pipeline stages is nan: not clipped"):
         clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True, pp_mesh=mesh["pp"])
@@ -291,3 +261,6 @@ def test_plain_parameters_are_clipped_as_by_torch():
     for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(param.grad, wanted.grad)
     assert clip_grad_norm_([torch.ones(1, requires_grad=True)], 1.0) == 0
+    long = nn.Parameter(torch.zeros(3_000_000))
+    long.grad = torch.full((3_000_000,), 0.1)  # which one sum in fp32 would round by 4e-4
+    assert clip_grad_norm_(long, 1.0).item() == pytest.approx(0.1 * 3_000_000**0.5, rel=5e-5)

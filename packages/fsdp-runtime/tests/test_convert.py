@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runtime_helpers import llama, seeded, shard
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -20,6 +19,9 @@ from ragged_shard.testing import run_ranks
 safetensors = pytest.importorskip("safetensors.torch")
 
 
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
 def save_model(folder, system):
     model = seeded()
     if system == "ours":
@@ -27,7 +29,6 @@ def save_model(folder, system):
     else:
         torch_fully_shard(model)
     dcp.save({**model.state_dict(), "optimizer": {"step": torch.ones(1)}}, checkpoint_id=folder)
-    return dist.get_rank()
 
 
 @pytest.mark.parametrize("system", ["ours", "FSDP2"])
@@ -40,7 +41,6 @@ def test_a_folder_of_three_ranks_becomes_the_full_model(system, tmp_path):
     assert made[0].source.left_out == {"optimizer": 1}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def saved(folder, state):
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
@@ -56,7 +56,7 @@ def tensors():
     }
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@alone
 @pytest.mark.parametrize("entry", [None, "app.model"])
 def test_values_come_back_after_both_conversions(entry, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_runtime.checkpoint.byte_ranges.READ_BYTES", 16)
@@ -105,35 +105,27 @@ def test_rules_of_the_command_line_are_those_of_python():
             parse_rules([text])
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        (["n=x+missing"], "n is made of 2 tensors, of which missing is missing"),
-        (["a+b=x"], "x has 3 along dimension 0"),
-        (["y=x"], "y is made twice"),
-    ],
-)
-def test_a_rule_that_does_not_fit_raises_before_anything_is_written(rules, message, tmp_path, capsys):
+@alone
+def test_what_cannot_be_converted_is_refused_before_anything_is_written(tmp_path, capsys):
     safetensors.save_file({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path / "a.safetensors")
-    options = [part for rule in rules for part in ("--rule", rule)]
-    assert main([str(tmp_path / "a.safetensors"), str(tmp_path / "b"), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_file_that_is_cut_off_raises(tmp_path, capsys):
-    source = saved(tmp_path / "a", {"w": torch.randn(64, 64)})
-    (file,) = source.glob("*.distcp")
+    cut = saved(tmp_path / "cut", {"w": torch.randn(64, 64)})
+    (file,) = cut.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-9000])
-    assert main([str(source), str(tmp_path / "b")]) == 2
-    assert "damaged" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
-    safetensors.save_file({"x": torch.ones(3)}, tmp_path / "a.safetensors")
-    assert main([str(tmp_path / "a.safetensors"), str(tmp_path)]) == 2
-    assert "not empty" in capsys.readouterr().err
+    for source, to, rules, message in (
+        (
+            "a.safetensors",
+            "b",
+            ["--rule", "n=x+missing"],
+            "n is made of 2 tensors, of which missing is missing",
+        ),
+        ("a.safetensors", "b", ["--rule", "a+b=x"], "x has 3 along dimension 0"),
+        ("a.safetensors", "b", ["--rule", "y=x"], "y is made twice"),
+        ("a.safetensors", "", [], "not empty"),
+        ("cut", "c", [], "damaged"),
+    ):
+        assert main([str(tmp_path / source), str(tmp_path / to), *rules]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.long

@@ -52,33 +52,33 @@ def two_steps(prepare, **options):
     return model, losses + [p.grad.to_local() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @on_ranks(3)
-def test_own_collectives_bring_the_same_losses_and_gradients(bf16):
-    """One unit of the model gathers and reduces by the user's objects."""
-    gather, reduction = OwnGather(), OwnReduction()
-    options = {"mp_policy": BF16} if bf16 else {}
+def test_own_collectives_bring_the_same_losses_and_gradients_also_with_a_group_of_their_own():
+    for options, travels, own_group in (
+        ({}, "torch.float32", True),
+        ({"mp_policy": BF16}, "torch.bfloat16", False),
+    ):
+        gather, reduction = OwnGather(), OwnReduction()
 
-    def prepare(model):
-        model.blocks[1].set_custom_all_gather(gather)
-        model.blocks[1].set_custom_reduce_scatter(reduction)
+        def prepare(model, gather=gather, reduction=reduction, own_group=own_group):
+            model.blocks[1].set_custom_all_gather(gather)
+            model.blocks[1].set_custom_reduce_scatter(reduction)
+            if own_group:
+                model.set_separate_reduce_scatter_group()
 
-    _, expected = two_steps(lambda _: None, **options)
-    _, found = two_steps(prepare, **options)
-    assert same_bits(found, expected)
-    size = dist.get_world_size()
-    travels = "torch.bfloat16" if bf16 else "torch.float32"
-    assert len(gather.calls) == 4  # forward and backward of each step
-    for dtype, given, received, ranks in gather.calls:
-        assert (dtype, received, ranks) == (travels, given * size, size)
-    assert len(reduction.calls) == 2
-    for dtype, given, received, ranks in reduction.calls:
-        assert (dtype, given, ranks) == ("torch.float32", received * size, size)
+        _, expected = two_steps(lambda _: None, **options)
+        _, found = two_steps(prepare, **options)
+        assert same_bits(found, expected)
+        assert len(gather.calls) == 4  # forward and backward of each step
+        for dtype, given, received, ranks in gather.calls:
+            assert (dtype, received, ranks) == (travels, given * 3, 3)
+        assert len(reduction.calls) == 2
+        for dtype, given, received, ranks in reduction.calls:
+            assert (dtype, given, ranks) == ("torch.float32", received * 3, 3)
 
 
 @on_ranks(2)
 def test_a_unit_of_several_dtypes_gathers_bytes_in_one_call():
-    """A unit of two dtypes: its gather is one call, on bytes; its reduction one for each dtype."""
     gather, reduction = OwnGather(), OwnReduction()
 
     def model():
@@ -138,17 +138,3 @@ def test_reductions_go_through_a_group_of_their_own_while_it_is_asked_for(shape)
         model.blocks[0].set_separate_reduce_scatter_group()
         loss_of(model, tokens()).backward()
         assert set(seen) == {shards, own}
-
-
-@on_ranks(2)
-def test_an_own_reduction_and_an_own_group_go_together():
-    reduction = OwnReduction()
-
-    def prepare(model):
-        model.blocks[1].set_custom_reduce_scatter(reduction)
-        model.set_separate_reduce_scatter_group()
-
-    _, expected = two_steps(lambda _: None)
-    _, found = two_steps(prepare)
-    assert same_bits(found, expected)
-    assert len(reduction.calls) == 2

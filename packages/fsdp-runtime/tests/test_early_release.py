@@ -2,24 +2,14 @@
 
 from unittest import mock
 
-import pytest
 import torch
-from runtime_helpers import (
-    Body,
-    Watch,
-    assert_same_gradients,
-    loss_of,
-    plain_backward,
-    seeded,
-    shard,
-    tokens,
-)
+from runtime_helpers import Body, Watch, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 
 class Watched(Body):
@@ -63,21 +53,13 @@ def step(make=Watched, children=1, **attributes):
     return model.seen, record.kinds.count("reduce_scatter")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_heads_memory_is_free_while_the_blocks_run_backward(ranks):
-    for seen, _ in run_ranks(ranks, step):
-        assert seen == [{"embed.weight"}]
-
-
-def test_small_children_stay_to_the_end_and_are_reduced_together():
-    for seen, reductions in run_ranks(2, step, children=1 << 18):
-        assert seen == [{"embed.weight", "norm.weight", "norm.bias", "head.weight"}]
-        assert reductions == 4  # three blocks and the root
-
-
-def test_what_autograd_still_holds_is_not_freed():
-    for seen, _ in run_ranks(2, step, detached=True):
-        assert "head.weight" in seen[0]
+@on_ranks(3)
+def test_the_heads_memory_is_free_while_the_blocks_run_backward_unless_autograd_holds_it_or_it_is_small():
+    assert step()[0] == [{"embed.weight"}]
+    assert "head.weight" in step(detached=True)[0][0]
+    seen, reductions = step(children=1 << 18)  # reduced together, at the end
+    assert seen == [{"embed.weight", "norm.weight", "norm.bias", "head.weight"}]
+    assert reductions == 4  # three blocks and the root
 
 
 class InRuns(Body):
@@ -95,8 +77,9 @@ class InRuns(Body):
         return self.head(x)
 
 
+@on_ranks(2)
 def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
-    run_ranks(2, step, make=InRuns)
+    step(make=InRuns)
 
 
 @on_ranks(2)

@@ -10,13 +10,21 @@ import torch.distributed as dist
 from extended_tensors import Halved, Wrapper, extend
 from runtime_helpers import BrokenTransport
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
 from fsdp_runtime.quantization import BlockFP8
 from ragged_shard import RaggedDTensor, distribute_like
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+
+
+def placed(values, out):
+    """What `fsdp_post_all_gather` returns for these values."""
+    if out is None:
+        return values, (values,)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(values)
+    return None
 
 
 class Packed(Wrapper):
@@ -32,12 +40,7 @@ class Packed(Wrapper):
     @torch.no_grad()
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         bits = (outputs[0][..., None] >> torch.arange(8)) & 1
-        values = (2.0 * bits.flatten(1) - 1) * metadata
-        if out is None:
-            return values, (values,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(values)
-        return None
+        return placed((2.0 * bits.flatten(1) - 1) * metadata, out)
 
 
 class Scaled(Wrapper):
@@ -52,12 +55,7 @@ class Scaled(Wrapper):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         codes, scale, ranks = outputs
         assert ranks.tolist() == list(range(dist.get_world_size()))
-        values = codes * scale[:, None]
-        if out is None:
-            return values, (values,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(values)
-        return None
+        return placed(codes * scale[:, None], out)
 
 
 def linears(*sizes, bias=True):
@@ -104,6 +102,11 @@ def train(kind, rounded, sizes, options, steps=3):
         assert torch.equal(p.full_tensor(), q)
 
 
+def train_all(cases):
+    for case in cases:
+        train(*case)
+
+
 def halves(weight):
     return weight.bfloat16().float()
 
@@ -112,24 +115,24 @@ UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; a
 
 
 @pytest.mark.parametrize(
-    ("kind", "rounded", "sizes"),
-    [(Halved, halves, UNEVEN), (Scaled, rows_in_codes, UNEVEN), (Packed, signs, (8, 16, 8, 8, 16))],
+    ("ranks", "cases"),
+    [
+        (1, [(Scaled, rows_in_codes, UNEVEN, {})]),
+        (2, [(Scaled, rows_in_codes, UNEVEN, {"transport": way}) for way in ("collectives", "peer_memory")]),
+        (
+            3,
+            [
+                (Halved, halves, UNEVEN, {"reshard_after_forward": True}),
+                (Scaled, rows_in_codes, UNEVEN, {"reshard_after_forward": True}),
+                (Packed, signs, (8, 16, 8, 8, 16), {"reshard_after_forward": True}),
+            ],
+        ),
+        (4, [(Halved, halves, (8, 2, 8), {"reshard_after_forward": True})]),  # a matrix of fewer rows
+    ],
+    ids=["alone", "every transport", "uneven", "few rows"],
 )
-def test_uneven_and_empty_shards_train_as_plain_ones_do(kind, rounded, sizes):
-    run_ranks(3, train, kind, rounded, sizes, {"reshard_after_forward": True})
-
-
-def test_a_matrix_of_fewer_rows_than_ranks_trains_on_all_of_them():
-    run_ranks(4, train, Halved, halves, (8, 2, 8), {"reshard_after_forward": True})
-
-
-def test_one_rank_alone_calls_the_extensions_too():
-    run_ranks(1, train, Scaled, rows_in_codes, UNEVEN, {})
-
-
-@pytest.mark.parametrize("transport", ["collectives", "peer_memory"])
-def test_every_transport_carries_them(transport):
-    run_ranks(2, train, Scaled, rows_in_codes, UNEVEN, {"transport": transport})
+def test_extended_parameters_train_as_plain_ones_that_are_rounded(ranks, cases):
+    run_ranks(ranks, train_all, cases)
 
 
 @on_ranks(2)
@@ -149,10 +152,11 @@ def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters
     assert sent == (dist.get_world_size() - 1) * (codes + 4 * biases), (sent, codes, biases)
 
 
-def fail(rank_of_error):
+@on_ranks(3)
+def test_what_fails_on_one_rank_in_the_first_gather_raises_on_all():
     class Failing(Halved):
         def fsdp_pre_all_gather(self, mesh):
-            if mesh.get_local_rank() == rank_of_error:
+            if mesh.get_local_rank() == 1:
                 raise OverflowError("no such scale")
             return super().fsdp_pre_all_gather(mesh)
 
@@ -160,10 +164,6 @@ def fail(rank_of_error):
     fully_shard(model)
     with pytest.raises((RuntimeError, OverflowError), match="no such scale"):
         model(torch.randn(2, 8))
-
-
-def test_what_fails_on_one_rank_in_the_first_gather_raises_on_all():
-    run_ranks(3, fail, 1)
 
 
 @on_ranks(2)
@@ -198,29 +198,23 @@ class TwoInside(Halved):
         return ["inner", "scale"], None
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message", "options"),
-    [
+@on_ranks(2)
+def test_what_cannot_be_served_is_refused_by_name_before_anything_changes():
+    quantize: Any = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))}
+    cases: Any = (
         (TwoInside, NotImplementedError, r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)", {}),
         (Unmarked, NotImplementedError, r"0\.weight is a Unmarked without fsdp_pre_all_gather", {}),
         (Lost, NotImplementedError, r"0\.weight is a Lost whose __tensor_unflatten__ makes a Tensor", {}),
-        (
-            Halved,
-            ValueError,
-            r"0\.weight was selected, but is a Halved",
-            {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))},
-        ),
-    ],
-)
-@on_ranks(2)
-def test_what_cannot_be_served_is_refused_by_name_before_anything_changes(make, error, message, options):
-    layer = nn.Linear(8, 8)
-    before = layer.weight = nn.Parameter(make(layer.weight.detach()))
-    model = nn.Sequential(layer)
-    with pytest.raises(error, match=message):
-        fully_shard(model, **options)
-    assert layer.weight is before
-    assert type(model) is nn.Sequential
+        (Halved, ValueError, r"0\.weight was selected, but is a Halved", quantize),
+    )
+    for make, error, message, options in cases:
+        layer = nn.Linear(8, 8)
+        before = layer.weight = nn.Parameter(make(layer.weight.detach()))
+        model = nn.Sequential(layer)
+        with pytest.raises(error, match=message):
+            fully_shard(model, **options)
+        assert layer.weight is before
+        assert type(model) is nn.Sequential
 
 
 @on_ranks(2)
@@ -245,33 +239,33 @@ def test_state_dicts_load_full_and_sharded_in_place_and_assigned():
 
 @on_ranks(2)
 def test_writes_through_the_subclass_are_seen_where_parameters_stay_gathered():
-    log: list = []
-    model = extend(linears(8, 8), Halved, log)
+    model = extend(linears(8, 8), Halved)
     fully_shard(model, reshard_after_forward=False)
-    x = torch.ones(1, 8)
-    before = model(x)
+    before = model(torch.ones(1, 8))
     with torch.no_grad():
         model[0].weight.mul_(2)
         model[0].bias.zero_()
-    assert not torch.equal(model(x), before)
+    assert not torch.equal(model(torch.ones(1, 8)), before)
 
 
 @on_ranks(2)
 def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
-    W = 2
-    inner_first = nn.Sequential(extend(linears(8, 8), Halved), extend(linears(8, 8), Halved))
-    mesh = init_device_mesh("cpu", (W,))
-    fully_shard(inner_first, mesh=mesh)
-    fully_shard(inner_first[0], mesh=mesh)  # takes its parameters from the unit around it
-    weight: Any = inner_first[0].get_parameter("0.weight")
+    model: Any = nn.Sequential(extend(linears(8, 8), Halved), extend(linears(8, 8), Halved))
+    fully_shard(model)
+    fully_shard(model[0])
+    weight: Any = model[0].get_parameter("0.weight")
     assert type(weight.local) is Halved
     assert torch.equal(weight.full_tensor(), linears(8, 8)[0].weight)
-    inner_first(torch.randn(2, 8)).sum().backward()
+    model(torch.randn(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
 @on_ranks(2)
-def test_block_optimizers_write_into_the_subclass(name):
+def test_block_optimizers_write_into_the_subclass():
+    for name in ("AdamW", "AdamW8bit", "Muon"):
+        check_optimizer(name)
+
+
+def check_optimizer(name):
     """One optimizer on extended weights and on plain ones, with the same gradients."""
     model, twin = extend(linears(32, 48, 64), Halved), linears(32, 48, 64)
     block_policy = block_policies.rows(16)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
-from ragged_shard.testing import record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -83,28 +83,25 @@ def test_float8_with_fp8_gathers_trains_on_uneven_and_empty_shards(ahead):
     assert reduced == [0 if ahead else 4] * 3  # the largest magnitude of each matrix, or none
 
 
-def test_int8_mixed_precision_trains_on_uneven_shards():
+def test_int8_mixed_precision_and_bitnet_in_two_bits_train():
     run_ranks(3, train, int8_mixed, (32, 64, 33, 16), False)
+    for ahead in (False, True):
+        run_ranks(2, train, bitnet, (32, 64, 32), ahead)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_bitnet_trains_and_travels_in_two_bits(ahead):
-    run_ranks(2, train, bitnet, (32, 64, 32), ahead)
-
-
-def test_bitnet_with_scales_computed_ahead_trains_on_uneven_shards():
-    run_ranks(3, train_ahead, bitnet, (32, 64, 40, 16))
-
-
-def train_ahead(convert, sizes):
-    model, twin = convert(build(sizes), True), convert(build(sizes), False)
+@on_ranks(3)
+def test_bitnet_with_scales_computed_ahead_computes_on_uneven_shards():
+    sizes = (32, 64, 40, 16)
+    model, twin = bitnet(build(sizes), True), bitnet(build(sizes), False)
     fully_shard(model)
-    precompute(convert, model)
+    precompute(bitnet, model)
     x = torch.randn(16, sizes[0], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-5)
 
 
-def low(sizes):
+@on_ranks(2)
+def test_float8_sends_a_byte_an_element_and_computes_in_the_policys_dtype():
+    sizes = (32, 64, 32)
     model = float8(build(sizes), True)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     out = model(torch.randn(16, sizes[0]))
@@ -118,28 +115,16 @@ def low(sizes):
     assert gathered == [(dist.get_world_size() - 1) * (weights + biases)]
 
 
-def test_float8_sends_a_byte_an_element_and_computes_in_the_policys_dtype():
-    run_ranks(2, low, (32, 64, 32))
+@on_ranks(2)
+def test_weights_quantized_at_rest_by_torchao_are_refused_by_name():
+    from torchao.prototype.quantized_training import Int8QuantizedTrainingLinearWeight
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-
-def refuse(kind):
-    weight = torch.randn(128, 128)
-    if kind == "int8":
-        from torchao.prototype.quantized_training import Int8QuantizedTrainingLinearWeight
-
-        quantized = Int8QuantizedTrainingLinearWeight.from_float(weight)
-    else:
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-
-        quantized = to_nf4(weight)
-    model = nn.Linear(128, 128, bias=False)
-    model.weight = nn.Parameter(quantized, requires_grad=False)
-    before = model.weight
-    with pytest.raises(NotImplementedError, match=rf"weight is a {type(quantized).__name__} of \d tensors"):
-        fully_shard(model)
-    assert model.weight is before
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_weights_quantized_at_rest_by_torchao_are_refused_by_name(kind):
-    run_ranks(2, refuse, kind)
+    for quantize in (Int8QuantizedTrainingLinearWeight.from_float, to_nf4):
+        quantized = quantize(torch.randn(128, 128))
+        model = nn.Linear(128, 128, bias=False)
+        before = model.weight = nn.Parameter(quantized, requires_grad=False)
+        message = rf"weight is a {type(quantized).__name__} of \d tensors"
+        with pytest.raises(NotImplementedError, match=message):
+            fully_shard(model)
+        assert model.weight is before

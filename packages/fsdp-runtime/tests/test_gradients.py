@@ -1,5 +1,6 @@
 """How gradients are copied, scaled and reduced."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -58,11 +59,8 @@ def ranks():
         yield
 
 
-def test_the_small_gradients_of_a_unit_are_copied_in_one_call(ranks):
+def test_small_gradients_are_copied_in_one_call_and_a_large_one_when_it_comes(ranks):
     assert copies_of(fully_shard(Terms(6))) == [[8] * 6]
-
-
-def test_a_large_gradient_is_copied_when_it_comes(ranks):
     assert copies_of(fully_shard(Terms(6, large=100))) == [6400, [8] * 6]
 
 
@@ -102,21 +100,18 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
     assert seen == [0]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
 @on_ranks(3)
-def test_gradients_are_those_of_one_rank_also_where_they_accumulate(accumulate):
-    torch.manual_seed(0)
-    models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
-    plain, model = models
-    model.load_state_dict(plain.state_dict())
-    fully_shard(model)
-    for step in range(accumulate):
-        model.set_requires_gradient_sync(step == accumulate - 1)
-        x = torch.full((2, 8), step + 1.0)
-        for one in models:
-            one(x).sum().backward()
-    for theirs, mine in zip(*(one.parameters() for one in models), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+def test_gradients_are_those_of_one_rank_also_where_they_accumulate():
+    for accumulate in (1, 3):
+        torch.manual_seed(0)
+        models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
+        plain, model = models[0], fully_shard(models[1])
+        for step in range(accumulate):
+            model.set_requires_gradient_sync(step == accumulate - 1)
+            for one in models:
+                one(torch.full((2, 8), step + 1.0)).sum().backward()
+        for theirs, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
 
 
 def outcome(how, shards, replicas, gradient=1.0):
@@ -126,28 +121,25 @@ def outcome(how, shards, replicas, gradient=1.0):
     return inside if how.replica_op == "avg" else inside * replicas / (how.replica_divide or 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("factor", [None, 1.0, 3.0, 128.0])
+DTYPES, FACTORS = (torch.float32, torch.bfloat16, torch.float16), (None, 1.0, 3.0, 128.0)
+
+
 @pytest.mark.parametrize(("shards", "replicas"), [(1, 1), (4, 1), (3, 2), (64, 16)])
-def test_the_sum_is_divided_by_the_factor(dtype, force_sum, factor, shards, replicas):
-    how = scaling(ReduceOptions(divide_factor=factor, force_sum=force_sum), dtype, shards, replicas)
+def test_the_sum_is_divided_by_the_factor_and_what_replicas_have_in_common_stays(shards, replicas):
     ranks = shards * replicas
-    assert outcome(how, shards, replicas) == pytest.approx(ranks / (factor or ranks))
-    if force_sum:
-        assert {how.op, how.replica_op} == {"sum"}
-
-
-def test_what_is_equal_on_all_replicas_stays_as_it_is():
-    for force_sum in (False, True):
-        how = scaling(ReduceOptions(force_sum=force_sum), torch.float32, 4, 8)
-        assert how.replica_op == "avg" or how.replica_divide == 8
+    for case in itertools.product(DTYPES, (False, True), FACTORS):
+        dtype, force_sum, factor = case
+        how = scaling(ReduceOptions(divide_factor=factor, force_sum=force_sum), dtype, shards, replicas)
+        assert outcome(how, shards, replicas) == pytest.approx(ranks / (factor or ranks)), case
+        if force_sum:
+            assert {how.op, how.replica_op} == {"sum"}, case
+        if factor is None:
+            assert how.replica_op == "avg" or how.replica_divide == replicas, case
 
 
 def test_fp16_gradients_are_divided_in_two_halves():
     how = scaling(ReduceOptions(), torch.float16, 1024, 1)
-    assert how.before == 1 / 32
-    assert how.divide == 32
+    assert (how.before, how.divide) == (1 / 32, 32)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -175,18 +167,12 @@ def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(
 
 
 @on_ranks(2)
-def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before():
+def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before_and_does_nothing_where_none_has_begun():
     model = shard(seeded())
     with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\) before forward"):
         model.finalize_backward()
-    inner = next(module for module in model.modules() if module is not model and hasattr(module, "unshard"))
     with pytest.raises(RuntimeError, match="must be called on the root module"):
-        inner.set_manual_backward_finalization(True)
-
-
-@on_ranks(2)
-def test_ending_a_step_that_has_not_begun_does_nothing():
-    model = shard(seeded())
+        model.blocks[0].set_manual_backward_finalization(True)
     model.set_manual_backward_finalization(True)
     with record_collectives() as record:
         model.finalize_backward()

@@ -1,16 +1,16 @@
 """What outlives a unit's pass and needs its gathered memory: errors name the unit and what works."""
 
+from typing import Any
+
 import pytest
 import torch
 from extended_tensors import Halved
-from runtime_helpers import assert_same_gradients
+from runtime_helpers import BF16, assert_same_gradients
 from torch import nn
 
-from fsdp_runtime import MixedPrecisionPolicy, fully_shard
+from fsdp_runtime import fully_shard
 from fsdp_runtime._params.kinds.subclass import extension_of
-from ragged_shard.testing import on_ranks, run_ranks
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+from ragged_shard.testing import on_ranks
 
 
 class Returns(nn.Module):
@@ -35,63 +35,35 @@ class Around(nn.Module):
         return (out @ weight).float().sum()
 
 
-def itself(weight):
-    return weight
-
-
-def view(weight):
-    return weight.t()
-
-
-def detached(weight):
-    return weight.detach()
-
-
-def cloned(weight):
-    return weight.clone()
-
-
-def returned(way):
-    x = torch.ones(2, 4)
+def around(way):
     torch.manual_seed(0)
-    model = Around(way)
+    model: Any = Around(way)
     fully_shard(model.inner, mp_policy=BF16)
-    fully_shard(model)
-    for grads in (True, False):
-        with (
-            torch.set_grad_enabled(grads),
-            pytest.raises(
-                RuntimeError,
-                match=r"inner \(FSDPReturns\) returned memory .*set_reshard_after_forward\(False",
-            ),
-        ):
-            model(x)
-    model.inner.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-    model(x).backward()
-    assert model.inner.linear.weight.grad is not None
-    with torch.no_grad():
-        model(x)
+    return fully_shard(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
-def test_a_unit_that_returns_its_own_parameter_is_named_with_the_option_that_works():
-    for way in (itself, view, detached):
-        run_ranks(2, returned, way)
-
-
 @on_ranks(2)
-def test_a_unit_that_returns_a_copy_of_its_parameter_just_works():
-    torch.manual_seed(0)
-    model = Around(cloned)
-    fully_shard(model.inner, mp_policy=BF16)
-    fully_shard(model)
-    model(torch.ones(2, 4)).backward()
+def test_a_unit_that_returns_its_own_parameter_is_named_with_the_option_that_works_and_a_copy_works():
+    x = torch.ones(2, 4)
+    around(torch.clone)(x).backward()
+    for way in (lambda weight: weight, torch.t, torch.Tensor.detach):
+        model = around(way)
+        for grads in (True, False):
+            message = r"inner \(FSDPReturns\) returned memory .*set_reshard_after_forward\(False"
+            with torch.set_grad_enabled(grads), pytest.raises(RuntimeError, match=message):
+                model(x)
+        model.inner.set_reshard_after_forward(False, recurse=False)
+        model(x).backward()
+        assert model.inner.linear.weight.grad is not None
+        with torch.no_grad():
+            model(x)
 
 
 @on_ranks(2)
 def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluation():
     torch.manual_seed(0)
-    model = Returns(itself)
+    model = Returns(lambda weight: weight)
     wanted = model.linear.weight.detach().clone()
     fully_shard(model, mp_policy=BF16)
     with torch.no_grad():

@@ -17,11 +17,8 @@ from fsdp_runtime._torch.tree import cast_to, map_tensors, tensors_in
 from ragged_shard.testing import rank_mesh, run_ranks
 
 
-def test_the_installed_version_is_the_modules():
+def test_the_installed_version_and_every_exported_name_are_there():
     assert metadata.version("fsdp-runtime") == fsdp_runtime.__version__
-
-
-def test_every_exported_name_is_there():
     assert all(hasattr(fsdp_runtime, name) for name in fsdp_runtime.__all__)
 
 
@@ -60,29 +57,21 @@ def _shard(changes, shape):
         return None, objects.call_count
 
 
-def test_every_rank_names_the_versions_that_differ_and_the_ranks_that_have_each():
+def test_every_rank_names_the_versions_that_differ_and_the_ranks_of_the_job_that_have_each():
     name = "the version of dbuffer"
     results = run_ranks(3, _shard, {0: {name: "1.0"}, 1: {name: "1.1"}, 2: {name: "1.0"}}, (3,))
-    expected = "ranks do not agree on the version of dbuffer: 1.0 on ranks 0, 2; 1.1 on rank 1"
+    expected = f"ranks do not agree on {name}: 1.0 on ranks 0, 2; 1.1 on rank 1"
     assert [message for message, _ in results] == [expected] * 3
-
-
-def test_replicas_with_another_python_are_named_by_their_ranks_in_the_job():
-    name = "the version of Python"
-    other = {name: "9.9"}
-    results = run_ranks(4, _shard, {2: other, 3: other}, (2, 2))
-    mine = _IN_COMMON[name]
-    expected = f"ranks do not agree on {name}: {mine} on ranks 0, 1; 9.9 on ranks 2, 3"
+    name = "the version of Python"  # of replicas
+    results = run_ranks(4, _shard, {2: {name: "9.9"}, 3: {name: "9.9"}}, (2, 2))
+    expected = f"ranks do not agree on {name}: {_IN_COMMON[name]} on ranks 0, 1; 9.9 on ranks 2, 3"
     assert {message for message, _ in results} == {expected}
 
 
-def test_equal_versions_travel_in_the_digest_of_the_layout_and_cost_no_collective():
+def test_equal_versions_of_torch_packages_and_python_travel_with_the_layout_and_cost_no_collective():
     assert run_ranks(2, _shard, {}, (2,)) == [(None, 0)] * 2
-
-
-def test_versions_are_those_of_torch_of_each_package_and_of_python():
-    for name in ("torch", "Python", "layout-planner", "block-optim", "fsdp-runtime"):
-        assert f"the version of {name}" in _IN_COMMON
+    names = ("torch", "Python", "layout-planner", "block-optim", "fsdp-runtime")
+    assert {f"the version of {name}" for name in names} <= _IN_COMMON.keys()
 
 
 Pair = namedtuple("Pair", "left right")
@@ -95,7 +84,7 @@ class Output:
     extra: list | None = None
 
 
-def test_every_container_is_gone_into_and_keeps_its_class():
+def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing_to_change_is_returned():
     x = torch.ones(2)
     tree = (x, [x, 3], {"k": x}, OrderedDict(a=x), Pair(x, "s"), Output(x, "n", [x]), None)
     found = map_tensors(lambda t: t + 1, tree)
@@ -103,15 +92,8 @@ def test_every_container_is_gone_into_and_keeps_its_class():
     assert all(torch.equal(t, x + 1) for t in tensors_in(found))
     assert [type(item) for item in found] == [type(item) for item in tree]
     assert (found[4].right, found[5].note, found[1][1], found[6]) == ("s", "n", 3, None)
-
-
-def test_what_holds_nothing_to_change_is_returned_itself():
-    tree = ([torch.ones(1)], {"k": "v"}, Output(torch.ones(1), "n"))
     assert map_tensors(lambda t: t, tree) is tree
-
-
-def test_only_floating_point_tensors_are_cast():
-    tree = [torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
-    found = map_tensors(cast_to(torch.bfloat16), tree)
-    assert [t.dtype for t in found] == [torch.bfloat16, torch.int64, torch.bool]
-    assert map_tensors(cast_to(None), tree) is tree
+    mixed = [x, torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
+    cast = map_tensors(cast_to(torch.bfloat16), mixed)  # of floating-point tensors alone
+    assert [t.dtype for t in cast] == [torch.bfloat16, torch.int64, torch.bool]
+    assert map_tensors(cast_to(None), mixed) is mixed

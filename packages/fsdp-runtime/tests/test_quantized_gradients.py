@@ -15,8 +15,7 @@ BF16 = QuantizationPolicy(gradients="bf16")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches"),
-    [(2, 1), (3, 1), (4, 1), pytest.param(3, 2, id="added up before they are rounded")],
+    ("ranks", "microbatches"), [(3, 1), (4, 1), pytest.param(3, 2, id="added up before they are rounded")]
 )
 @on_ranks("ranks")
 def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks, microbatches):
@@ -86,10 +85,6 @@ def test_what_cannot_travel_so_is_named_before_anything_changes():
     assert type(model.head.weight.data) is torch.Tensor
     with pytest.raises(TypeError, match=r"expected a fsdp_runtime\.QuantizationPolicy"):
         fully_shard(model, quantization_policy="bf16")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="expected 'bf16', BlockInt8 or None"):
-        QuantizationPolicy(gradients="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="nothing is quantized"):
-        QuantizationPolicy()
 
 
 INT8 = QuantizationPolicy(gradients=BlockInt8(256, rounding="stochastic"))
@@ -103,9 +98,8 @@ def gradients_of(model, step):
     return [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it(ranks):
+@on_ranks(3)
+def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it():
     uninterrupted, other = (shard(seeded(), quantization_policy=INT8) for _ in range(2))
     steps = [gradients_of(uninterrupted, step) for step in range(3)]
     for step in (2, 0):

@@ -13,9 +13,18 @@ from torch import nn
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
-from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4, matrices_only, meet_tiles
+from fsdp_runtime.quantization import (
+    MX_COLUMNS,
+    MX_ROWS,
+    BlockFP8,
+    BlockInt8,
+    BlockNF4,
+    BlockNVFP4,
+    matrices_only,
+    meet_tiles,
+)
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, record_collectives
 
 FP8, INT8, MXFP8 = BlockFP8((4, 4)), BlockInt8(4), BlockFP8((1, 32), "e8m0")
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
@@ -67,15 +76,8 @@ def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):
 
 
 @on_ranks(1)
-def test_one_rank_sends_nothing_and_computes_with_the_same_values():
+def test_one_rank_computes_with_the_same_values():
     assert_loss_of_codes(shard(body(), quantization_policy=QuantizationPolicy(weights=FP8)))
-
-
-@on_ranks(4)
-def test_codes_go_with_hsdp_and_with_resharding_to_neighbors():
-    train(FP8, "auto", reshard_after_forward=2)
-    mesh = rank_mesh(2, 2, names=("replicas", "shards"))
-    assert_loss_of_codes(shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), mesh=mesh))
 
 
 @on_ranks(4)
@@ -99,29 +101,25 @@ def test_resharding_to_neighbors_keeps_codes():
     assert coded.buffer.encoder.kept() is None
 
 
-@pytest.mark.parametrize(("fmt", "cut"), [(FP8, "whole"), (CUT, "shared")], ids=["whole", "shared"])
 @on_ranks(3)
-def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call(fmt, cut):
-    ranks = dist.get_world_size()
-    model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
-    seen = []
-    for step in range(2):
-        with record_collectives() as record:
-            loss_of(model, tokens(step)).backward()
-        seen.append([event for event in record.events if event.kind != "reduce_scatter"])
-        descend(model.parameters())
-    for events in seen:
-        shared = [event for event in events if event.kind == "all_reduce"]
-        assert len(shared) == (cut == "shared")
-        gathers = [event.bytes_sent for event in events if event.kind == "all_gather"]
-        sent = [(ranks - 1) * unit_memory(unit).sent for unit in (model, *model.blocks)]
-        assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
-    weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
-    rows = weight.planes
-    sizes = [segment.shard_size for segment in weight.plan.layout.segments]
-    assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
-    biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
-    assert unit_memory(model.blocks[0]).sent == rows.row_bytes + biases
+def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
+    cases: Any = ((FP8, "whole"), (CUT, "shared"))
+    for fmt, cut in cases:
+        model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
+        sent = [2 * unit_memory(unit).sent for unit in (model, *model.blocks)]
+        for step in range(2):
+            with record_collectives() as record:
+                loss_of(model, tokens(step)).backward()
+            assert record.kinds.count("all_reduce") == (cut == "shared")
+            gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
+            assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
+            descend(model.parameters())
+        weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
+        rows = weight.planes
+        sizes = [segment.shard_size for segment in weight.plan.layout.segments]
+        assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
+        biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
+        assert unit_memory(model.blocks[0]).sent == rows.row_bytes + biases
 
 
 @on_ranks(2)
@@ -168,10 +166,7 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     full = {name: value.full_tensor() for name, value in model.state_dict().items()}
     assert all(value.dtype == torch.float32 for value in full.values())
     assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
-    others = (
-        shard(body()),
-        shard(body(), quantization_policy=QuantizationPolicy(weights=CUT, cut="shared")),
-    )
+    others = (shard(body()), shard(body(), quantization_policy=QuantizationPolicy(weights=CUT, cut="shared")))
     for other in others:
         loss_of(other, tokens()).backward()  # has codes of its own
         other.load_state_dict(model.state_dict())
@@ -211,48 +206,60 @@ def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_cha
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
-        ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
-        ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
-        ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
-        ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
-        ({"weights": FP8, "compute": "fast"}, "expected 'dequantize' or 'scaled'"),
-        ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
-    ],
+SCALED, NF4 = r"compute='scaled' multiplies codes of BlockFP8\(\(128, 128\)\)", BlockNF4(64)
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
+    ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
+    ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
+    ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
+    ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
+    ({"weights": FP8, "compute": "fast"}, "expected 'dequantize' or 'scaled'"),
+    ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
+    ({"gradients": "fp8"}, "expected 'bf16', BlockInt8 or None"),
+    ({}, "nothing is quantized"),
+    ({"at_rest": "nf4"}, "expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"),
+    ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
+    ({"at_rest": BlockNVFP4()}, r"use BlockNVFP4\(\"row\"\)"),
+    ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
+    ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
+    ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
+    ({"weights": NF4}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
+    ({"compute": "scaled", "weights": BlockInt8(256)}, SCALED),
+    ({"compute": "scaled", "weights": BlockFP8((32, 32))}, SCALED),
+    ({"compute": "scaled", "at_rest": NF4}, SCALED),
+    ({"compute": "scaled", "gradients": "bf16"}, SCALED),
+    ({"compute": "scaled", "at_rest": MX_ROWS}, "has no such products"),
+    ({"compute": "scaled", "weights": MX_COLUMNS}, "has no such products"),
+    ({"compute": "scaled", "weights": BlockFP8(scale="e8m0")}, "has no such products"),
 )
-def test_options_that_do_not_go_together_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationPolicy(**options)
+
+
+def test_options_that_do_not_go_together_are_refused():
+    for options, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            QuantizationPolicy(**options)
 
 
 def test_matrices_are_told_from_embeddings_heads_norms_and_routers():
     matrix, linear = torch.empty(4, 4), nn.Linear(4, 4)
     for name in ("weight", "attn.q_proj.weight", "mlp.gate_proj.weight", "experts.w1", "output_proj.weight"):
         assert matrices_only(name, matrix, linear), name
-    for name in (
-        "lm_head.weight",
-        "head.weight",
-        "embed_tokens.weight",
-        "mlp.gate.weight",
-        "router.weight",
-        "norm.w",
-    ):
+    others = "lm_head.weight head.weight embed_tokens.weight mlp.gate.weight router.weight norm.w"
+    for name in others.split():
         assert not matrices_only(name, matrix, linear), name
     assert not matrices_only("weight", matrix, nn.Embedding(4, 4))
     assert not matrices_only("weight", torch.empty(4), linear)
     assert not matrices_only("weight", matrix.int(), linear)
 
 
+BLOCKS = (None, Rows(1), Rows(6), Tile(3, 2), Elements(10), Whole())
+
+
 @pytest.mark.parametrize("shape", [(40, 6), (3, 12, 4), (3, 10, 4), (7,)])
-@pytest.mark.parametrize("block", [None, Rows(1), Rows(6), Tile(3, 2), Elements(10), Whole()])
-def test_a_met_block_is_cut_only_where_tiles_and_the_policy_allow(shape, block):
-    if len(shape) == 1 and isinstance(block, Tile):
-        return
-    met = TensorSpec("t", shape, meet_tiles(block, 4, shape)).grid
-    asked = TensorSpec("t", shape, block or Rows(1)).grid
-    tiles = TensorSpec("t", shape, Whole() if len(shape) == 1 else Tile(4, 1)).grid
-    cuts = [offset for offset in range(met.numel + 1) if met.is_cut(offset)]
-    assert all(asked.is_cut(offset) and tiles.is_cut(offset) for offset in cuts)
+def test_a_met_block_is_cut_only_where_tiles_and_the_policy_allow(shape):
+    for block in BLOCKS if len(shape) > 1 else (*BLOCKS[:3], *BLOCKS[4:]):
+        met = TensorSpec("t", shape, meet_tiles(block, 4, shape)).grid
+        asked = TensorSpec("t", shape, block or Rows(1)).grid
+        tiles = TensorSpec("t", shape, Whole() if len(shape) == 1 else Tile(4, 1)).grid
+        cuts = [offset for offset in range(met.numel + 1) if met.is_cut(offset)]
+        assert all(asked.is_cut(offset) and tiles.is_cut(offset) for offset in cuts), block

@@ -1,4 +1,4 @@
-"""The order of units and collectives."""
+"""The order of units and collectives, and which gathers run ahead by it."""
 
 import random
 from unittest import mock
@@ -6,48 +6,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import Watch, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from torch import nn
 
 from dbuffer import Handle
 from fsdp_runtime import fully_shard
+from fsdp_runtime._params.unit import UnitState
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
-from fsdp_runtime._schedule.passes import Schedule
-from ragged_shard.testing import SimulatedDevice, rank_mesh, record_collectives, run_ranks, simulated_ranks
-
-
-def run(schedule, order, expected=None):
-    """Go through a pass; what was upcoming as each entered."""
-    schedule.begin(expected)
-    upcoming = []
-    for unit in order:
-        schedule.enter(unit)
-        upcoming.append("".join(schedule.upcoming()))
-    schedule.end()
-    return upcoming
-
-
-@pytest.mark.parametrize(
-    ("before", "order", "upcoming"),
-    [
-        pytest.param([], "ABC", ["", "", ""], id="nothing is expected in a first pass"),
-        pytest.param(["ABC"], "ABC", ["BC", "C", ""], id="a second pass expects the order of the first"),
-        pytest.param(["ABAC"], "ABAC", ["BAC", "AC", "C", ""], id="a unit that runs twice"),
-        pytest.param(["AAB"], "AAB", ["AB", "B", ""], id="a unit that runs twice in a row"),
-        pytest.param(["ABCD"], "ACD", ["BCD", "D", ""], id="a skipped unit is passed over"),
-        pytest.param(["ABC"], "AXBC", ["BC", "", "C", ""], id="nothing is expected after an unknown unit"),
-        pytest.param(["ABC", "CBA"], "CBA", ["BA", "A", ""], id="a new order is what the next pass expects"),
-    ],
-)
-def test_a_pass_expects_the_units_that_followed_in_the_last_one(before, order, upcoming):
-    schedule = Schedule[str]()
-    for earlier in before:
-        run(schedule, earlier)
-    assert run(schedule, order) == upcoming
-
-
-def test_an_order_can_be_given():
-    assert run(Schedule(), "CB", expected=list("CBA")) == ["BA", "A"]
+from ragged_shard import gather_from_ranks
+from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, record_collectives, simulated_ranks
 
 
 def hybrid_steps(max_buffers, late_all_reduce, small):
@@ -61,27 +29,25 @@ def hybrid_steps(max_buffers, late_all_reduce, small):
         mesh = rank_mesh(2, 2, names=("replicate", "shard"))
         model, alone = shard(seeded(blocks=6), mesh=mesh), seeded(blocks=6)
         model.set_reduce_scatter_max_input_buffers(max_buffers)
-        for step in range(4):
+        for step in range(4 if late_all_reduce else 2):
             model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
             loss_of(model, tokens(step=step)).backward()
-    for step in range(4):
+    for step in range(4 if late_all_reduce else 2):
         plain_backward(alone, step)
     assert_same_gradients(model, alone)
     return record.kinds
 
 
-def all_hybrid_steps():
-    """Each pair of choices, by the number of buffers, whether all-reduces are late, and whether children are small."""
-    small = {1: (False, True), 2: (True, False), 4: (True, False)}
-    cases = [(buffers, late, small[buffers][late]) for buffers in small for late in (False, True)]
-    return {case: hybrid_steps(*case) for case in cases}
+# The number of buffers, whether all-reduces are late, and whether children are small.
+HYBRID = ((1, False, False), (2, True, False), (2, False, True), (4, True, False))
 
 
+@on_ranks(4)
 def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks():
-    first, *others = run_ranks(4, all_hybrid_steps)
-    for case, kinds in first.items():
+    for case in HYBRID:
+        kinds = hybrid_steps(*case)
         assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(kinds), case
-        assert all(found[case] == kinds for found in others), case
+        assert gather_from_ranks(kinds) == [kinds] * 4, case
 
 
 def meshes_of_units(meshes):
@@ -128,8 +94,7 @@ def order_on(rank, depth, build):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("build", [meshes_of_units, meshes_in_units])
+@pytest.mark.parametrize(("build", "depth"), [(meshes_of_units, 1), (meshes_in_units, 3)])
 def test_units_on_several_meshes_communicate_in_the_same_order_on_all_ranks(build, depth):
     first, *others = [order_on(rank, depth, build) for rank in range(4)]
     assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard", "flat shard"}
@@ -142,8 +107,7 @@ class Recorder:
     asynchronous = False
 
     def __init__(self, layer):
-        self.layer = layer
-        self.waits = []
+        self.layer, self.waits = layer, []
 
     def record(self, stream=None):
         return "all that the current stream holds"
@@ -155,26 +119,82 @@ class Recorder:
         return getattr(self.layer, name)
 
 
-def gathers_wait_for(assign):
-    model = shard(seeded())
-    passes = member_of(model).passes
-    loss_of(model, tokens())
-    with torch.no_grad():
-        if assign:
-            block = model.blocks[1]
-            block.weight = torch.nn.Parameter(block.weight.detach() * 2)
-    model.set_post_optim_event("the optimizer's event")
-    layer = passes.streams.layer
-    passes.streams.layer = recorder = Recorder(layer)
-    try:
-        model(tokens())
-    finally:
-        passes.streams.layer = layer
-    return recorder.waits
-
-
+@on_ranks(1)
 def test_a_gather_after_the_optimizers_event_waits_for_a_parameter_assigned_since_too():
-    assert run_ranks(1, gathers_wait_for, False) == [["the optimizer's event"]]
-    assert run_ranks(1, gathers_wait_for, True) == [
-        ["the optimizer's event", "all that the current stream holds"]
-    ]
+    event = "the optimizer's event"
+    for assign, waits in ((False, [event]), (True, [event, "all that the current stream holds"])):
+        model = shard(seeded())
+        streams = member_of(model).passes.streams
+        loss_of(model, tokens())
+        if assign:
+            model.blocks[1].weight = torch.nn.Parameter(model.blocks[1].weight.detach() * 2)
+        model.set_post_optim_event(event)
+        streams.layer = recorder = Recorder(streams.layer)
+        model(tokens())
+        assert recorder.waits == waits
+
+
+# -- gathers ahead -----------------------------------------------------------------------------------------------------
+
+
+def gathered(block):
+    """Whether all parameters of a block are gathered or on their way."""
+    return member_of(block).unit.state in (UnitState.UNSHARDED, UnitState.GATHERING)
+
+
+def ahead(model, **options):
+    """For each block, as its forward begins: which blocks have been gathered, or are on their way."""
+    seen = []
+
+    def look(index):
+        def hook(module, args):
+            seen.append([i for i, block in enumerate(model.blocks) if gathered(block)])
+
+        return hook
+
+    handles = [block.register_forward_pre_hook(look(i)) for i, block in enumerate(model.blocks)]
+    model(tokens(), **options)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@on_ranks(2)
+def test_the_first_pass_in_an_order_gathers_on_demand_and_later_ones_as_deep_as_asked():
+    model, on_demand = shard(seeded(blocks=4)), [[0], [1], [2], [3]]
+    with torch.no_grad():
+        assert ahead(model) == on_demand
+        assert ahead(model) == [[0, 1], [1, 2], [2, 3], [3]]
+        model.set_prefetch_depth(2)
+        assert ahead(model) == [[0, 1, 2], [1, 2, 3], [2, 3], [3]]
+        model.set_prefetch_depth(0)
+        assert ahead(model) == on_demand
+        model, order = shard(seeded(blocks=4)), [3, 2, 1, 0]
+        ahead(model)
+        assert all(index in seen for index, seen in zip(order, ahead(model, order=order), strict=True))
+        assert ahead(model, order=order) == [[2, 3], [1, 2], [0, 1], [0]]
+        assert ahead(model, order=[3, 1]) == [[2, 3], [0, 1, 2]]  # a unit that is skipped is passed over
+        ahead(model, order=[0, 1, 0, 2])
+        assert ahead(model, order=[0, 1, 0, 2]) == [[0, 1], [0, 1], [0, 2], [2]]  # one that runs twice
+        assert not any(gathered(block) for block in model.blocks)  # what was gathered in vain is freed
+
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return super().forward(Watch.apply(x, self.look)) * 1
+
+
+@on_ranks(2)
+def test_backward_gathers_the_unit_before():
+    model = seeded(blocks=3)
+    model.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+    seen = []
+    for index, block in enumerate(model.blocks):
+        block.look = lambda index=index: seen.append(
+            (index, [i for i, other in enumerate(model.blocks) if gathered(other)])
+        )
+    shard(model)
+    for _ in range(2):
+        seen.clear()
+        loss_of(model, tokens()).backward()
+    assert seen == [(2, [1, 2]), (1, [0, 1]), (0, [0])]

@@ -4,13 +4,18 @@ from unittest import mock
 
 import pytest
 import torch
-from runtime_helpers import loss_of, seeded, shard, tokens
+import torch.distributed as dist
+from runtime_helpers import loss_of, same_bits, seeded, shard, tokens
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from dbuffer import Collectives
+from dbuffer._torch_compat import CAN_SWAP
 from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import not_at_rest
 from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
-from ragged_shard.testing import on_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, simulated_ranks
 
 
 class Counting:
@@ -69,30 +74,25 @@ def test_a_planner_of_the_callers_packs_every_group():
     loss_of(model, tokens()).backward()
     assert seen == [["weight", "bias"], ["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
     assert member_of(model).unit.groups[0].plan.layout.align == 32
-
-
-@on_ranks(1)
-def test_a_planner_that_is_not_a_function_is_refused():
     with pytest.raises(
         TypeError, match=r"planner is 'best'; expected a function such as layout_planner.plan"
     ):
         fully_shard(seeded(), planner="best")  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
 @on_ranks(2)
-def test_gradients_that_are_copied_late_are_the_same(accumulate):
-    """Gradients copied late and early, over microbatches with and without a reduction."""
-    gradients = []
-    for enable in (True, False):
-        model = shard(seeded())
-        model.set_copy_gradients_late(enable)
-        for number in range(3 if accumulate else 1):
-            model.set_requires_gradient_sync(not accumulate or number == 2)
-            loss_of(model, tokens(step=number)).backward()
-        gradients.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert all(not g.gradients._kept for b in model.blocks for g in member_of(b).unit.groups)
+def test_gradients_that_are_copied_late_are_the_same():
+    for microbatches in (1, 3):
+        gradients = []
+        for enable in (True, False):
+            model = shard(seeded())
+            model.set_copy_gradients_late(enable)
+            for number in range(microbatches):
+                model.set_requires_gradient_sync(number == microbatches - 1)
+                loss_of(model, tokens(step=number)).backward()
+            gradients.append([p.grad.full_tensor() for p in model.parameters()])
+        assert same_bits(*gradients)
+        assert all(not g.gradients._kept for b in model.blocks for g in member_of(b).unit.groups)
 
 
 @on_ranks(2)
@@ -113,13 +113,6 @@ def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
     assert seen == [(2, False)]
 
 
-def layouts_of_blocks(**options):
-    model = seeded(blocks=3)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return [member_of(block).unit.groups[0].plan.layout for block in model.blocks]
-
-
 def test_equal_units_share_a_layout_but_a_planner_of_the_users_is_asked_each_time():
     asked = []
 
@@ -128,10 +121,10 @@ def test_equal_units_share_a_layout_but_a_planner_of_the_users_is_asked_each_tim
         return plan(tensors, world_size, align=align)
 
     with simulated_ranks(4):
-        one, *others = layouts_of_blocks()
+        one, *others = (member_of(block).unit.groups[0].plan.layout for block in shard(seeded()).blocks)
         assert all(other is one for other in others)
-        layouts_of_blocks(planner=planner)
-    assert asked == [2, 2, 2]
+        shard(seeded(), planner=planner)
+    assert asked[:3] == [2, 2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:.*returned a view")
@@ -147,3 +140,54 @@ def test_a_unit_is_known_to_be_gathered_while_it_holds_more_than_its_shards():
         loss_of(model, tokens(rank=0)).backward()
         assert unit.at_rest
         assert unit not in not_at_rest
+
+
+# -- a gather that cannot start ----------------------------------------------------------------------------------------
+
+
+class FailsOnce(Collectives):
+    """Collectives of which one all-gather does not start."""
+
+    remaining = 0
+
+    def all_gather(self, pairs, label):
+        """The second call since `remaining` was set to 2 raises."""
+        FailsOnce.remaining -= 1
+        if FailsOnce.remaining == 0:
+            raise RuntimeError("no memory for a connection")
+        return super().all_gather(pairs, label)
+
+
+def by_hand(model):
+    model.unshard()
+
+
+def in_forward(model):
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot give a buffer other memory after a failure")
+@pytest.mark.parametrize("use", [by_hand, in_forward])
+@on_ranks(2)
+def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(use):
+    first = rank_mesh()
+    second = DeviceMesh.from_group(dist.new_group(), "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(
+        model,
+        mesh=first,
+        shard_placement_fn=lambda param: second if param.ndim == 1 else None,
+        transport=FailsOnce,
+    )
+    FailsOnce.remaining = 2
+    with pytest.raises(RuntimeError, match="could not start: no memory for a connection"):
+        use(model)
+    assert all(hasattr(param, "placements") for param in model.parameters())
+    model.unshard()  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        assert param.equal(wanted[name]), name
+    model.reshard()  # type: ignore[operator]
+    groups = member_of(model).unit.groups
+    assert not any(group.buffer.gathered.present or group.buffer.in_flight is not None for group in groups)

@@ -127,14 +127,18 @@ def test_gradients_are_those_of_one_process_and_none_where_no_rank_used_a_parame
 
 
 @on_ranks(3)
-def test_an_evaluation_of_which_some_ranks_skip_parts_follows():
-    model = sharded(made())
-    parts = STEPS[0][dist.get_rank()]
+def test_an_evaluation_and_mixed_precision_of_which_some_ranks_skip_parts_follow():
+    model, parts = sharded(made()), STEPS[0][dist.get_rank()]
     with torch.no_grad():
         first = model(inputs(0, 0), parts)
         second = model(inputs(0, 0), parts)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, made()(inputs(0, 0), parts))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(made(), mp_policy=policy)
+    model(inputs(0, 0), parts).sum().backward()
+    assert model.tower.layers[0].weight.grad is not None
+    assert model.tower.unused.grad is None
 
 
 @on_ranks(2)
@@ -172,22 +176,9 @@ def test_a_skippable_unit_outside_its_model_is_refused_before_it_communicates():
         model.tower(inputs(0, 0))
     order = watch_order(member_of(model).unit.groups[0].buffer.mesh_view.group)
     assert len(set(gather_from_ranks(order.number))) == 1  # what one rank runs alone starts no collective
-
-
-@on_ranks(2)
-def test_the_outermost_unit_is_no_skippable_one():
-    model: Any = fully_shard(nn.Linear(3, 3), skippable=True)
+    outermost: Any = fully_shard(nn.Linear(3, 3), skippable=True)
     with pytest.raises(RuntimeError, match=r"Linear is skippable: .* shard it without skippable=True"):
-        model(torch.ones(1, 3))
-
-
-@on_ranks(3)
-def test_mixed_precision_and_wide_and_narrow_parameters():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(made(), mp_policy=policy)
-    model(inputs(0, 0), STEPS[0][dist.get_rank()]).sum().backward()
-    assert model.tower.layers[0].weight.grad is not None
-    assert model.tower.unused.grad is None
+        outermost(torch.ones(1, 3))
 
 
 def undeclared(folder, transport):
@@ -216,7 +207,7 @@ def undeclared(folder, transport):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("transport", ["collectives", "peer_memory"])
+@pytest.mark.parametrize("transport", [pytest.param("collectives", marks=pytest.mark.long), "peer_memory"])
 def test_a_unit_that_a_rank_skips_undeclared_is_an_error_on_both_ranks(tmp_path, transport):
     with pytest.raises(RankError):
         run_ranks(2, undeclared, tmp_path, transport)

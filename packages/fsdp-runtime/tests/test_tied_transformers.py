@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from fsdp_runtime import fully_shard, get_full_state_dict
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
 
@@ -98,74 +96,8 @@ def check(kind, order):
     assert head.weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", MODELS)
-@on_ranks("ranks")
-def test_it_trains_as_in_one_process_in_any_order_of_wrapping(kind, ranks):
+@on_ranks(3)
+def test_it_trains_as_in_one_process_in_any_order_of_wrapping(kind):
     for order in MODELS[kind][1]:
         check(kind, order)
-
-
-@on_ranks(2)
-def test_units_of_embedding_and_head_send_nothing_in_addition():
-    found = []
-    for order in (("*", ""), ("transformer.wte", "*", "lm_head", "")):
-        model = wrapped("gpt2", order)
-        batch = torch.zeros(2, 5, dtype=torch.int64)
-        loss_of(model, batch).backward()
-        with record_collectives() as record:
-            loss_of(model, batch).backward()
-        found.append((sorted(record.kinds), record.bytes_sent))
-    assert found[0] == found[1]
-
-
-@on_ranks(2)
-def test_tying_models_after_sharding_raises_on_every_rank():
-    model: Any = make("gpt2")
-    model.lm_head.weight = nn.Parameter(model.transformer.wte.weight.detach().clone())
-    fully_shard(model)
-    model.tie_weights()
-    with pytest.raises((RuntimeError, ValueError), match="Tie parameters before fully_shard"):
-        loss_of(model, torch.zeros(2, 5, dtype=torch.int64))
-
-
-def ends(kind):
-    """An order of wrapping in which embedding and head are units of their own."""
-    return next(order for order in MODELS[kind][1] if len(order) > 3)
-
-
-def save(folder, kind):
-    model = wrapped(kind, ("*", ""))
-    step_of(model, BATCH, torch.optim.SGD(model.parameters(), lr=0.05))
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-
-
-def load(folder, kind):
-    plain = make(kind)
-    step_of(plain, BATCH, torch.optim.SGD(plain.parameters(), lr=0.05))
-    for order in (ends(kind), ("",)):
-        model: Any = wrapped(kind, order)
-        state = model.state_dict()
-        assert list(state) == list(plain.state_dict())
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state)
-        for name, value in get_full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_checkpoint_has_all_names_and_loads_where_units_and_world_size_are_others(kind, tmp_path):
-    run_ranks(2, save, str(tmp_path), kind)
-    run_ranks(3, load, str(tmp_path), kind)
-
-
-@on_ranks(3)
-def test_a_checkpoint_of_an_untied_model_raises_on_every_rank_where_it_is_tied(tmp_path):
-    untied: Any = make("t5")
-    untied.lm_head.weight = nn.Parameter(untied.shared.weight.detach() + 1)
-    dcp.save(fully_shard(untied).state_dict(), checkpoint_id=tmp_path)
-    model = wrapped("t5", ends("t5"))
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path)
-    with pytest.raises(ValueError, match=r"weight is one parameter in 4 modules, and was given different"):
-        model.load_state_dict(state)

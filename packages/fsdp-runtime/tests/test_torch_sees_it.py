@@ -6,25 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import Body, assert_same_gradients, full, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
 from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
+from fsdp_runtime._module import _refuse_by_name
 from ragged_shard.testing import on_ranks, record_collectives
 
 NAMES = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_public_method_of_torchs_class_is_ours_or_refused_by_name(name):
-    assert getattr(FSDPModule, name) is not getattr(torch_fsdp.FSDPModule, name)
-    assert vars(FSDPModule)[name].__module__.startswith("fsdp_runtime")
-
-
-def test_a_method_that_a_newer_torch_has_is_refused_by_name():
-    from fsdp_runtime._module import _refuse_by_name
-
+def test_every_public_method_of_torchs_class_is_ours_or_refused_by_name_also_a_newer_torchs():
+    for name in NAMES:
+        assert getattr(FSDPModule, name) is not getattr(torch_fsdp.FSDPModule, name), name
+        assert vars(FSDPModule)[name].__module__.startswith("fsdp_runtime"), name
     with pytest.raises(NotImplementedError, match=r"set_warp_drive does not apply: torch .* has it"):
         _refuse_by_name("set_warp_drive")(None, True)
 
@@ -45,15 +41,15 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
 
 
 @on_ranks(2)
-def test_our_function_works_in_place_of_torchs():
-    module: Any = torch_fsdp
-    torchs, module.fully_shard = module.fully_shard, fully_shard
-    try:
-        model: Any = module.fully_shard(seeded())
-        loss_of(model, tokens()).backward()
-        assert module.fully_shard.state(model) is torchs.state(model) is not None
-    finally:
-        module.fully_shard = torchs
+def test_our_function_works_in_place_of_torchs_which_refuses_a_module_that_ours_has_taken(monkeypatch):
+    torchs: Any = torch_fsdp.fully_shard
+    ours: Any = fully_shard
+    monkeypatch.setattr(torch_fsdp, "fully_shard", fully_shard)
+    model: Any = torch_fsdp.fully_shard(seeded())
+    loss_of(model, tokens()).backward()
+    assert ours.state(model) is torchs.state(model) is not None
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        torchs(model)
 
 
 @on_ranks(2)
@@ -120,13 +116,6 @@ def test_replicate_around_sharded_children():
         replicate(model.blocks[0])
 
 
-@on_ranks(1)
-def test_torchs_fully_shard_refuses_a_module_that_ours_has_taken():
-    model = fully_shard(seeded())
-    with pytest.raises(AssertionError, match="only be applied to a module once"):
-        torch_fsdp.fully_shard(model)
-
-
 # -- torch.func --------------------------------------------------------------------------------------------------------
 
 
@@ -171,19 +160,19 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("what", TRANSFORMS)
 @on_ranks(2)
-def test_transforms_of_torch_func_pass_through_units(what):
-    torch.manual_seed(0)
-    alone = Smooth()
-    model = copy.deepcopy(alone)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
-    found, wanted = (TRANSFORMS[what](m, x, tangent) for m in (model, alone))
-    for one, other in zip(*(v if isinstance(v, list) else [v] for v in (found, wanted)), strict=True):
-        if other is None:
-            assert one is None or not one.full_tensor().any()
-        else:
-            torch.testing.assert_close(getattr(one, "full_tensor", lambda one=one: one)(), other)
+def test_transforms_of_torch_func_pass_through_units():
+    for what, transform in TRANSFORMS.items():
+        torch.manual_seed(0)
+        alone = Smooth()
+        model = copy.deepcopy(alone)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+        found, wanted = (transform(m, x, tangent) for m in (model, alone))
+        for one, other in zip(*(v if isinstance(v, list) else [v] for v in (found, wanted)), strict=True):
+            if other is None:
+                assert one is None or not one.full_tensor().any(), what
+            else:
+                torch.testing.assert_close(full(one), other, msg=f"{what}: {{}}".format)

@@ -260,7 +260,7 @@ def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
     trainer.checkpointer.save(2)
     expected = trainer.steps(2)
     trainer.close()
-    for system, close in (("ours", 0), ("fsdp2", 1e-5)):  # which reads it too
+    for system, close in (("ours", 0), ("fsdp2", 1e-5)):
         again = trainer_of(tmp_path, spec_of("llama3", system), seed=5, **saving)
         assert again.checkpointer.load()
         assert again.step == 2
@@ -290,20 +290,19 @@ def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(t
     assert shared.fully_shard is of_torch
     with pytest.raises(ValueError, match="got mesh, which torchtitan passes"):
         ours.parallelize_fn(nothing, mesh=None)
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, world_size=2)
-    dims.spmd_backend = "full_dtensor"
-    with pytest.raises(ValueError, match='"full_dtensor"'):
-        ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
-    for name, degrees in (("pipeline", {"pp": 2, "cp": 1}), ("context", {"pp": 1, "cp": 2})):
-        dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=1, ep=1, world_size=2, **degrees)
-        with pytest.raises(ValueError, match=f"{name}_parallel_degree is more than 1"):
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "world_size": 2}
+    for change, backend, message in (
+        ({"dp_shard": 2}, "full_dtensor", '"full_dtensor"'),
+        ({"pp": 2}, None, "pipeline_parallel_degree is more than 1"),
+        ({"cp": 2}, None, "context_parallel_degree is more than 1"),
+        ({"tp": 2}, "spmd_types", '"spmd_types" with tensor or expert'),
+        ({"tp": 2}, "partial_dtensor", "nothing returned a Linear without sharding it"),
+    ):
+        dims = ParallelDims(**{**degrees, **change})
+        if backend:
+            dims.spmd_backend = backend
+        with pytest.raises(ValueError, match=message):
             ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2)
-    with pytest.raises(ValueError, match='"spmd_types" with tensor or expert'):
-        ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
-    dims.spmd_backend = "partial_dtensor"
-    with pytest.raises(ValueError, match="nothing returned a Linear without sharding it"):
-        ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
     with pytest.raises(ZeroDivisionError):
         ours.parallelize_fn(failing)(torch.nn.Linear(2, 2), parallel_dims=dims)
     assert shared.fully_shard is of_torch

@@ -98,17 +98,15 @@ def history(trainer):
 
 @on_ranks(3)
 def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
-    for accumulate in (1, 2):
-        found = {}
-        for system in ("fsdp2", "ours"):
-            options = {"gradient_accumulation_steps": accumulate, "eval_strategy": "steps", "eval_steps": 2}
-            trainer = trainer_for(system, tmp_path / system, llama(), **options)
-            trainer.train()
-            found[system] = history(trainer)
-            reduced = [bool(count) for count in trainer.reductions]
-            assert reduced == [(i + 1) % accumulate == 0 for i in range(4 * accumulate)]
-        assert len(found["ours"]) == 10
-        assert found["ours"] == pytest.approx(found["fsdp2"], rel=1e-5)
+    found = {}
+    for system in ("fsdp2", "ours"):
+        options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        trainer = trainer_for(system, tmp_path / system, llama(), **options)
+        trainer.train()
+        found[system] = history(trainer)
+        assert [bool(count) for count in trainer.reductions] == [False, True] * 4
+    assert len(found["ours"]) == 10
+    assert found["ours"] == pytest.approx(found["fsdp2"], rel=1e-5)
     assert FSDPModule in type(trainer.model).__mro__
     trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
     own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
@@ -158,12 +156,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(
     shutil.copytree(tmp_path / "checkpoint-4", mine)
     for rank, name, damage, message in (
         (0, "pytorch_model_fsdp.bin", truncate, "on rank 0: .*pytorch_model_fsdp.bin cannot be read"),
-        (0, "optimizer.bin", truncate, "on rank 0: .*optimizer.bin cannot be read"),
-        (last, "scheduler.pt", truncate, f"on rank {last}: .*scheduler.pt cannot be read"),
         (last, f"rng_state_{last}.pth", truncate, f"on rank {last}: .*rng_state_{last}.pth cannot be read"),
         (last, "trainer_state.json", Path.unlink, f"on rank {last}: .*trainer_state.json"),
         (last, "optimizer.bin", Path.unlink, f"'scheduler.pt'.* on ranks 0, 1; .* on rank {last}"),
-        (last, "scheduler.pt", Path.unlink, f"on rank.* 0.*; .* on rank {last}"),
         (last, "", shutil.rmtree, f"on rank {last}: .*checkpoint-4 is not a folder"),
     ):
         if dist.get_rank() == rank:
@@ -184,20 +179,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(
 
 
 @on_ranks(2)
-def test_a_best_model_that_rank_0_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_for("ours", tmp_path, llama(), load_best_model_at_end=True, **each)
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        truncate(best / "pytorch_model_fsdp.bin")
-    with pytest.raises(RuntimeError, match=r"load_best_model_at_end on rank 0: .* cannot be read"):
-        trainer._load_best_model()
-
-
-@on_ranks(2)
-def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_path):
+def test_the_best_model_is_loaded_at_the_end_saved_and_the_same_error_on_every_rank_if_damaged(tmp_path):
     from safetensors.torch import load_file
 
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -213,6 +195,10 @@ def test_the_best_model_is_loaded_at_the_end_and_a_saved_one_is_the_model(tmp_pa
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == full.keys()
     assert all(full[name].equal(saved[name]) for name in saved)
+    if dist.get_rank() == 0:
+        truncate(Path(trainer.state.best_model_checkpoint) / "pytorch_model_fsdp.bin")
+    with pytest.raises(RuntimeError, match=r"load_best_model_at_end on rank 0: .* cannot be read"):
+        trainer._load_best_model()
 
 
 @on_ranks(2)

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import weakref
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from fsdp_runtime.memory import BudgetError, StepMeter, gathered_memory, tune
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks, simulated_ranks
 
-BLOCK = 4 * 64 * 65  # bytes of a gathered block
+BLOCKS, BLOCK = 4, 4 * 64 * 65  # and the bytes of a gathered one
+PLENTY = 1 << 30
 
 
 class Deep(Body):
@@ -31,7 +34,7 @@ class Deep(Body):
 
 
 def sharded(**options):
-    return shard(seeded(Deep, blocks=6), **options)
+    return shard(seeded(Deep, blocks=BLOCKS), **options)
 
 
 def backward(model, step=0):
@@ -62,39 +65,45 @@ def measured(model):
     return meter.peak
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 6])
-def test_as_many_of_the_last_units_are_kept_as_fit_and_one_more_would_not(kept):
+def test_as_many_of_the_last_units_are_kept_as_fit_one_more_would_not_and_few_steps_find_them():
     with simulated_ranks(8):
-        model = sharded()
-        least = tune(model, lambda: backward(model), memory_budget=1 << 30).least
-        budget = least + kept * BLOCK + BLOCK // 2
-        tuning = tune(model, lambda: backward(model), memory_budget=budget)
-        blocks = [name for name in tuning.kept if name != "Deep"]
-        assert blocks == [f"blocks.{5 - i}" for i in range(len(blocks))]
-        assert (
-            kept - 1 <= len(blocks) <= kept + 2
-        )  # a lean step's peak may be at another moment than the turn
-        assert least <= tuning.peak <= budget
-        assert measured(model) <= tuning.peak
-        if len(blocks) < 6:
-            model.blocks[5 - len(blocks)].set_reshard_after_forward(False)
-            assert measured(model) > budget - BLOCK
+        model, calls = sharded(reshard_after_forward=False), []
 
+        def step():
+            calls.append(0)
+            backward(model)
 
-def test_an_impossible_budget_names_the_least_that_is_possible_and_changes_nothing():
-    with simulated_ranks(8):
-        model = sharded(reshard_after_forward=False)
         before = measured(model)
         with pytest.raises(
-            ValueError, match=r"memory_budget=1,000: a step takes at least ([\d,]+) bytes"
+            ValueError, match=r"memory_budget=1,000: a step takes at least [\d,]+ bytes"
         ) as error:
-            tune(model, lambda: backward(model), memory_budget=1000)
-        assert measured(model) == before
+            tune(model, step, memory_budget=1000)
+        assert measured(model) == before  # and nothing has changed
         least = int(str(error.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
-        assert tune(model, lambda: backward(model), memory_budget=least).peak <= least
+        model = sharded()
+        calls.clear()
+        assert tune(model, step, memory_budget=PLENTY).least == least
+        assert len(calls) == 4
+        for kept in (0, 1, BLOCKS):
+            calls.clear()
+            budget = least + kept * BLOCK + (BLOCK // 2 if kept else 0)
+            tuning = tune(model, step, memory_budget=budget)
+            assert len(calls) <= 4 + 7
+            blocks = [name for name in tuning.kept if name != "Deep"]
+            assert blocks == [f"blocks.{BLOCKS - 1 - i}" for i in range(len(blocks))]
+            # A lean step's peak may be at another moment than the turn.
+            assert kept - 1 <= len(blocks) <= kept + 2
+            assert least <= tuning.peak <= budget
+            assert measured(model) <= tuning.peak
+            if len(blocks) < BLOCKS:
+                model.blocks[BLOCKS - 1 - len(blocks)].set_reshard_after_forward(False)
+                assert measured(model) > budget - BLOCK
+        meter = StepMeter(torch.device("cpu"), lambda: 0, lambda: 1 << 40)  # the caller's is used
+        with pytest.raises(BudgetError):
+            tune(model, step, memory_budget=PLENTY, meter=meter)
 
 
-@pytest.mark.parametrize("budget", [1 << 30, 1000])
+@pytest.mark.parametrize("budget", [PLENTY, 1000])
 def test_generators_buffers_and_gradients_are_as_before_also_where_nothing_fits(budget):
     fits = budget > 1000
     with simulated_ranks(2):
@@ -115,100 +124,73 @@ def test_generators_buffers_and_gradients_are_as_before_also_where_nothing_fits(
         assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (lambda model: model.blocks[0], "not a root"),
-        (lambda model: backward(model) is None or model, "has one; call zero_grad"),
-        (
-            lambda model: model.set_modules_to_forward_prefetch([model.blocks[0]]) or model,
-            "prefetches by hand",
-        ),
-        (lambda model: optimizer_in_backward(model, torch.optim.SGD) and model, "optimizer in backward"),
-    ],
+REFUSALS: Any = (
+    (lambda model: model.blocks[0], "not a root"),
+    (lambda model: backward(model) is None or model, "has one; call zero_grad"),
+    (lambda model: model.set_modules_to_forward_prefetch([model.blocks[0]]) or model, "prefetches by hand"),
+    (lambda model: optimizer_in_backward(model, torch.optim.SGD) and model, "optimizer in backward"),
+    (lambda model: sharded(reshard_after_forward=2), "integer as reshard_after_forward"),
 )
-def test_what_it_cannot_tune_is_refused_by_name(prepare, message):
-    with simulated_ranks(4):
-        model = sharded()
-        target = prepare(model)
-        with pytest.raises(ValueError, match=message):
-            tune(target, lambda: backward(model), memory_budget=1 << 30)
 
 
-def test_slices_kept_among_neighbors_and_a_budget_that_is_not_bytes_are_refused():
+def test_what_it_cannot_tune_is_refused_by_name():
     with simulated_ranks(4):
-        with pytest.raises(ValueError, match="integer as reshard_after_forward"):
-            tune(sharded(reshard_after_forward=2), lambda: None, memory_budget=1 << 30)
+        for prepare, message in REFUSALS:
+            model = sharded()
+            target = prepare(model)
+            with pytest.raises(ValueError, match=message):
+                tune(target, lambda model=model: backward(model), memory_budget=PLENTY)
         with pytest.raises(ValueError, match="expected a positive number of bytes"):
             tune(sharded(), lambda: None, memory_budget="8GiB")  # type: ignore[arg-type]
 
 
 def train(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return torch.stack([step_of(model, optimizer, step) for step in range(3)])
+    return torch.stack([step_of(model, optimizer, step) for step in range(2)])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss(ranks):
+@on_ranks(3)
+def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss_and_nothing_keeps_the_model():
     plain, model = sharded(), sharded()
-    tuning = [tune(model, lambda: backward(model), memory_budget=1 << 30)]
+    tuning = [tune(model, partial(backward, model), memory_budget=PLENTY)]
     budget = tuning[0].least + 2 * BLOCK
-    tuning.append(tune(model, lambda: backward(model), memory_budget=budget))
+    tuning.append(tune(model, partial(backward, model), memory_budget=budget))
     assert measured(model) <= tuning[1].peak <= budget
     assert train(model).equal(train(plain))
-    assert gather_from_ranks(tuning) == [tuning] * ranks
-    assert len(tuning[1].kept) < len(tuning[0].kept) == 7
+    assert gather_from_ranks(tuning) == [tuning] * 3
+    assert len(tuning[1].kept) < len(tuning[0].kept) == BLOCKS + 1
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
 
 
 @on_ranks(2)
 def test_ranks_that_run_units_in_different_orders_are_told():
     """By the first pass, or else by what `tune` compares."""
     model = sharded()
-    order = [0, 1, 2, 3, 4, 5] if torch.distributed.get_rank() else [1, 0, 2, 3, 4, 5]
+    order = [0, 1, 2, 3] if torch.distributed.get_rank() else [1, 0, 2, 3]
     with pytest.raises((ValueError, RuntimeError), match=r"do not agree on the order of (units|collectives)"):
-        tune(model, lambda: loss_of(model, tokens(), order=order).backward(), memory_budget=1 << 30)
+        tune(model, lambda: loss_of(model, tokens(), order=order).backward(), memory_budget=PLENTY)
 
 
-@on_ranks(2)
-def test_nothing_keeps_a_model_that_was_tuned():
-    def tuned():
-        model = sharded()
-        tune(model, lambda: loss_of(model, tokens()).backward(), memory_budget=1 << 30)
-        return weakref.ref(model)
+@on_ranks(3)
+def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank():
+    alone, model, one = torch.distributed.get_rank() == 2, sharded(), fully_shard(nn.Linear(4, 4))
 
-    known = tuned()
-    gc.collect()
-    assert known() is None
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_what_one_rank_finds_before_the_first_step_is_the_same_error_on_every_rank(ranks):
-    last = torch.distributed.get_world_size() - 1
-    alone = torch.distributed.get_rank() == last
-    model = sharded()
-
-    def told(message, model=model, budget=1 << 30):
-        with pytest.raises(ValueError, match=message):
-            tune(model, lambda: pytest.fail("a step ran"), memory_budget=budget)
+    def told(message, target=model, budget=PLENTY):
+        with pytest.raises(ValueError, match=f"^tune{message}"):
+            tune(target, lambda: pytest.fail("a step ran"), memory_budget=budget)
 
     if alone:
-        param = model.head.weight
-        param.grad = torch.zeros_like(param)
-    told(rf"tune on rank {last}: gradients are dropped, and head.weight has one")
+        model.head.weight.grad = torch.zeros_like(model.head.weight)
+    told(" on rank 2: gradients are dropped, and head.weight has one")
     model.zero_grad()
-    told(rf"tune on rank {last}: Deep is not a root", model=seeded(Deep, blocks=6) if alone else model)
-    told(rf"tune on rank {last}: memory_budget=0: expected a positive number", budget=0 if alone else 1 << 30)
-    told(
-        rf"tune: ranks do not agree on memory_budget: 9000 on ranks? 0.*; 1000 on rank {last}",
-        budget=1000 if alone else 9000,
-    )
-    one = fully_shard(nn.Linear(4, 4))
-    told(
-        rf"tune: ranks do not agree on the number of units: 7 on ranks? 0.*; 1 on rank {last}",
-        model=one if alone else model,
-    )
+    told(" on rank 2: Deep is not a root", seeded(Deep) if alone else model)
+    told(" on rank 2: memory_budget=0: expected a positive number", budget=0 if alone else PLENTY)
+    disagree = ": ranks do not agree on"
+    told(rf"{disagree} memory_budget: 9000 on ranks 0, 1; 1000 on rank 2", budget=1000 if alone else 9000)
+    told(rf"{disagree} the number of units: 5 on ranks 0, 1; 1 on rank 2", one if alone else model)
 
 
 def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned():
@@ -219,38 +201,20 @@ def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned
         assert tuning.kept == ("Linear",)
 
 
-def test_other_tensors_and_models_of_the_process_do_not_count():
+def test_other_tensors_models_and_garbage_do_not_count_and_only_where_all_fits_units_are_gathered_ahead():
     with simulated_ranks(8):
         model, other = sharded(), sharded(reshard_after_forward=False)
-        least = tune(model, lambda: backward(model), memory_budget=1 << 30).least
-        budget = least + 3 * BLOCK
-        alone = tune(model, lambda: backward(model), memory_budget=budget)
+        model.set_prefetch_depth(2)
+        whole = tune(model, lambda: backward(model), memory_budget=PLENTY)
+        assert (whole.prefetch_depth, len(whole.kept)) == (2, BLOCKS + 1)
         large = torch.zeros(1 << 20)
         loss_of(other, tokens())  # holds gathered memory until backward
         assert gathered_memory(other).lent_bytes > 0
-        assert tune(model, lambda: backward(model), memory_budget=budget) == alone
-        assert large.sum() == 0
-
-
-def test_nothing_is_gathered_ahead_if_only_that_fits():
-    with simulated_ranks(8):
-        model = sharded()
-        model.set_prefetch_depth(2)
-        whole = tune(model, lambda: backward(model), memory_budget=1 << 30)
-        assert (whole.prefetch_depth, len(whole.kept)) == (2, 7)
-        lean = tune(model, lambda: backward(model), memory_budget=whole.least)
-        assert (lean.prefetch_depth, lean.peak) == (0, whole.least)
-
-
-def test_a_model_that_is_gone_but_not_collected_does_not_change_what_a_step_takes():
-    with simulated_ranks(8):
-        model = sharded()
-        model.set_prefetch_depth(2)
-        least = tune(model, lambda: backward(model), memory_budget=1 << 30).least
         gone = sharded()
         gone.unshard()
         gone.itself = [gone]  # a cycle, which holds its gathered memory until the collector runs
         del gone
+        calls = []
 
         def step():
             calls.append(0)
@@ -258,27 +222,10 @@ def test_a_model_that_is_gone_but_not_collected_does_not_change_what_a_step_take
                 gc.collect()
             backward(model)
 
-        calls = []
         gc.disable()
         try:
-            lean = tune(model, step, memory_budget=least)
+            lean = tune(model, step, memory_budget=whole.least)
         finally:
             gc.enable()
-        assert (lean.prefetch_depth, lean.peak, lean.least) == (0, least, least)
-
-
-def test_steps_are_few_and_the_callers_meter_is_used():
-    with simulated_ranks(8):
-        model, calls = sharded(), []
-        meter = StepMeter(torch.device("cpu"), lambda: 0, lambda: 1 << 40)
-
-        def step():
-            calls.append(0)
-            backward(model)
-
-        least = tune(model, step, memory_budget=1 << 30).least
-        assert len(calls) == 4
-        tune(model, step, memory_budget=least + 2 * BLOCK)
-        assert len(calls) <= 4 + 7
-        with pytest.raises(BudgetError):
-            tune(model, step, memory_budget=1 << 30, meter=meter)
+        assert (lean.prefetch_depth, lean.peak, lean.least) == (0, whole.least, whole.least)
+        assert large.sum() == 0

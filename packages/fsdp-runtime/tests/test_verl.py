@@ -127,7 +127,6 @@ def train(engine, steps=range(3)):
 @on_ranks(3, timeout=280)
 def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
     for case in (
-        {},
         {"tied": True, "reshard_after_forward": False},
         {"param_offload": True, "optimizer_offload": True},
     ):

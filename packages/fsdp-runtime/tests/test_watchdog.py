@@ -66,17 +66,6 @@ def rush(folder):
     """Not late at all."""
 
 
-@pytest.mark.parametrize("transport", ["collectives", pytest.param("auto", marks=pytest.mark.long)])
-def test_a_rank_that_comes_late_is_named_with_the_line_where_it_is(tmp_path, transport):
-    reports = run_ranks(3, train, tmp_path, sleep, transport)
-    line = next(line for of_rank in reports for line in of_rank if "missing: rank 2 (" in line)
-    number = re.search(r"for all_gather of Sequential number (\d+)", line)
-    assert number
-    assert "ranks 0, 1 wait in it" in line
-    assert f"and has started {int(number[1]) - 1}" in line
-    assert "in sleep" in line
-
-
 def last_collectives(folder):
     """Name and number of the last collective in each rank's flight recorder."""
     traces = [json.loads((folder / f"flight-recorder-rank-{rank}.json").read_text()) for rank in range(3)]
@@ -84,12 +73,24 @@ def last_collectives(folder):
     return [(entry["profiling_name"], entry["collective_seq_id"]) for entry in last]
 
 
-def test_a_report_names_flight_recorders_that_end_with_the_late_collective_and_the_one_before(tmp_path):
-    reports = run_ranks(3, train, tmp_path, sleep, "collectives", AFTER, last_collectives)
-    named = [f"; flight recorder: {tmp_path}/flight-recorder-rank-{rank}.json" for rank in range(3)]
-    assert all(named[rank] in line for rank in range(3) for line in reports[rank])
-    waiting, also_waiting, missing = json.loads((tmp_path / "reported").read_text())
-    assert waiting == also_waiting == ["gloo:all_gather", missing[1] + 1]
+@pytest.mark.parametrize("transport", ["collectives", pytest.param("auto", marks=pytest.mark.long)])
+def test_a_rank_that_comes_late_is_named_with_its_line_and_flight_recorders_that_end_there(
+    tmp_path, transport
+):
+    recorded = transport == "collectives"
+    look = last_collectives if recorded else str
+    reports = run_ranks(3, train, tmp_path, sleep, transport, AFTER, look)
+    line = next(line for of_rank in reports for line in of_rank if "missing: rank 2 (" in line)
+    number = re.search(r"for all_gather of Sequential number (\d+)", line)
+    assert number
+    assert "ranks 0, 1 wait in it" in line
+    assert f"and has started {int(number[1]) - 1}" in line
+    assert "in sleep" in line
+    if recorded:
+        named = [f"; flight recorder: {tmp_path}/flight-recorder-rank-{rank}.json" for rank in range(3)]
+        assert all(named[rank] in line for rank in range(3) for line in reports[rank])
+        waiting, also_waiting, missing = json.loads((tmp_path / "reported").read_text())
+        assert waiting == also_waiting == ["gloo:all_gather", missing[1] + 1]
 
 
 @pytest.mark.parametrize(
@@ -188,14 +189,10 @@ def test_a_rank_that_is_not_late_asks_the_store_one_thing_a_look():
     assert fake.values.keys() == {"host/0"}
 
 
-def test_without_the_store_a_late_rank_says_what_it_knows():
+def test_a_store_that_fails_or_does_not_answer_holds_up_neither_the_report_nor_leaving():
     store = Store()
     store.broken = True
     assert "the other ranks cannot be asked: connection reset by peer" in first_report(store, every=0.3)
-
-
-def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving():
-    store = Store()
     never = threading.Event()
     answers: list[bool] = []
     store.check = lambda keys: answers.append(never.wait(60))
@@ -206,8 +203,9 @@ def test_a_store_that_does_not_answer_holds_up_neither_the_report_nor_leaving():
     assert "the other ranks cannot be asked: the store has not answered for " in line
 
 
-@pytest.mark.parametrize("seconds", [{"after": 0}, {"after": 1, "every": -1}])
-def test_times_must_be_positive(seconds):
+def test_times_must_be_positive():
     fake: Any = Store()
-    with pytest.raises(ValueError, match="expected more than 0"):
-        Watchdog(fake, 0, 2, **seconds)
+    wrong: Any = ({"after": 0}, {"after": 1, "every": -1})
+    for seconds in wrong:
+        with pytest.raises(ValueError, match="expected more than 0"):
+            Watchdog(fake, 0, 2, **seconds)

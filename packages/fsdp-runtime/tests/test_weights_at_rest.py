@@ -17,6 +17,7 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4
+from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 WIDTH = 64
@@ -99,9 +100,9 @@ def assert_trains_as(reference, model, steps=2):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @on_ranks("ranks")
-def test_adapters_train_on_the_values_that_the_codes_say(ranks):
+def test_adapters_train_on_the_values_that_the_codes_say_which_are_all_that_is_kept_and_travels(ranks):
     for fmt in FORMATS:
         reference, model = read_back(fmt, adapted()), shard(adapted(), fmt)
         assert_trains_as(reference, model)
@@ -110,6 +111,30 @@ def test_adapters_train_on_the_values_that_the_codes_say(ranks):
             assert param.shape == dict(reference.named_parameters())[name].shape
             if is_base(name):
                 assert param.full_tensor().equal(dict(reference.named_parameters())[name])
+        if ranks > 1:
+            assert_only_codes(model)
+
+
+def assert_only_codes(model):
+    """Of a unit's weights only codes and scales are kept, and travel."""
+    groups = member_of(model.blocks[0]).unit.groups
+    (coded,) = [group for group in groups if not group.holds_values]
+    row = coded.planes.row_bytes
+    sizes = [*coded.planes.code_bytes, coded.planes.scale_bytes]
+    assert [flat.nbytes for flat in coded.buffer.shard] == sizes
+    views: list = list(coded.buffer.local_views.values())
+    held = max(gather_from_ranks(sum(view.codes.nbytes + view.scales.nbytes for view in views)))
+    assert held <= row <= held + coded.plan.layout.padding + 32  # planes of whole 16 bytes
+    plain = [group.plan.layout for group in groups if group is not coded]
+    values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
+    memory = unit_memory(model.blocks[0])
+    assert memory.weights == memory.sent == row + values
+    assert (memory.gradients, memory.codes) == (values, 0)
+    with record_collectives() as record:
+        loss_of(model, tokens()).backward()
+    sent = [(dist.get_world_size() - 1) * unit_memory(unit).sent for unit in (model, *model.blocks)]
+    gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
+    assert gathers == [*sent, *sent[:0:-1]]
 
 
 @on_ranks(4)
@@ -121,35 +146,6 @@ def test_codes_at_rest_go_with_hsdp_neighbors_and_mixed_precision():
     model = shard(adapted(), mp_policy=precision)
     loss_of(model, tokens()).backward()
     assert model.blocks[0].down.weight.grad is not None
-
-
-@on_ranks(3)
-def test_codes_are_all_that_is_kept_and_all_that_travels():
-    ranks = dist.get_world_size()
-    for fmt in FORMATS:
-        model = shard(adapted(), fmt)
-        groups = member_of(model.blocks[0]).unit.groups
-        (coded,) = [group for group in groups if not group.holds_values]
-        row = coded.planes.row_bytes
-        assert [flat.nbytes for flat in coded.buffer.shard] == [
-            *coded.planes.code_bytes,
-            coded.planes.scale_bytes,
-        ]
-        views: list = list(coded.buffer.local_views.values())
-        held: list = [None] * ranks
-        dist.all_gather_object(held, sum(view.codes.nbytes + view.scales.nbytes for view in views))
-        assert max(held) <= row <= max(held) + coded.plan.layout.padding + 32  # planes of whole 16 bytes
-        plain = [group.plan.layout for group in groups if group is not coded]
-        values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
-        memory = unit_memory(model.blocks[0])
-        assert memory.weights == memory.sent == row + values
-        assert memory.gradients == values
-        assert memory.codes == 0
-        with record_collectives() as record:
-            loss_of(model, tokens()).backward()
-        sent = [(ranks - 1) * unit_memory(unit).sent for unit in (model, *model.blocks)]
-        gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
-        assert gathers == [*sent, *sent[:0:-1]]
 
 
 def assert_codes(model, fmt, full):
@@ -195,6 +191,8 @@ def load(folder):
         expected = adapted()
         expected.load_state_dict(other_values())
         assert loss_of(model, tokens()).equal(loss_of(read_back(fmt, expected), tokens()))
+        if number >= 2:
+            continue
         values = shard(adapted(), fmt)
         for name, value in other_values().items():  # one at a time
             one = {name: torch.empty_like(value)}
@@ -226,17 +224,16 @@ def test_codes_load_from_whole_ones_and_values_from_another_layout():
     assert_codes(again, NF4, other_values())
     ragged_shard.load_full_state_dict(again, adapted().state_dict())
     assert_codes(again, NF4, adapted().state_dict())
-    name = "blocks.0.base.weight"
-    codes, scales = full[f"{name}.codes"], full[f"{name}.scales"]
-    for wrong, message in (
-        ({f"{name}.codes": codes}, r"expected 'blocks\.0\.base\.weight\.codes'"),
-        (
-            {f"{name}.codes": codes[:, 1:], f"{name}.scales": scales},
-            r"base\.weight\.codes: torch\.uint8 of shape \(64, 32\); BlockNF4\(size=64\) has",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            again.load_state_dict(wrong, strict=False)
+    name, message = (
+        "blocks.0.base.weight",
+        r"base\.weight\.codes: torch\.uint8 of shape \(64, 32\); BlockNF4\(size",
+    )
+    parts = {f"{name}.codes": full[f"{name}.codes"][:, 1:], f"{name}.scales": full[f"{name}.scales"]}
+    with pytest.raises(ValueError, match=message):
+        again.load_state_dict(parts, strict=False)
+    del parts[f"{name}.scales"]
+    with pytest.raises(ValueError, match=r"expected 'blocks\.0\.base\.weight\.codes'"):
+        again.load_state_dict(parts, strict=False)
 
 
 @on_ranks(2)
@@ -250,12 +247,10 @@ def test_a_model_on_meta_gets_codes_and_never_values():
         base = model.blocks[0].base.weight
         assert isinstance(base.local, BlockQuantizedTensor)  # no memory for values, at no time
         assert base.is_meta is assign
-        model.load_state_dict(
-            {name: nn.Parameter(value, is_base(name) is False) for name, value in other_values().items()}
-            if assign
-            else other_values(),
-            assign=assign,
-        )
+        state = other_values()
+        if assign:
+            state = {name: nn.Parameter(value, not is_base(name)) for name, value in state.items()}
+        model.load_state_dict(state, assign=assign)
         for name, param in model.named_parameters():
             assert isinstance(param.local, BlockQuantizedTensor) is is_base(name)
         expected = adapted()
@@ -301,20 +296,3 @@ def test_codes_are_not_trained_and_not_written_to():
     base.requires_grad_(True)
     with pytest.raises(ValueError, match=r"base\.weight requires a gradient since, but is kept as codes"):
         loss_of(model, tokens())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"at_rest": "nf4"}, "expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"),
-        ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
-        ({"at_rest": BlockNVFP4()}, r"use BlockNVFP4\(\"row\"\)"),
-        ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
-        ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
-        ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
-        ({"weights": NF4}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
-    ],
-)
-def test_options_that_do_not_apply_to_codes_at_rest_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        QuantizationPolicy(**options)

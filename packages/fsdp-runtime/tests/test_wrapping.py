@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from runtime_helpers import (
-    TwoLayers,
+    Body,
     assert_same_gradients,
     assert_same_parameters,
     locals_of,
@@ -15,7 +15,6 @@ from runtime_helpers import (
     same_bits,
     seeded,
     shard,
-    shard_with_tensor_parallelism,
     step_of,
     tokens,
 )
@@ -58,12 +57,9 @@ def test_each_policy_names_its_blocks_and_can_be_pickled(policy, wanted):
     assert blocks(pickle.loads(pickle.dumps(policy))) == wanted
 
 
-def test_a_pattern_that_is_none_is_named():
+def test_a_pattern_that_is_none_and_an_optimizer_that_declares_nothing_are_refused():
     with pytest.raises(ValueError, match=r"block policy: '\(' is not a regular expression"):
         bp.by_pattern({"(": Rows(1)})
-
-
-def test_an_optimizer_that_declares_nothing_is_refused():
     with pytest.raises(TypeError, match=r"SGD.* declares no blocks"):
         bp.declared_by(torch.optim.SGD)
 
@@ -107,16 +103,11 @@ def planner_that_refuses(refuses, specs, ranks, *, align):
 
 @on_ranks(2)
 def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
-    for error, options in (
-        ((TypeError, ValueError), {"block_policy": wrong_for_the_second}),
-        (
-            ArithmeticError,
-            {"planner": partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")},
-        ),
-    ):
+    refusing = partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")
+    for options in ({"block_policy": wrong_for_the_second}, {"planner": refusing}):
         model, reference = seeded(TwoDtypes), seeded(TwoDtypes)
         before = snapshot(model)
-        with pytest.raises(error):
+        with pytest.raises((TypeError, ValueError, ArithmeticError)):
             fully_shard(model, **options)
         assert snapshot(model) == before
         fully_shard(model)
@@ -125,34 +116,29 @@ def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_
 
 
 @on_ranks(2)
-def test_an_outer_unit_that_cannot_lay_out_what_it_keeps_refuses_the_inner_one_and_nothing_changes():
+def test_a_refusal_inside_of_a_unit_changes_nothing_and_leaves_it_gathered():
     refusing = False
 
     def planner(specs, ranks, *, align):
         return planner_that_refuses(lambda _: refusing, specs, ranks, align=align)
 
-    model, reference = fully_shard(seeded(), planner=planner), seeded()
-    values = locals_of(model)
-    before, refusing = snapshot(model), True
-    with pytest.raises(ArithmeticError, match="refused"):
+    for gathered in (False, True):
+        refusing = False
+        model, reference = fully_shard(seeded(), planner=planner), seeded()
+        values = locals_of(model)
+        if gathered:
+            model.unshard()
+        before, refusing = snapshot(model), True
+        with pytest.raises(ArithmeticError, match="refused"):  # the outer unit cannot lay out what it keeps
+            fully_shard(model.blocks[1])
+        assert snapshot(model) == before
+        assert gathered or same_bits(locals_of(model), values)
+        refusing = False
+        with pytest.raises((TypeError, ValueError)):
+            fully_shard(model.blocks[1], block_policy=lambda name, param: "no block")  # type: ignore[arg-type, return-value]
+        assert snapshot(model) == before
         fully_shard(model.blocks[1])
-    assert snapshot(model) == before
-    assert same_bits(locals_of(model), values)
-    refusing = False
-    fully_shard(model.blocks[1])
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
-
-
-@on_ranks(2)
-def test_a_refusal_inside_a_gathered_unit_leaves_it_gathered():
-    model, reference = fully_shard(seeded()), seeded()
-    model.unshard()
-    before = snapshot(model)
-    with pytest.raises((TypeError, ValueError)):
-        fully_shard(model.blocks[1], block_policy=lambda name, param: "no block")  # type: ignore[arg-type, return-value]
-    assert snapshot(model) == before
-    fully_shard(model.blocks[1])
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
+        torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
 
 
 class Layer(nn.Module):
@@ -165,18 +151,10 @@ class Layer(nn.Module):
         return self.out(torch.tanh(self.up(x)))
 
 
-class Layers(nn.Module):
-    def __init__(self, width=8, vocab=12, layers=3):
+class Layers(Body):
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocab)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x) + x
-        return self.head(x)
+        self.blocks = nn.ModuleList(Layer(8) for _ in range(3))
 
 
 def sharded(**options):
@@ -209,21 +187,6 @@ def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad
         assert sum(unit.padding for unit in each) == 3 * 2 * 4 * 32
 
 
-@on_ranks(2)
-def test_tensor_parallelism_of_degree_1_trains_as_without():
-    mesh = rank_mesh(2, 1, names=("dp", "tp"))
-    model, reference = shard_with_tensor_parallelism(seeded(TwoLayers), mesh, Rows(3)), seeded(TwoLayers)
-    x = torch.randn(4, 8)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
-    for _ in range(3):
-        for optimizer, m in zip(optimizers, (model, reference), strict=True):
-            m(x).square().mean().backward()
-            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, reference)
-
-
 def sharded_groups():
     with simulated_ranks(4, rank=1):
         return shard(seeded(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
@@ -234,6 +197,7 @@ def test_neighbors_are_those_of_the_new_process_groups():
     assert sharded_groups() is not before  # and nothing asks for a group of before
 
 
+@pytest.mark.long
 @on_ranks(8)
 def test_ranks_next_to_tensor_parallelism_have_neighbors_of_their_own():
     """Only the ranks of one column of a mesh are in its sub-mesh: a group that all ranks must make would hang."""
