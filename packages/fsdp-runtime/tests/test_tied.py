@@ -155,8 +155,9 @@ def check_training(order, *, accumulate=1, reshard=None, rtol=1e-5, atol=1e-6, *
     assert model.head.weight is model.embed.weight
 
 
-@on_ranks(3)
-def test_it_trains_as_in_one_process():
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_it_trains_as_in_one_process(ranks):
     for order in ORDERS:
         check_training(order)
     for reshard in (False, True):

@@ -97,7 +97,8 @@ def check(kind, order):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@on_ranks(3)
-def test_it_trains_as_in_one_process_in_any_order_of_wrapping(kind):
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks("ranks")
+def test_it_trains_as_in_one_process_in_any_order_of_wrapping(kind, ranks):
     for order in MODELS[kind][1]:
         check(kind, order)
