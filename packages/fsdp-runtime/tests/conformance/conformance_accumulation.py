@@ -21,11 +21,7 @@ from ragged_shard.testing import record_collectives
 MULTI = "Accumulation and microbatches"
 
 
-@case(
-    MULTI,
-    "`set_requires_gradient_sync(False)`: gradients add up until it is on again",
-    ranks=3,
-)
+@case(MULTI, "`set_requires_gradient_sync(False)`: gradients add up until it is on again", ranks=3)
 def no_sync(fsdp):
     for reshard in (True, False):
         model, reference = pair(fsdp, reshard_after_forward=reshard)
@@ -57,10 +53,7 @@ def no_sync_here(fsdp):
     check_backward(model, reference)
 
 
-@case(
-    MULTI,
-    "`set_reshard_after_backward(False)` between microbatches saves gathers",
-)
+@case(MULTI, "`set_reshard_after_backward(False)` between microbatches saves gathers")
 def no_sync_no_reshard(fsdp):
     model, reference = pair(fsdp, reshard_after_forward=False)
     for micro in range(3):

@@ -46,11 +46,7 @@ def divide(fsdp, force):
         check_backward(model, reference, scale=world() / factor)
 
 
-@case(
-    GRADIENTS,
-    "`param.grad`: the mean over ranks, in the parameter's layout and dtype",
-    ranks=3,
-)
+@case(GRADIENTS, "`param.grad`: the mean over ranks, in the parameter's layout and dtype", ranks=3)
 def gradient(fsdp):
     model, reference = pair(fsdp)
     backward_both(model, reference)
@@ -74,10 +70,7 @@ def no_zero_grad(fsdp):
     check_backward(model, reference, 2)
 
 
-@case(
-    GRADIENTS,
-    "post-accumulate-grad hooks run once per backward, with the reduced gradient",
-)
+@case(GRADIENTS, "post-accumulate-grad hooks run once per backward, with the reduced gradient")
 def accumulate_hooks(fsdp):
     model, reference = pair(fsdp)
     calls: dict = {name: [] for name, _ in model.named_parameters()}
@@ -110,11 +103,7 @@ def optimizer_in_backward(fsdp):
     assert_same(model, reference)
 
 
-@case(
-    GRADIENTS,
-    "`set_gradient_divide_factor` with sums forced, for one unit",
-    ranks=3,
-)
+@case(GRADIENTS, "`set_gradient_divide_factor` with sums forced, for one unit", ranks=3)
 def divide_factor_sum(fsdp):
     divide(fsdp, force=True)
 
@@ -264,10 +253,7 @@ def max_input_buffers(fsdp):
     check_backward(model, reference)
 
 
-@case(
-    GRADIENTS,
-    "`set_separate_reduce_scatter_group`: gradients use another process group",
-)
+@case(GRADIENTS, "`set_separate_reduce_scatter_group`: gradients use another process group")
 def separate_group(fsdp):
     model, reference = pair(fsdp)
     made, usual = [], dist.new_group

@@ -16,10 +16,7 @@ from conformance_models import (
     train_plain,
 )
 from conformance_registry import Raises, case
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 META = "Deferred initialization"
 

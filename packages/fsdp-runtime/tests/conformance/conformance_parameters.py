@@ -302,10 +302,7 @@ def contiguous(fsdp):
         assert p.grad.to_local().is_contiguous()
 
 
-@case(
-    PARAMETERS,
-    "in forward, parameters are plain `nn.Parameter`s of the full shape",
-)
+@case(PARAMETERS, "in forward, parameters are plain `nn.Parameter`s of the full shape")
 def unsharded_type(fsdp):
     kinds: list = []
 

@@ -93,11 +93,7 @@ def reduce_dtype(fsdp):
     assert reduced_bytes(fsdp, reduce_dtype=LOW) <= in_fp32 * 0.6
 
 
-@case(
-    PRECISION,
-    "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again",
-    ranks=3,
-)
+@case(PRECISION, "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again", ranks=3)
 def reduce_in_fp32(fsdp):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
     model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
@@ -240,11 +236,7 @@ def grad_scaler(fsdp):
         assert scaler.get_scale() == 128.0
 
 
-@case(
-    OFFLOAD,
-    "`CPUOffloadPolicy`: the same training",
-    ranks=3,
-)
+@case(OFFLOAD, "`CPUOffloadPolicy`: the same training", ranks=3)
 def cpu_offload(fsdp):
     for pin in (True, False):
         policy = fsdp.CPUOffloadPolicy(pin_memory=pin and torch.cuda.is_available())

@@ -71,10 +71,7 @@ def aliases(fsdp):
         assert torch.equal(state[name].to_local(), p.to_local()), name
 
 
-@case(
-    STATE,
-    "`state_dict` while unsharded: reshards, entries are sharded",
-)
+@case(STATE, "`state_dict` while unsharded: reshards, entries are sharded")
 def while_unsharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
     model(torch.randn(2, 8))
@@ -94,11 +91,7 @@ def names(fsdp):
     assert list(model[2].state_dict()) == list(plain[2].state_dict())
 
 
-@case(
-    STATE,
-    "`load_state_dict` of a sharded state dict, also of an older one",
-    ranks=3,
-)
+@case(STATE, "`load_state_dict` of a sharded state dict, also of an older one", ranks=3)
 def load(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
     kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -224,11 +217,7 @@ def optimizer_native(fsdp):
     train(model, twin)
 
 
-@case(
-    STATE,
-    "a DCP checkpoint of 4 ranks loads on 3 and 1, optimizer included",
-    ranks=(4, 3, 1),
-)
+@case(STATE, "a DCP checkpoint of 4 ranks loads on 3 and 1, optimizer included", ranks=(4, 3, 1))
 def checkpoint_world_size(fsdp, folder):
     model = shard_stack(fsdp, seeded(Stack, 0 if dist.get_world_size() == 4 else 9))
     optimizer = adamw(model)
@@ -249,11 +238,7 @@ def checkpoint_world_size(fsdp, folder):
     assert_same(model, reference, rtol=1e-4, atol=1e-5)
 
 
-@case(
-    STATE,
-    "FSDP2's checkpoints load at another world size, and the reverse",
-    ranks=(4, 3),
-)
+@case(STATE, "FSDP2's checkpoints load at another world size, and the reverse", ranks=(4, 3))
 def checkpoint_exchange(fsdp, folder):
     from torch.distributed import fsdp as theirs
 

@@ -138,11 +138,7 @@ def set_reshard_after_forward(fsdp):
     assert all_sharded(model)
 
 
-@case(
-    UNITS,
-    "`set_reshard_after_forward` takes a bool",
-    fsdp2=Raises(ValueError, "reshard_after_forward"),
-)
+@case(UNITS, "`set_reshard_after_forward` takes a bool", fsdp2=Raises(ValueError, "reshard_after_forward"))
 def set_reshard_after_forward_number(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh()).set_reshard_after_forward(2)
 
@@ -215,10 +211,7 @@ def unshard_unwaited(fsdp):
     assert gathers(record) == 1, record.kinds
 
 
-@case(
-    UNITS,
-    "values written to the sharded parameter after `unshard()` are in the next gather",
-)
+@case(UNITS, "values written to the sharded parameter after `unshard()` are in the next gather")
 def write_sharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
     run(model).sum().backward()

@@ -59,11 +59,7 @@ def hsdp(fsdp):
         assert held.item() == parameter.numel()
 
 
-@case(
-    WRAP,
-    "a 2-D mesh without names is refused",
-    fsdp2=Raises(AssertionError, "mesh_dim_names"),
-)
+@case(WRAP, "a 2-D mesh without names is refused", fsdp2=Raises(AssertionError, "mesh_dim_names"))
 def nameless_mesh(fsdp):
     fsdp.fully_shard(MLP(), mesh=rank_mesh(1, world()))
 
@@ -178,11 +174,7 @@ def slices(fsdp):
     assert part[1] is model[1]
 
 
-@case(
-    WRAP,
-    "`deepcopy` is refused",
-    fsdp2=Raises(AssertionError, "deepcopy"),
-)
+@case(WRAP, "`deepcopy` is refused", fsdp2=Raises(AssertionError, "deepcopy"))
 def deepcopy(fsdp):
     copy.deepcopy(fsdp.fully_shard(MLP(), mesh=mesh()))
 
@@ -318,21 +310,12 @@ def odd_reshard(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward=3)
 
 
-@case(
-    WRAP,
-    "`reshard_after_forward` of another type is refused",
-    fsdp2=Raises(ValueError, "reshard_after"),
-)
+@case(WRAP, "`reshard_after_forward` of another type is refused", fsdp2=Raises(ValueError, "reshard_after"))
 def text_reshard(fsdp):
     fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward="yes")
 
 
-@case(
-    WRAP,
-    "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms",
-    ranks=4,
-    since=(2, 13),
-)
+@case(WRAP, "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms", ranks=4, since=(2, 13))
 def spmd_mesh(fsdp):
     over = mesh(2, 2, names=("dp", "tp"))
     model = distribute_module(seeded(MLP), over)

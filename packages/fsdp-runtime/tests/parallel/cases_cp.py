@@ -126,10 +126,7 @@ def torchs(mesh: DeviceMesh) -> Attend:
 
 
 def run(
-    fsdp: Any,
-    attend: Callable[[DeviceMesh], Attend],
-    shape: tuple[int, int] = (2, 2),
-    plain: Attend = causal,
+    fsdp: Any, attend: Callable[[DeviceMesh], Attend], shape: tuple[int, int] = (2, 2), plain: Attend = causal
 ) -> Outcome:
     """Train over a mesh of (dp, cp), folded into one axis for FSDP."""
     mesh = rank_mesh(*shape, names=("dp", "cp"))

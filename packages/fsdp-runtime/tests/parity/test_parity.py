@@ -34,8 +34,7 @@ def problems(run: Run, report: Report) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks"),
-    [(model, ranks) for ranks, models in TESTED.items() for model in models],
+    ("model", "ranks"), [(model, ranks) for ranks, models in TESTED.items() for model in models]
 )
 def test_ten_steps_end_where_one_process_and_fsdp2_end(model: str, ranks: int) -> None:
     runs = suite_runs(model, ranks)

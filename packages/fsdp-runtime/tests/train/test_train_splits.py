@@ -121,11 +121,7 @@ def test_every_optimizer_takes_divided_parameters(folder, tmp_path):
 
 
 OTHERS: dict[str, dict[str, dict]] = {
-    "deep": {
-        "pp 2 x cp 2": {"pp": 2, "cp": 2},
-        "zbv": {"pp": 2, "pp_schedule": "zbv"},
-        "fsdp 4": {},
-    },
+    "deep": {"pp 2 x cp 2": {"pp": 2, "cp": 2}, "zbv": {"pp": 2, "pp_schedule": "zbv"}, "fsdp 4": {}},
     "moe": {"fsdp 4": {}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2": {"pp": 2}},
 }
 
@@ -170,8 +166,7 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
 
 
 @pytest.mark.parametrize(
-    ("changes", "rel"),
-    [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)],
+    ("changes", "rel"), [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)]
 )
 def test_quantized_runs_are_split_too(folder, changes, rel):
     """FP8 makes the same codes; INT8 scales runs of other elements where tp cuts rows."""
