@@ -41,7 +41,6 @@ class Stack(nn.Module):
 
 
 def stack_of(block: Callable[[], nn.Module], blocks: int = 3) -> Stack:
-    """A stack of other blocks."""
     model = Stack()
     for i in range(blocks):
         model.blocks[i] = block()
@@ -101,7 +100,6 @@ def batch(step: int = 0, rows: int = 4, width: int = WIDTH) -> torch.Tensor:
 
 
 def mine(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of it."""
     return whole.chunk(world())[dist.get_rank()]
 
 
@@ -119,7 +117,6 @@ def train(
     steps: int = 2,
     rows: Callable[[torch.Tensor], torch.Tensor] = mine,
 ) -> None:
-    """Steps on this rank's rows of each batch."""
     for step in range(steps):
         mean_square(model, rows(batch(step))).backward()
         optimizer.step()

@@ -18,9 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 TORCH = "2.13"  # whose FSDP2 the cases were seen with
+TORCH_NOW = tuple(map(int, torch.__version__.split(".")[:2]))
 IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
     "conformance_wrapping",
@@ -70,6 +72,7 @@ class Case:
     unsupported: bool
     since: tuple[int, int]
     timeout: float
+    refusal: bool
 
     @property
     def verdict(self) -> str:
@@ -81,7 +84,6 @@ class Case:
         return "equal"
 
     def expected(self, implementation: str) -> Raises | None:
-        """What this implementation is to do."""
         return {"fsdp2": self.fsdp2, "ours": self.ours}[implementation]
 
 
@@ -100,6 +102,7 @@ def case(
     unsupported: bool = False,
     since: tuple[int, int] = (2, 11),
     timeout: float = 60.0,
+    refusal: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Enter a case. ``ours`` is what FSDP2 does unless it says else.
 
@@ -113,15 +116,31 @@ def case(
         theirs = fsdp2 if isinstance(ours, str) else ours
         sizes = (ranks,) if isinstance(ranks, int) else ranks
         CASES[name] = Case(
-            name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, since, timeout
+            name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, since, timeout, refusal
         )
         return fn
 
     return enter
 
 
+def refusal(
+    section: str,
+    text: str,
+    attempt: Callable[[Any], Any],
+    fsdp2: Raises | None,
+    ours: Raises | str | None = "same",
+    **options: Any,
+) -> None:
+    """Enter a case that raises before ranks send anything, so that others can follow on the same ranks."""
+
+    def refused(fsdp: Any) -> None:
+        attempt(fsdp)
+
+    refused.__name__ = text
+    case(section, text, fsdp2=fsdp2, ours=ours, refusal=True, **options)(refused)
+
+
 def all_cases() -> dict[str, Case]:
-    """Every case, in the order of the table."""
     for module in MODULES:
         importlib.import_module(module)
     return CASES
@@ -140,6 +159,19 @@ def run_with_backend(backend: str | None, name: str, implementation: str, folder
             dist.destroy_process_group()
 
 
+def run_refusals(implementation: str) -> list[str]:
+    """On a rank: what is not as it must be, of all refusals that this torch has."""
+    problems = []
+    for name, entry in all_cases().items():
+        if entry.refusal and entry.since <= TORCH_NOW:
+            try:
+                run_case(name, implementation, "")
+            except Exception as error:
+                problems.append(f"{name}: {error}")
+    dist.barrier()
+    return problems
+
+
 def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str] | None:
     """On a rank: None if the case works, else the error's type, message and traceback. An expected error is checked."""
     entry = all_cases()[name]
@@ -154,7 +186,8 @@ def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str
             raise
         if not isinstance(error, expected.error) or not re.search(expected.match, str(error)):
             raise AssertionError(f"expected {expected}, got {type(error).__name__}: {error}") from error
-        dist.destroy_process_group()  # what it left half done must not meet the next case
+        if not entry.refusal:
+            dist.destroy_process_group()  # what it left half done must not meet the next case
         return type(error).__name__, str(error), trace
     if expected is not None:
         raise AssertionError(f"{name} works with {IMPLEMENTATIONS[implementation]}; expected {expected}")
@@ -162,7 +195,6 @@ def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str
 
 
 def table() -> str:
-    """The whole of CONFORMANCE.md."""
     cases = all_cases().values()
     counts = {
         verdict: sum(c.verdict == verdict for c in cases) for verdict in ("equal", "better", "not supported")

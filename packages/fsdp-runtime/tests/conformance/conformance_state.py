@@ -19,7 +19,6 @@ from conformance_models import (
     assert_same_gradients,
     backward_both,
     batch,
-    check_backward,
     check_training,
     full,
     is_sharded,
@@ -106,15 +105,6 @@ def load(fsdp):
     train(model, adamw(model))
 
 
-@case(STATE, "`load_state_dict(assign=True)` over values: the parameters are the given tensors', and train")
-def load_assign(fsdp):
-    model, other = shard_stack(fsdp, seeded(Stack)), shard_stack(fsdp, seeded(Stack, 7))
-    model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=True)
-    assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
-    reference = seeded(Stack, 7)
-    check_backward(model, reference)
-
-
 @case(
     STATE,
     "`load_state_dict` of an unsharded state dict",
@@ -143,31 +133,9 @@ def get_model(fsdp):
     assert bool(onto_rank0) == (dist.get_rank() == 0)
 
 
-@case(STATE, "`set_model_state_dict` of a sharded state dict", ranks=3)
-def set_model(fsdp):
-    model, other = shard_stack(fsdp, seeded(Stack)), shard_stack(fsdp, seeded(Stack, 7))
-    set_model_state_dict(model, get_model_state_dict(other))
-    assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
-
-
 @case(
     STATE,
-    "`set_model_state_dict(full_state_dict=True)`, with and without `broadcast_from_rank0`",
-    ranks=3,
-    since=FULL_STATE_DICTS,
-)
-def set_model_full(fsdp):
-    for from_rank0 in (False, True):
-        model = shard_stack(fsdp, seeded(Stack))
-        state = seeded(Stack, 7).state_dict() if not from_rank0 or dist.get_rank() == 0 else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
-        set_model_state_dict(model, state, options=options)
-        assert_same(model, seeded(Stack, 7), rtol=0, atol=0)
-
-
-@case(
-    STATE,
-    "optimizer state: sharded like its parameter; `get_` and `set_optimizer_state_dict` go round",
+    "optimizer state: sharded like its parameter; `get_` and `set_` of model and optimizer state dicts go round",
     ranks=3,
 )
 def optimizer_state(fsdp):
@@ -180,7 +148,8 @@ def optimizer_state(fsdp):
     assert "head.weight" in state["state"]
     other = shard_stack(fsdp, seeded(Stack, 7))
     twin = adamw(other)
-    set_state_dict(other, twin, model_state_dict=get_model_state_dict(model), optim_state_dict=state)
+    set_model_state_dict(other, get_model_state_dict(model))
+    set_optimizer_state_dict(other, twin, optim_state_dict=state)
     train(model, optimizer)
     train(other, twin)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -329,19 +298,6 @@ def to_dtype_unsharded(fsdp):
     assert all_sharded(model)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     assert model(torch.randn(2, 8).half()).dtype == torch.float16
-
-
-@case(STATE, "`set_optimizer_state_dict` before any step of the new optimizer", ranks=2)
-def set_optimizer(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    optimizer = adamw(model)
-    train(model, optimizer)
-    twin = adamw(model)
-    set_optimizer_state_dict(model, twin, optim_state_dict=get_optimizer_state_dict(model, optimizer))
-    for p in model.parameters():
-        assert torch.equal(
-            twin.state[p]["exp_avg_sq"].to_local(), optimizer.state[p]["exp_avg_sq"].to_local()
-        )
 
 
 @case(

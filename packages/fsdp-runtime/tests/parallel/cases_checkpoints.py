@@ -65,12 +65,10 @@ def expert_parallel(fsdp: Any) -> nn.Module:
 
 
 def plain(fsdp: Any) -> nn.Module:
-    """Whole on each rank."""
     return build()
 
 
 def data_parallel(fsdp: Any) -> nn.Module:
-    """dp 4."""
     mesh = rank_mesh(4)
     model: Any = build()
     for block in model.blocks:
@@ -99,7 +97,6 @@ def step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], numbe
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What goes into the checkpoint."""
     values, states = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": values, "optimizer": states}
 

@@ -26,8 +26,6 @@ REAL = "A model of transformers"
 
 
 class Stack(nn.Module):
-    """Three blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -38,19 +36,15 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def rows(step: int) -> torch.Tensor:
-    """The whole batch of a step."""
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The loss."""
-    found: torch.Tensor = model(x).square().mean()
-    return found
+    return model(x).square().mean()
 
 
 @case(DATA, "four units on one axis", counts={"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1})
@@ -96,17 +90,13 @@ def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Ca
 
 
 def tokens(step: int) -> torch.Tensor:
-    """The whole batch of a step."""
     return torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(step))
 
 
 def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Cross entropy of the next token and the balancing loss, means over sequences."""
     logits, aux = model(batch[:, :-1])
-    found: torch.Tensor = (
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * aux
-    )
-    return found
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * aux
 
 
 @dataclass(frozen=True)
@@ -185,7 +175,6 @@ def divide_nothing(model: nn.Module) -> None:
 def train_experts(
     fsdp: Any, build: Callable[[], nn.Module], wrap: Callable[[Any, Any], Any], **options: Any
 ) -> Outcome:
-    """Every rank has rows of its own."""
     share = rows_of(dist.get_rank(), RANKS)
     return train(fsdp, build, wrap, language_loss, batches=tokens, share=share, **options)
 
@@ -215,19 +204,15 @@ class WithShared(nn.Module):
 
 
 def share_an_expert(block: Any) -> None:
-    """Add an expert for all tokens."""
     block.ff = WithShared(block.ff, ModelConfig(dim=16, num_heads=2, num_kv_heads=1, ff_dim=24))
 
 
 def freeze_experts(block: Any) -> None:
-    """Train everything else."""
     for name in ("w_gate", "w_up", "w_down"):
         getattr(block.ff, name).requires_grad_(False)
 
 
 def idle(*which: int) -> Callable[[Any], None]:
-    """Let the router choose none of these."""
-
     def change(block: Any) -> None:
         def away(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill(-1, torch.tensor(which), -1e9)
@@ -333,7 +318,6 @@ def clipped_by_ours(fsdp: Any) -> Outcome:
 
 
 def qwen3_moe() -> nn.Module:
-    """Qwen3-MoE as it is, small."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -346,9 +330,7 @@ def qwen3_moe() -> nn.Module:
 
 
 def causal_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """As transformers computes it."""
-    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return found
+    return model(input_ids=batch, labels=batch).loss
 
 
 @case(REAL, "Qwen3-MoE, 6 experts, ep 2 and fsdp 2", counts=counts_of(9, 5), needs="transformers")

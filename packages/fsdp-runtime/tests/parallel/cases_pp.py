@@ -24,16 +24,13 @@ MOVED = ("all_gather", "reduce_scatter", "all_reduce")  # sends between stages b
 
 
 class Layer(nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return found
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def stages(number: int) -> list[nn.Sequential]:
@@ -43,17 +40,14 @@ def stages(number: int) -> list[nn.Sequential]:
 
 
 def mean_square(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss."""
     return (found - target).square().mean()
 
 
 def batch(step: int) -> torch.Tensor:
-    """Inputs and targets of a step, all of them."""
     return torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 def indices_of(schedule: str, rank: int) -> list[int]:
-    """Which of the stages one of two ranks has."""
     if schedule in V_SHAPED:
         return [rank, 3 - rank]
     return [rank, 2 + rank] if schedule in LOOPED else [rank]

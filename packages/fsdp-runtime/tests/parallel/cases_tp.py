@@ -38,20 +38,16 @@ class Mlp(nn.Module):
         self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return found
+        return self.down(torch.tanh(self.up(x)))
 
 
 class Layer(nn.Module):
-    """A residual block."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.mlp(self.norm(x))
-        return found
+        return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):
@@ -71,8 +67,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        found: torch.Tensor = self.head(self.norm(x))
-        return found
+        return self.head(self.norm(x))
 
 
 def tokens_of(step: int) -> torch.Tensor:
@@ -81,7 +76,6 @@ def tokens_of(step: int) -> torch.Tensor:
 
 
 def cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -131,7 +125,6 @@ def sequence(model: Any, tp: DeviceMesh, *, logits: Any = None) -> None:
 
 
 def loss_too(model: Any, tp: DeviceMesh) -> None:
-    """Also the logits, up to the loss."""
     sequence(model, tp, logits=Shard(-1))
 
 
@@ -279,7 +272,6 @@ def bits(
 
 
 def matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Muon's parameters, if it gets them all."""
     return [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
 
 
@@ -303,7 +295,6 @@ def make_muon(model: nn.Module) -> Muon:
 
 
 def of_names(kind: Any, **options: Any) -> Callable[[Any], Any]:
-    """Makes an optimizer of named parameters."""
     return lambda model: kind(model.named_parameters(), **options)
 
 

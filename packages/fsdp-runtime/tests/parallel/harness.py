@@ -97,7 +97,6 @@ def case(
 def counts(
     all_gather: int = 0, reduce_scatter: int = 0, all_reduce: int = 0, all_to_all: int = 0
 ) -> dict[str, int]:
-    """Collectives by kind, those that there are."""
     kinds = {
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
@@ -108,7 +107,6 @@ def counts(
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case, in the order of the page."""
     for module in MODULES:
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
@@ -166,7 +164,6 @@ def problems(entry: Case, found: Outcome | str) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 
@@ -294,7 +291,6 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def average(value: torch.Tensor) -> float:
-    """Over all ranks, in 64 bits."""
     total = full(value).double().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -19,7 +19,6 @@ HEAD = ["| case | FSDP2 | collectives | bytes sent |", "| --- | --- | --- | --- 
 
 
 def both(name: str, ask_fsdp2: bool) -> tuple[Outcome | str, Outcome | str | None]:
-    """On a rank: ours, then FSDP2."""
     return run_case(name, "ours"), run_case(name, "fsdp2") if ask_fsdp2 else None
 
 
@@ -68,7 +67,6 @@ def _wrong(outcome: Outcome) -> str:
 
 
 def largest(outcomes: list[Outcome]) -> float:
-    """The largest distance of all."""
     values = [value for o in outcomes for value in (o.loss, o.gradients, o.norm) if isinstance(value, float)]
     return max(values)
 

@@ -106,7 +106,6 @@ def survives(seed: int) -> None:
 
 
 def survive_many(seeds: list[int]) -> None:
-    """Several of them in one launch."""
     for seed in seeds:
         survives(seed)
 
@@ -142,8 +141,6 @@ def dies(how: str, limit: float) -> None:
 
 
 class Odd(nn.Module):
-    """With one parameter that its maker chooses."""
-
     def __init__(self, odd: nn.Parameter):
         super().__init__()
         self.fine = nn.Linear(3, 3)
@@ -183,23 +180,6 @@ def refused_at_wrap_time() -> dict[str, str]:
     return found
 
 
-def optimizer_built_before(build) -> str:
-    """The message of the first step of an optimizer whose parameters were replaced."""
-    model: Any = chain()
-    optimizer = build(model.parameters())
-    shard(model)
-    step_of(model, whole_batch(0))
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    moved = any(
-        not torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True)
-    )
-    return f"no error, parameters {'moved' if moved else 'stayed'}"
-
-
 def optimizers_that_stay_quiet() -> None:
     """Right ones, ones of other models and ones of ignored parameters step as ever."""
     other = nn.Linear(3, 3)
@@ -218,27 +198,6 @@ def optimizers_that_stay_quiet() -> None:
     fsdp_runtime.fully_shard(ignoring, ignored_params=set(kept), mesh=rank_mesh())
     step_of(ignoring, whole_batch(0))
     optimizer.step()
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def adamw_fused(parameters):
-    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
-
-
-def nan_stays_visible() -> None:
-    """A NaN in one rank's batch reaches the gradients of all, and the next step is clean."""
-    model = shard(chain())
-    x = whole_batch(0)[:2].clone()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        x[0, 0] = float("nan")
-    step_of(model, x)
-    assert all(p.grad.full_tensor().isnan().any() for p in model.parameters())
-    model.zero_grad()
-    step_of(model, whole_batch(1)[:2])
-    assert all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
 
 
 def many_short_lives(rounds: int = 12) -> list[int]:

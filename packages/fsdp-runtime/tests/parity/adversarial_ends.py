@@ -17,8 +17,6 @@ TOKENS, WIDTH = 70_000, 4  # more than a quarter of a million elements in each e
 
 @dataclass(frozen=True)
 class Ends:
-    """What is awkward about them."""
-
     tied: bool = False
     frozen_embed: bool = False
     frozen_head: bool = False
@@ -140,6 +138,5 @@ def train(ends: Ends) -> None:
 
 
 def train_all() -> None:
-    """All of them in one launch."""
     for ends in CASES:
         train(ends)

@@ -4,15 +4,11 @@ import re
 
 import pytest
 from adversarial_cases import (
-    adamw_fused,
     dies,
     evaluation_fails,
     many_short_lives,
-    nan_stays_visible,
-    optimizer_built_before,
     optimizers_that_stay_quiet,
     refused_at_wrap_time,
-    sgd,
     survive_many,
 )
 from adversarial_ends import train_all
@@ -82,19 +78,8 @@ def test_wrong_arguments_are_refused_at_wrap_time_on_every_rank_naming_parameter
             assert re.match(WRAP_ERRORS[what], message, re.DOTALL), f"rank {rank}, {what}: {message}"
 
 
-@pytest.mark.parametrize("build", [sgd, adamw_fused])
-def test_an_optimizer_built_before_sharding_raises_at_its_first_step_and_says_what_to_do(build) -> None:
-    for message in run_ranks(2, optimizer_built_before, build):
-        assert re.search(r"before fully_shard.*[Bb]uild", message), message
-        assert "first.weight" in message or "weight" in message
-
-
 def test_optimizers_of_other_and_of_ignored_parameters_step_as_ever() -> None:
     run_ranks(2, optimizers_that_stay_quiet)
-
-
-def test_a_nan_of_one_rank_reaches_every_gradient_and_is_gone_in_the_next_step() -> None:
-    run_ranks(3, nan_stays_visible)
 
 
 def test_models_that_come_and_go_leave_no_threads_and_no_files() -> None:

@@ -61,8 +61,6 @@ class Target:
 
 @dataclass
 class Result:
-    """What came of the inputs of one target."""
-
     name: str
     inputs: int = 0
     accepted: int = 0
@@ -71,7 +69,6 @@ class Result:
     slowest: float = 0.0
 
     def add(self, more: "Result") -> None:
-        """Count what came of further inputs too."""
         self.inputs += more.inputs
         self.accepted += more.accepted
         self.refused += more.refused
@@ -102,7 +99,6 @@ def run(target: Target, seed: int, first: int, count: int) -> Result:
 
 
 def again(target: Target, seed: int, number: int) -> str:
-    """How to read one input once more."""
     return f"--only {target.name!r} --seed {seed} --first {number} --inputs 1"
 
 
@@ -133,7 +129,6 @@ def in_child(
 
 
 def judge(target: Target, given: object, result: Result, again: str) -> None:
-    """Read one input and count what happened."""
     result.inputs += 1
     begun = time.process_time()
     try:
@@ -157,7 +152,6 @@ def judge(target: Target, given: object, result: Result, again: str) -> None:
 
 
 def unclear(text: str) -> str | None:
-    """What is wrong with a message, or None."""
     if "memory" in text and ("allocate" in text or "MemoryError" in text):
         return "asks for more memory than allowed"
     if len(text) > LONGEST:
@@ -205,7 +199,6 @@ def limited_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[io.StringIO]:
-    """What is printed inside."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         yield said
@@ -255,7 +248,6 @@ def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[R
 
 
 def table(results: Sequence[Result], seed: int) -> str:
-    """Markdown of what came out."""
     total = sum(result.inputs for result in results)
     lines = [
         f"{total:,} inputs, seed {seed}, each in {MEMORY >> 20} MiB more than a process starts with and "

@@ -241,7 +241,6 @@ def _checkpoints(folder: Path) -> list[Target]:
         return name, damaged(draw, run.files[name], list(run.files.values()))
 
     def verify(given: Any) -> None:
-        """Whatever changed is found."""
         name, data = given
         run.replace(name, data, summed=False)
         status, said = command(train_cli.main, ["verify", str(run.checkpoint)])
@@ -429,7 +428,6 @@ def _npy(array: Any) -> bytes:
 
 
 def _damaged_npy(draw: Random, data: bytes) -> bytes:
-    """Another header, of the right length."""
     dtypes = (
         "'<u2'",
         "'>i8'",

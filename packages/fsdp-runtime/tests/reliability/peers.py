@@ -66,7 +66,6 @@ class Outcome:
 
     @property
     def raised(self) -> list[str]:
-        """The lines of the ranks that raised."""
         return [line for line in self.lines if line is not None]
 
     @property
@@ -95,7 +94,6 @@ def cell(line: str, most: int = 90) -> str:
 
 
 def available() -> list[str]:
-    """The systems that are installed."""
     return [name for name in SYSTEMS if name != "deepspeed" or importlib.util.find_spec(name)]
 
 
@@ -212,7 +210,6 @@ def table(outcomes: dict[tuple[str, str], Outcome], systems: Sequence[str]) -> s
 
 
 def main() -> int:
-    """Print the table."""
     from page import write_section
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)

@@ -1,6 +1,7 @@
 """`--memory-budget`: what a run holds stays below it, and its losses are those without it."""
 
 import argparse
+import shlex
 
 import pytest
 from train_helpers import losses, tiny, train
@@ -48,17 +49,6 @@ def test_what_is_not_bytes_is_refused(text):
 
 
 def test_a_plan_of_an_impossible_budget_says_what_is_possible(folder, capsys):
-    options = [
-        "--preset",
-        "tiny",
-        "--ranks",
-        "4",
-        "--batch",
-        "4",
-        "--device",
-        "cpu",
-        "--memory-budget",
-        "1KB",
-    ]
-    assert main(["plan", *options, "--data", str(folder / "text")]) == 2
+    options = shlex.split("plan --preset tiny --ranks 4 --batch 4 --device cpu --memory-budget 1KB --data")
+    assert main([*options, str(folder / "text")]) == 2
     assert "--memory-budget 1,000: a rank is planned to hold" in capsys.readouterr().err

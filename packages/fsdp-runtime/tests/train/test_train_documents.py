@@ -22,7 +22,6 @@ def made(folder, model="dense", **changes):
 
 
 def read(train, held_out, seq_len):
-    """The training corpus of some files."""
     held = [] if held_out is None else [str(held_out)]
     found = read_data([str(train)], dtype="uint16", vocab_size=None, held_out=held, seq_len=seq_len)
     return found.train

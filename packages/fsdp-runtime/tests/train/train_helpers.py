@@ -107,7 +107,6 @@ def read_model(checkpoint):
 
 
 def losses(out):
-    """Training losses by step."""
     return {
         entry["step"]: entry["loss"]
         for entry in read_metrics(Path(out) / METRICS)
