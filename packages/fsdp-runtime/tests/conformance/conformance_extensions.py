@@ -283,6 +283,7 @@ def extension_among_neighbors(fsdp):
     "the two methods set on a local tensor after wrapping",
     ours=Raises(NotImplementedError, "weight"),
     note="pass a subclass",
+    refusal=True,
 )
 def extension_by_hand(fsdp):
     model = nn.Linear(8, 8, bias=False)

@@ -122,11 +122,8 @@ def reset_a_block(fsdp):
 
 
 refusal(
-    FAILURE,
-    "`reset_iter_state()` of a unit that is not the root",
-    reset_a_block,
-    Raises(RuntimeError, "root"),
-)
+    FAILURE, "`reset_iter_state()` of a unit that is not the root", reset_a_block, Raises(RuntimeError, "root"),
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -38,18 +38,6 @@ class Output:
     extra: dict
 
 
-@case(FORWARD, "a module that is called twice in a forward", ranks=3)
-def called_twice(fsdp):
-    class Twice(Stack):
-        def forward(self, x):
-            for block in (*self.blocks, self.blocks[0]):
-                x = x + block(x)
-            return self.head(x)
-
-    for reshard in (True, False):
-        check_training(Twice, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
-
-
 @case(FORWARD, "several forwards before one backward", ranks=3)
 def several_forwards(fsdp):
     def loss(model, x):
@@ -220,7 +208,7 @@ refusal(
 )  # fmt: skip
 
 
-@case(FORWARD, "the order of units changes between steps", ranks=3)
+@case(FORWARD, "the order of units changes between steps, and a unit is called twice in a forward", ranks=3)
 def changing_order(fsdp):
     class Ordered(Stack):
         order = (0, 1, 2)
@@ -230,15 +218,16 @@ def changing_order(fsdp):
                 x = x + self.blocks[i](x)
             return self.head(x)
 
-    model, reference = pair(fsdp, Ordered)
-    for step, order in enumerate([(0, 1, 2), (0, 1, 2), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
-        whole = batch(step)
-        for one, x in ((model, mine(whole)), (reference, whole)):
-            one.order = order
-            one.zero_grad()
-            mean_square(one, x).backward()
-        assert_same_gradients(model, reference)
-    assert_same(model, reference)
+    for reshard in (True, False):
+        model, reference = pair(fsdp, Ordered, reshard_after_forward=reshard)
+        for step, order in enumerate([(0, 1, 2, 0), (0, 1, 2, 0), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
+            whole = batch(step)
+            for one, x in ((model, mine(whole)), (reference, whole)):
+                one.order = order
+                one.zero_grad()
+                mean_square(one, x).backward()
+            assert_same_gradients(model, reference)
+        assert_same(model, reference)
 
 
 @case(FORWARD, "`autograd.grad` with respect to the input alone, then a normal step")

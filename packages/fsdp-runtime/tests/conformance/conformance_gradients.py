@@ -274,6 +274,7 @@ refusal(
     fsdp2=Raises(RuntimeError, "SymmetricMemory"),
     ours=Raises(NotImplementedError, "set_symm_mem_for_comm"),
     unsupported=True,
+    refusal=True,
     note="only NCCL on several GPUs could test it",
 )
 def symmetric_memory(fsdp):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
 from ragged_shard.testing import rank_mesh
 
@@ -221,10 +220,6 @@ def check_training(
             one.zero_grad()
     assert_same(model, reference, **tolerance)
     return model
-
-
-def dtypes_of(tree: Any) -> Any:
-    return tree_map(lambda x: x.dtype if isinstance(x, torch.Tensor) else x, tree)
 
 
 def cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -260,19 +260,6 @@ def unused_on_some_ranks(fsdp):
         assert_same_gradients(model, reference)
 
 
-@case(PARAMETERS, "sharded parameters: their memory stays where it is over steps")
-def stable_memory(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [(id(p), p.to_local().data_ptr()) for p in model.parameters()]
-    for step in range(3):
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.reshard()
-        assert before == [(id(p), p.to_local().data_ptr()) for p in model.parameters()], step
-
-
 @case(PARAMETERS, "in forward, parameters are plain `nn.Parameter`s of the full shape")
 def unsharded_type(fsdp):
     kinds: list = []

@@ -25,19 +25,10 @@ TORCH = "2.13"  # whose FSDP2 the cases were seen with
 TORCH_NOW = tuple(map(int, torch.__version__.split(".")[:2]))
 IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
-    "conformance_wrapping",
-    "conformance_parameters",
-    "conformance_units",
-    "conformance_forward",
-    "conformance_gradients",
-    "conformance_accumulation",
-    "conformance_precision",
-    "conformance_extensions",
-    "conformance_meta",
-    "conformance_state",
-    "conformance_composition",
-    "conformance_failure",
-)
+    "conformance_wrapping", "conformance_parameters", "conformance_units", "conformance_forward",
+    "conformance_gradients", "conformance_accumulation", "conformance_precision", "conformance_extensions",
+    "conformance_meta", "conformance_state", "conformance_composition", "conformance_failure",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,15 @@ class Wrong(Raises):
 
 @dataclass(frozen=True)
 class Case:
-    """One behavior. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
+    """One behavior.
+
+    Attributes:
+        ranks: a world size for each launch; a later one finds what an earlier one left on disk.
+        better: why this implementation is better where both work.
+        unsupported: FSDP2 supports it elsewhere than on gloo.
+        since: the torch that this implementation needs for it.
+        refusal: its error leaves nothing half done, so that others can follow on the same ranks.
+    """
 
     name: str
     section: str
@@ -67,12 +66,12 @@ class Case:
     ranks: tuple[int, ...]
     fsdp2: Raises | None
     ours: Raises | None
-    better: str
-    note: str
-    unsupported: bool
-    since: tuple[int, int]
-    timeout: float
-    refusal: bool
+    better: str = ""
+    note: str = ""
+    unsupported: bool = False
+    since: tuple[int, int] = (2, 11)
+    timeout: float = 60.0
+    refusal: bool = False
 
     @property
     def verdict(self) -> str:
@@ -97,47 +96,30 @@ def case(
     ranks: int | tuple[int, ...] = 2,
     fsdp2: Raises | None = None,
     ours: Raises | str | None = "same",
-    better: str = "",
-    note: str = "",
-    unsupported: bool = False,
-    since: tuple[int, int] = (2, 11),
-    timeout: float = 60.0,
-    refusal: bool = False,
+    **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a case. ``ours`` is what FSDP2 does unless it says else.
-
-    ``better`` says why, where both work; ``unsupported`` is for what FSDP2 supports elsewhere than on gloo;
-    ``since`` is the torch that this implementation needs for it.
-    """
+    """Enter a case, with options of `Case`. ``ours`` is what FSDP2 does unless it says else."""
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:
-        name = fn.__name__
+        name, theirs = fn.__name__, fsdp2 if isinstance(ours, str) else ours
         assert name not in CASES, f"two cases called {name}"
-        theirs = fsdp2 if isinstance(ours, str) else ours
         sizes = (ranks,) if isinstance(ranks, int) else ranks
-        CASES[name] = Case(
-            name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, since, timeout, refusal
-        )
+        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, **options)
         return fn
 
     return enter
 
 
 def refusal(
-    section: str,
-    text: str,
-    attempt: Callable[[Any], Any],
-    fsdp2: Raises | None,
-    ours: Raises | str | None = "same",
-    **options: Any,
+    section: str, text: str, attempt: Callable[[Any], Any], *raised: Raises | None, **options: Any
 ) -> None:
-    """Enter a case that raises before ranks send anything, so that others can follow on the same ranks."""
+    """Enter a case whose error, of FSDP2 and of ours if that differs, leaves nothing half done."""
 
     def refused(fsdp: Any) -> None:
         attempt(fsdp)
 
     refused.__name__ = text
-    case(section, text, fsdp2=fsdp2, ours=ours, refusal=True, **options)(refused)
+    case(section, text, fsdp2=raised[0], ours=raised[-1], refusal=True, **options)(refused)
 
 
 def all_cases() -> dict[str, Case]:

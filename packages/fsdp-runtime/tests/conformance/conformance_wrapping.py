@@ -19,7 +19,7 @@ from conformance_models import (
 from conformance_registry import Raises, case, refusal
 from torch.distributed.tensor import Replicate, Shard, distribute_module
 
-from ragged_shard.testing import rank_mesh
+from ragged_shard.testing import rank_mesh, record_collectives
 
 WRAP = "Wrapping"
 
@@ -83,11 +83,8 @@ refusal(
     Raises(AssertionError, "once"), Raises(AssertionError, "already called"),
 )  # fmt: skip
 refusal(
-    WRAP,
-    "`deepcopy` is refused",
-    lambda fsdp: copy.deepcopy(wrapped(fsdp)),
-    Raises(AssertionError, "deepcopy"),
-)
+    WRAP, "`deepcopy` is refused", lambda fsdp: copy.deepcopy(wrapped(fsdp)), Raises(AssertionError, "deepcopy"),
+)  # fmt: skip
 refusal(
     WRAP, "`share_comm_ctx` refuses what is not wrapped", lambda fsdp: fsdp.share_comm_ctx([MLP()]),
     Raises(ValueError, "FSDPModule"),
@@ -124,8 +121,6 @@ def class_swap(fsdp):
 
 @case(WRAP, "a list of modules is one unit, with one gather")
 def list_of_modules(fsdp):
-    from ragged_shard.testing import record_collectives
-
     def wrap(model):
         given = [model.blocks[0], model.blocks[1]]
         back = fsdp.fully_shard(given, mesh=mesh(), reshard_after_forward=True)
@@ -286,6 +281,7 @@ def spmd_mesh(fsdp):
     "`dp_mesh_dims` with replicas only",
     ours=Raises(ValueError, "no shard dimension"),
     note="use `DistributedDataParallel`",
+    refusal=True,
     since=(2, 13),
 )
 def spmd_mesh_replicas(fsdp):
