@@ -1,4 +1,4 @@
-"""Ranks meet and agree before they train."""
+"""Ranks take their devices, meet and agree before they train."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from train_helpers import tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.errors import check_agreement, check_model
+from fsdp_runtime.train.hardware import own_device
 from fsdp_runtime.train.launch import check_options, meet, run_rank
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks
@@ -108,3 +109,16 @@ def test_sigterm_ends_a_rank_of_torchruns_that_waits_for_the_others(tmp_path, mo
         time.sleep(0.05)
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(8, 3, 3), (1, 0, 0), (1, 7, 0), (2, 2, None)])
+def test_a_rank_takes_its_own_device_or_the_only_one(monkeypatch, count, local_rank, index):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    if index is None:
+        with pytest.raises(TrainError, match="local rank 2 has no cuda device: 2 are visible"):
+            own_device("cuda", local_rank)
+    else:
+        assert own_device("cuda", local_rank) == torch.device("cuda", index)
+        assert chosen == [index]

@@ -11,7 +11,7 @@ from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.config import parse_bytes
 from ragged_shard.testing import run_ranks
 
-SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 4, "measure": True}
+SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 3, "measure": True}
 
 
 LAYER = 4 * (2 * 192 * 192 + 2 * 64 * 192 + 3 * 192 * 512)  # bytes of a gathered layer

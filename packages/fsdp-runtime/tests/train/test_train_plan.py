@@ -100,8 +100,10 @@ def test_a_step_has_two_units_gathered_two_reducing_and_those_that_stay_gathered
     assert peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
     with_scratch, _ = three_layers(scratch=1000)
     assert step_peaks(with_scratch, moments)[0] > peak
-    kept = units[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in units[2:]]
-    assert step_peaks(kept, moments)[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
+    wide = [units[0], *(dataclasses.replace(unit, gathered=(1000,)) for unit in units[1:])]
+    assert step_peaks(wide, moments)[1] == 10 + 10 + 2 * 1000 + 2 * 100
+    kept = wide[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in wide[2:]]
+    assert step_peaks(kept, moments)[1] == 10 + 10 + 3 * 1000 + 100  # all three layers, and one reducing
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

@@ -47,12 +47,9 @@ def curves(folder):
 
 
 DENSE = {
-    "hsdp 2": {"hsdp": 2},
-    "tp 2": {"tp": 2},
-    "cp 4": {"cp": 4},
-    "hsdp 2 x tp 2": {"hsdp": 2, "tp": 2},
+    "hsdp 2": {"hsdp": 2}, "tp 2": {"tp": 2}, "cp 4": {"cp": 4}, "hsdp 2 x tp 2": {"hsdp": 2, "tp": 2},
     "cp 2 x tp 2": {"cp": 2, "tp": 2},
-}
+}  # fmt: skip
 PIPELINES = {
     **{schedule: {"pp": 2, "pp_schedule": schedule, "accumulate": 4} for schedule in SCHEDULES},
     "tp 2 x pp 2": {"tp": 2, "pp": 2, "accumulate": 2},
@@ -60,13 +57,9 @@ PIPELINES = {
     "cp 2 x 1f1b": {"cp": 2, "pp": 2, "accumulate": 2, "reshard": False, "checkpointing": True},
 }
 EXPERTS = {
-    "ep 4": {"ep": 4},
-    "cp 2 x ep 2": {"cp": 2, "ep": 2},
-    "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
-    "tp 2": {"tp": 2},
-    "tp 2 x ep 4": {"tp": 2, "ep": 4},
-    "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
-}
+    "ep 4": {"ep": 4}, "cp 2 x ep 2": {"cp": 2, "ep": 2}, "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
+    "tp 2": {"tp": 2}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "cases"), [("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS)])

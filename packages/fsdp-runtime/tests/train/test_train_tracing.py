@@ -27,12 +27,14 @@ def test_a_profile_has_its_steps_and_the_units_labels_on_each_rank(folder, tmp_p
         assert {"FSDP::all_gather (blocks.0)", "FSDP::post_backward_reduce (blocks.0)"} <= found
 
 
-@pytest.mark.parametrize(("profile", "stops"), [("0:2", [0, 0, 0, 1]), ("1:9", [0, 0, 1])])
-def test_a_profile_may_begin_with_the_first_step_and_be_cut_off_by_the_end(folder, tmp_path, profile, stops):
-    config, asked = tiny(folder, system="one", steps=9, profile=profile), iter([*stops, *[1] * 9])
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_profile_may_begin_with_the_first_step_and_be_cut_off_by_the_end(folder, tmp_path, begins):
+    profile, asked = ("0:2", "1:9")[begins], iter([0, 0, *[1] * 9])
+    config = tiny(folder, system="one", steps=9, profile=profile)
     assert Trainer(config, tmp_path, quiet=True, stop=lambda: next(asked)).run()["stopped"]
     steps = {name for name in names(tmp_path / "trace-rank-0.json") if "ProfilerStep" in name}
-    assert steps == ({"ProfilerStep#0", "ProfilerStep#1"} if profile == "0:2" else {"ProfilerStep#1"})
+    assert "ProfilerStep#1" in steps
+    assert ("ProfilerStep#0" in steps, "ProfilerStep#2" in steps) == (begins == 0, begins == 1)
 
 
 @pytest.fixture
