@@ -28,15 +28,11 @@ from peers_job import BEGUN, TIMEOUT, run_rank
 
 SYSTEMS = {"fsdp2": "FSDP2 and DCP", "deepspeed": "DeepSpeed ZeRO-3", "ours": "ours"}
 FAULTS = {
-    "killed": "rank killed",
-    "frozen": f"rank frozen for longer than the timeout ({TIMEOUT:g} s)",
-    "stuck": "a rank waits for data",
-    "another width": "a layer has another width on one rank",
-    "another order": "one rank runs blocks in another order",
-    "another dtype": "a block in bf16 on one rank",
-    "NaN": "NaN in the input of one rank",
-    "flipped bit": "flipped bit in a checkpoint",
-}
+    "killed": "rank killed", "frozen": f"rank frozen for longer than the timeout ({TIMEOUT:g} s)",
+    "stuck": "a rank waits for data", "another width": "a layer has another width on one rank",
+    "another order": "one rank runs blocks in another order", "another dtype": "a block in bf16 on one rank",
+    "NaN": "NaN in the input of one rank", "flipped bit": "flipped bit in a checkpoint",
+}  # fmt: skip
 RANKS = 2
 _PATIENCE = 5 * TIMEOUT
 _CLOSE = 1e-5  # relative; losses farther apart are of another run
