@@ -126,12 +126,8 @@ def run(fsdp: Any, make: Make) -> Outcome:
             state = state_of(model, ours)
             dcp.load(state, checkpoint_id=f"{folders[0]}/{number - 1}")
             set_state_dict(
-                model,
-                ours,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=OPTIONS,
-            )
+                model, ours, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=OPTIONS,
+            )  # fmt: skip
             wrong += differing(state_of(model, ours), state_of(twin, theirs))
         step([model, twin], [ours, theirs], number)
         state = state_of(model, ours)

@@ -134,13 +134,9 @@ def run(
         fsdp.fully_shard(model, mesh=folded)
 
     return train(
-        fsdp,
-        lambda: Model(plain),
-        wrap,
-        cross_entropy,
-        batches=batch,
+        fsdp, lambda: Model(plain), wrap, cross_entropy, batches=batch,
         share=lambda whole: whole.chunk(shape[0], 1)[row].chunk(shape[1], 2)[stretch],
-    )
+    )  # fmt: skip
 
 
 def enter(

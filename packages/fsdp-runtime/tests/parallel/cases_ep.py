@@ -66,15 +66,9 @@ def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Ca
 
     def build() -> nn.Module:
         config = ModelConfig(
-            vocab_size=32,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            ff_dim=24,
-            num_experts=experts,
+            vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ff_dim=24, num_experts=experts,
             tied=False,
-        )
+        )  # fmt: skip
         model = Transformer(config)
         for block in model.blocks:
             if change is not None:

@@ -122,12 +122,9 @@ def run(
                 gradients = max(gradients, away.item())
         moved = {one: count for one, count in Counter(record.kinds).items() if one in MOVED}
         outcome = replace(
-            outcome,
-            loss=max(outcome.loss, distance),
-            gradients=max(outcome.gradients, gradients),
-            counts=moved,
+            outcome, loss=max(outcome.loss, distance), gradients=max(outcome.gradients, gradients), counts=moved,
             bytes_sent=record.bytes_sent,
-        )
+        )  # fmt: skip
         for optimizer in (ours, plain):
             optimizer.step()
             optimizer.zero_grad()

@@ -176,14 +176,9 @@ def run(
 
     with context():
         return train(
-            fsdp,
-            both,
-            wrap,
-            cross_entropy,
-            batches=tokens_of,
-            share=lambda whole: whole.chunk(data.size())[rank],
+            fsdp, both, wrap, cross_entropy, batches=tokens_of, share=lambda whole: whole.chunk(data.size())[rank],
             clip=clip,
-        )
+        )  # fmt: skip
 
 
 def freeze(model: Any) -> None:

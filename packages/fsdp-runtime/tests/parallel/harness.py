@@ -24,6 +24,7 @@ from ragged_shard.testing import record_collectives
 IMPLEMENTATIONS = {"ours": "fsdp_runtime", "fsdp2": "torch.distributed.fsdp"}
 MODULES = ("cases_ep", "cases_tp", "cases_pp", "cases_cp", "cases_checkpoints")
 RANKS = 4
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -47,63 +48,49 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of the implementation, and what it must give with ours: one process's numbers and these counts."""
+    """A function of the implementation, and what it must give with ours: one process's numbers and these counts.
+
+    Attributes:
+        counts: collectives of rank 0 in the last step, by kind; None: not checked.
+        bound: on every distance.
+        only_ours: why FSDP2 is not asked.
+        since: the torch that ours needs for it.
+        needs: a package that may be missing.
+    """
 
     name: str
     section: str
     text: str
     fn: Callable[[Any], Outcome]
-    counts: Mapping[str, int] | None
-    bound: float
-    only_ours: str
-    since: tuple[int, int]
-    needs: str
+    counts: Mapping[str, int] | None = None
+    bound: float = 1e-5
+    only_ours: str = ""
+    since: tuple[int, int] = (2, 11)
+    needs: str = ""
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    section: str,
-    text: str,
-    *,
-    counts: Mapping[str, int] | None = None,
-    bound: float = 1e-5,
-    only_ours: str = "",
-    since: tuple[int, int] = (2, 11),
-    needs: str = "",
-    name: str = "",
+    section: str, text: str, *, name: str = "", **options: Any
 ) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
-    """Enter a case.
-
-    Args:
-        counts: collectives of rank 0 in the last step, by kind; None: not checked.
-        bound: on every distance.
-        only_ours: why FSDP2 is not asked.
-        since: the torch that ours needs for it.
-        needs: a package that may be missing.
-        name: defaults to the function's.
-    """
+    """Enter a case, with options of `Case`. The name defaults to the function's."""
 
     def enter(fn: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
         entered = name or fn.__name__
         assert entered not in CASES, f"two cases called {entered}"
-        CASES[entered] = Case(entered, section, text, fn, counts, bound, only_ours, since, needs)
+        CASES[entered] = Case(entered, section, text, fn, **options)
         return fn
 
     return enter
 
 
-def counts(
-    all_gather: int = 0, reduce_scatter: int = 0, all_reduce: int = 0, all_to_all: int = 0
-) -> dict[str, int]:
-    kinds = {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_reduce": all_reduce,
-        "all_to_all": all_to_all,
+def counts(*numbers: int, **kinds: int) -> dict[str, int]:
+    """Collectives by kind, those that there are; numbers are in the order of `KINDS`."""
+    return {
+        kind: count for kind, count in {**dict(zip(KINDS, numbers, strict=False)), **kinds}.items() if count
     }
-    return {kind: count for kind, count in kinds.items() if count}
 
 
 def all_cases() -> dict[str, Case]:

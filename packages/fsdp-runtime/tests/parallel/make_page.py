@@ -8,13 +8,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from harness import RANKS, Case, Outcome, all_cases, run_case, worst_of
+from harness import KINDS, RANKS, Case, Outcome, all_cases, run_case, worst_of
 
 from ragged_shard.testing import RankError, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "PARALLEL.md"
 BOUND = 1e-4  # FSDP2 is wrong beyond it; the tests hold ours to less
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 HEAD = ["| case | FSDP2 | collectives | bytes sent |", "| --- | --- | --- | --- |"]
 
 
