@@ -26,6 +26,7 @@ def two_runs(folder, out):
     return budget, train(tiny(folder, **SIZES, memory_budget=budget), out / "tuned")
 
 
+@pytest.mark.long
 def test_a_run_stays_below_its_budget_and_its_losses_are_bit_for_bit_the_same(folder, tmp_path):
     (budget, tuned), (_, other) = run_ranks(2, two_runs, folder, tmp_path)
     assert not isinstance(tuned, str), tuned
