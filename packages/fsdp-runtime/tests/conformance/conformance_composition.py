@@ -95,10 +95,8 @@ def checkpoint_wrapped(fsdp):
 
 
 @case(
-    COMPOSE,
-    "`torch.compile` of blocks before or after sharding, or of the whole with graph breaks",
-    timeout=120,
-)
+    COMPOSE, "`torch.compile` of blocks before or after sharding, or of the whole with graph breaks", timeout=120,
+)  # fmt: skip
 def compiled(fsdp):
     def blocks(model):
         for block in model.blocks:
@@ -191,11 +189,9 @@ def clip_hsdp(fsdp):
 
 
 @case(
-    OPTIMIZE,
-    "`clip_grad_norm_(error_if_nonfinite=True)` raises on every rank",
-    fsdp2=Raises(RuntimeError, "non-finite"),
-    refusal=True,
-)
+    OPTIMIZE, "`clip_grad_norm_(error_if_nonfinite=True)` raises on every rank",
+    fsdp2=Raises(RuntimeError, "non-finite"), refusal=True,
+)  # fmt: skip
 def clip_nonfinite(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
     x = torch.randn(4, 8)
@@ -236,12 +232,10 @@ def fused_sgd(fsdp):
 
 
 @case(
-    OPTIMIZE,
-    "an optimizer that was built before `fully_shard`",
+    OPTIMIZE, "an optimizer that was built before `fully_shard`",
     ours=Raises(RuntimeError, r"before fully_shard.*[Bb]uild"),
-    better="its first step raises; FSDP2 silently trains nothing",
-    refusal=True,
-)
+    better="its first step raises; FSDP2 silently trains nothing", refusal=True,
+)  # fmt: skip
 def optimizer_before(fsdp):
     errors = []
     for options in ({}, {"fused": True}):

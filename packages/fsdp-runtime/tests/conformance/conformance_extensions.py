@@ -106,10 +106,8 @@ def extension_trains(fsdp):
 
 
 @case(
-    EXTEND,
-    "`fsdp_pre_all_gather` with mesh (HSDP: shard axis), size, strides, module, policy",
-    ranks=4,
-)
+    EXTEND, "`fsdp_pre_all_gather` with mesh (HSDP: shard axis), size, strides, module, policy", ranks=4,
+)  # fmt: skip
 def extension_is_told(fsdp):
     policy = fsdp.MixedPrecisionPolicy()
     for over in (mesh(), hsdp_mesh()):
@@ -195,12 +193,9 @@ def extension_from_meta(fsdp):
 
 
 @case(
-    EXTEND,
-    "uneven rows that `fsdp_pre_all_gather` pads itself",
-    fsdp2=Raises(RuntimeError, "must match"),
-    ours=None,
+    EXTEND, "uneven rows that `fsdp_pre_all_gather` pads itself", fsdp2=Raises(RuntimeError, "must match"), ours=None,
     note="at the second gather",
-)
+)  # fmt: skip
 def extension_pads(fsdp):
     model, reference = (
         extend(seeded(lambda: nn.Linear(8, 13, bias=False)), Padded),
@@ -264,13 +259,9 @@ refusal(
 
 
 @case(
-    EXTEND,
-    "`reshard_after_forward=2` with a subclass is refused",
-    ranks=4,
-    fsdp2=Raises(NotImplementedError, ""),
-    ours=Raises(NotImplementedError, "weight"),
-    note="FSDP2 in the first backward",
-)
+    EXTEND, "`reshard_after_forward=2` with a subclass is refused", ranks=4, fsdp2=Raises(NotImplementedError, ""),
+    ours=Raises(NotImplementedError, "weight"), note="FSDP2 in the first backward",
+)  # fmt: skip
 def extension_among_neighbors(fsdp):
     model = nn.Sequential(extend(nn.Linear(8, 8), Halved))
     fsdp.fully_shard(model[0], mesh=mesh(), reshard_after_forward=2)
@@ -279,12 +270,9 @@ def extension_among_neighbors(fsdp):
 
 
 @case(
-    EXTEND,
-    "the two methods set on a local tensor after wrapping",
-    ours=Raises(NotImplementedError, "weight"),
-    note="pass a subclass",
-    refusal=True,
-)
+    EXTEND, "the two methods set on a local tensor after wrapping", ours=Raises(NotImplementedError, "weight"),
+    note="pass a subclass", refusal=True,
+)  # fmt: skip
 def extension_by_hand(fsdp):
     model = nn.Linear(8, 8, bias=False)
     fsdp.fully_shard(model, mesh=mesh())

@@ -79,13 +79,10 @@ def reset_after_forward(fsdp):
 
 
 @case(
-    FAILURE,
-    "`reset_iter_state()` after an exception in backward: the next step is right",
-    ranks=3,
-    fsdp2=Wrong(match=r"head\.weight\.grad"),
-    ours=None,
+    FAILURE, "`reset_iter_state()` after an exception in backward: the next step is right", ranks=3,
+    fsdp2=Wrong(match=r"head\.weight\.grad"), ours=None,
     note="its root adds the rest of the failed backward to the next gradient",
-)
+)  # fmt: skip
 def reset_after_backward(fsdp):
     for reshard in (True, False):
         model, reference = pair(fsdp, Fragile, reshard_after_forward=reshard)
@@ -99,12 +96,9 @@ def reset_after_backward(fsdp):
 
 
 @case(
-    FAILURE,
-    "`reset_iter_state()` discards unreduced gradients",
-    fsdp2=Wrong(match=r"up\.weight\.grad"),
-    ours=None,
+    FAILURE, "`reset_iter_state()` discards unreduced gradients", fsdp2=Wrong(match=r"up\.weight\.grad"), ours=None,
     note="it adds them to the next gradient",
-)
+)  # fmt: skip
 def reset_discards(fsdp):
     model, reference = pair(fsdp, Fragile)
     model.set_requires_gradient_sync(False)
@@ -201,11 +195,9 @@ def given_back(fsdp):
 
 
 @case(
-    MEMORY,
-    "between steps a rank holds its shards and at most one gathered unit",
-    ranks=4,
+    MEMORY, "between steps a rank holds its shards and at most one gathered unit", ranks=4,
     note="FSDP2 returns it to the allocator",
-)
+)  # fmt: skip
 def at_rest(fsdp):
     with only_new_objects():
         model = shard_stack(fsdp, seeded(lambda: Stack(4, 64, 256)), reshard_after_forward=True)

@@ -65,12 +65,9 @@ def not_the_root(fsdp):
 
 
 @case(
-    FORWARD,
-    "forward of a nested unit before the root's first forward",
-    fsdp2=Raises(RuntimeError, "root"),
-    ours=None,
-    note="order does not matter",
-)
+    FORWARD, "forward of a nested unit before the root's first forward", fsdp2=Raises(RuntimeError, "root"),
+    ours=None, note="order does not matter",
+)  # fmt: skip
 def nested_first(fsdp):
     model, reference = pair(fsdp)
     whole = batch()

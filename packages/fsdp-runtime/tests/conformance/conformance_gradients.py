@@ -105,10 +105,8 @@ def optimizer_in_backward(fsdp):
 
 
 @case(
-    GRADIENTS,
-    "`set_gradient_divide_factor` with sums forced, for one unit; with HSDP over both dimensions",
-    ranks=4,
-)
+    GRADIENTS, "`set_gradient_divide_factor` with sums forced, for one unit; with HSDP over both dimensions", ranks=4,
+)  # fmt: skip
 def divide_factor_sum(fsdp):
     divide(fsdp, True, (mesh(), hsdp_mesh()))
 
@@ -269,14 +267,10 @@ refusal(
 
 
 @case(
-    GRADIENTS,
-    "`set_symm_mem_for_comm`, over NCCL",
-    fsdp2=Raises(RuntimeError, "SymmetricMemory"),
-    ours=Raises(NotImplementedError, "set_symm_mem_for_comm"),
-    unsupported=True,
-    refusal=True,
+    GRADIENTS, "`set_symm_mem_for_comm`, over NCCL", fsdp2=Raises(RuntimeError, "SymmetricMemory"),
+    ours=Raises(NotImplementedError, "set_symm_mem_for_comm"), unsupported=True, refusal=True,
     note="only NCCL on several GPUs could test it",
-)
+)  # fmt: skip
 def symmetric_memory(fsdp):
     model, reference = pair(fsdp)
     model.set_symm_mem_for_comm("NCCL")

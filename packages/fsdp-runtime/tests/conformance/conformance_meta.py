@@ -56,10 +56,8 @@ refusal(
 
 
 @case(
-    META,
-    "a sharded state dict with `load_state_dict(assign=True)`, over meta tensors or over values",
-    ranks=3,
-)
+    META, "a sharded state dict with `load_state_dict(assign=True)`, over meta tensors or over values", ranks=3,
+)  # fmt: skip
 def meta_assign(fsdp):
     for build in (on_meta, partial(seeded, Stack, 7)):
         source = shard_stack(fsdp, seeded(Stack))

@@ -70,10 +70,8 @@ def shard_branches(fsdp, model):
 
 
 @case(
-    PARAMETERS,
-    "parameters tied inside a unit, also a unit of a list of modules, train as one",
-    ranks=3,
-)
+    PARAMETERS, "parameters tied inside a unit, also a unit of a list of modules, train as one", ranks=3,
+)  # fmt: skip
 def tied(fsdp):
     def wrap(model, both):
         fsdp.fully_shard(model.block, mesh=mesh())
@@ -115,11 +113,8 @@ def scalar(fsdp):
 
 
 @case(
-    PARAMETERS,
-    "a parameter that is not contiguous",
-    fsdp2=Raises(NotImplementedError, "non-contiguous"),
-    ours=None,
-)
+    PARAMETERS, "a parameter that is not contiguous", fsdp2=Raises(NotImplementedError, "non-contiguous"), ours=None,
+)  # fmt: skip
 def not_contiguous(fsdp):
     def build():
         model = MLP()
@@ -130,12 +125,9 @@ def not_contiguous(fsdp):
 
 
 @case(
-    PARAMETERS,
-    "parameters of several dtypes in a unit",
-    fsdp2=Raises(AssertionError, "dtype"),
-    ours=None,
+    PARAMETERS, "parameters of several dtypes in a unit", fsdp2=Raises(AssertionError, "dtype"), ours=None,
     note="each keeps its dtype",
-)
+)  # fmt: skip
 def mixed_dtypes(fsdp):
     class Mixed(nn.Module):
         def __init__(self):

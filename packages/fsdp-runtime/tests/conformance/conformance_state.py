@@ -109,11 +109,9 @@ def load(fsdp):
 
 
 @case(
-    STATE,
-    "`load_state_dict` of an unsharded state dict",
-    fsdp2=Raises(RuntimeError, "(?i)mixed|DTensor|copy"),
+    STATE, "`load_state_dict` of an unsharded state dict", fsdp2=Raises(RuntimeError, "(?i)mixed|DTensor|copy"),
     ours=None,
-)
+)  # fmt: skip
 def load_plain(fsdp):
     model = shard_stack(fsdp, seeded(Stack))
     model.load_state_dict(seeded(Stack, 7).state_dict())
@@ -121,11 +119,9 @@ def load_plain(fsdp):
 
 
 @case(
-    STATE,
-    "`get_model_state_dict`: sharded; `full_state_dict`: whole, on rank 0 alone with `cpu_offload`",
-    ranks=3,
+    STATE, "`get_model_state_dict`: sharded; `full_state_dict`: whole, on rank 0 alone with `cpu_offload`", ranks=3,
     since=FULL_STATE_DICTS,
-)
+)  # fmt: skip
 def get_model(fsdp):
     model, reference = pair(fsdp)
     assert all(is_sharded(v) for v in get_model_state_dict(model).values())
@@ -160,11 +156,9 @@ def optimizer_state(fsdp):
 
 
 @case(
-    STATE,
-    "`get_optimizer_state_dict(full_state_dict=True)`: whole tensors, the plain run's values",
-    ranks=3,
+    STATE, "`get_optimizer_state_dict(full_state_dict=True)`: whole tensors, the plain run's values", ranks=3,
     since=FULL_STATE_DICTS,
-)
+)  # fmt: skip
 def optimizer_state_full(fsdp):
     model, reference = pair(fsdp)
     optimizer, plain = adamw(model), adamw(reference)
@@ -255,11 +249,8 @@ def torch_save(fsdp):
 
 
 @case(
-    STATE,
-    "HSDP: state dicts hold one replica's shards; full values are right",
-    ranks=4,
-    since=FULL_STATE_DICTS,
-)
+    STATE, "HSDP: state dicts hold one replica's shards; full values are right", ranks=4, since=FULL_STATE_DICTS,
+)  # fmt: skip
 def hsdp_state(fsdp):
     model = shard_stack(fsdp, seeded(Stack), mesh=mesh(2, 2, names=("r", "s")))
     optimizer = adamw(model)
@@ -288,11 +279,9 @@ def to_dtype(fsdp):
 
 
 @case(
-    STATE,
-    "`to(dtype)` after the first forward, while parameters are unsharded",
-    fsdp2=Raises(RuntimeError, "dtype"),
+    STATE, "`to(dtype)` after the first forward, while parameters are unsharded", fsdp2=Raises(RuntimeError, "dtype"),
     ours=None,
-)
+)  # fmt: skip
 def to_dtype_unsharded(fsdp):
     model = shard_stack(fsdp, seeded(Stack), reshard_after_forward=False)
     with torch.no_grad():
@@ -304,11 +293,9 @@ def to_dtype_unsharded(fsdp):
 
 
 @case(
-    STATE,
-    "`load_state_dict` of a wrong shape names the parameter",
-    fsdp2=Raises(RuntimeError, r"head\.weight"),
+    STATE, "`load_state_dict` of a wrong shape names the parameter", fsdp2=Raises(RuntimeError, r"head\.weight"),
     refusal=True,
-)
+)  # fmt: skip
 def load_wrong_shape(fsdp):
     model, other = shard_stack(fsdp, seeded(Stack)), shard_stack(fsdp, seeded(lambda: Stack(3, 8, 13)))
     other.head = fsdp.fully_shard(nn.Linear(8, 5), mesh=mesh())

@@ -302,11 +302,8 @@ def evaluated_after_a_backward(fsdp):
 
 
 @case(
-    UNITS,
-    "after an evaluation `zero_grad` clears the root's gradients",
-    fsdp2=Wrong(match="head.weight"),
-    ours=None,
-)
+    UNITS, "after an evaluation `zero_grad` clears the root's gradients", fsdp2=Wrong(match="head.weight"), ours=None,
+)  # fmt: skip
 def zero_grad_after_evaluation(fsdp):
     model, reference = evaluated_after_a_backward(fsdp)
     model.zero_grad()
@@ -324,11 +321,9 @@ def clip_after_evaluation(fsdp):
 
 
 @case(
-    UNITS,
-    "an optimizer that is built after an evaluation trains the root",
-    fsdp2=Wrong(match="head.weight"),
+    UNITS, "an optimizer that is built after an evaluation trains the root", fsdp2=Wrong(match="head.weight"),
     ours=None,
-)
+)  # fmt: skip
 def optimizer_after_evaluation(fsdp):
     model, reference = evaluated_after_a_backward(fsdp)
     for whole, x in ((model, mine(batch(1))), (reference, batch(1))):

@@ -138,12 +138,9 @@ def list_of_modules(fsdp):
 
 
 @case(
-    WRAP,
-    "a parent wrapped before its child",
-    fsdp2=Raises(TypeError, "Invariant encountered"),
-    ours=None,
+    WRAP, "a parent wrapped before its child", fsdp2=Raises(TypeError, "Invariant encountered"), ours=None,
     note="units may be made in any order",
-)
+)  # fmt: skip
 def parent_first(fsdp):
     def wrap(model):
         fsdp.fully_shard(model, mesh=mesh())
@@ -277,13 +274,9 @@ def spmd_mesh(fsdp):
 
 
 @case(
-    WRAP,
-    "`dp_mesh_dims` with replicas only",
-    ours=Raises(ValueError, "no shard dimension"),
-    note="use `DistributedDataParallel`",
-    refusal=True,
-    since=(2, 13),
-)
+    WRAP, "`dp_mesh_dims` with replicas only", ours=Raises(ValueError, "no shard dimension"),
+    note="use `DistributedDataParallel`", refusal=True, since=(2, 13),
+)  # fmt: skip
 def spmd_mesh_replicas(fsdp):
     over = mesh(world(), names=("dp",))
     model, reference = distribute_module(seeded(MLP), over), seeded(MLP)
