@@ -6,7 +6,7 @@ With math kernels and without a causal mask it runs, as ops on DTensors. The oth
 heads, by public API: `DTensor.redistribute`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,9 +119,7 @@ def torchs(mesh: DeviceMesh) -> Attend:
     return attend
 
 
-def run(
-    fsdp: Any, attend: Callable[[DeviceMesh], Attend], shape: tuple[int, int] = (2, 2), plain: Attend = causal
-) -> Outcome:
+def run(fsdp, attend, shape=(2, 2), plain=causal) -> Outcome:
     """Train over a mesh of (dp, cp), folded into one axis for FSDP."""
     mesh = rank_mesh(*shape, names=("dp", "cp"))
     folded = mesh["dp", "cp"]._flatten("fsdp")
@@ -139,13 +137,7 @@ def run(
     )  # fmt: skip
 
 
-def enter(
-    text: str,
-    expected: Mapping[str, int],
-    attend: Callable[[DeviceMesh], Attend],
-    since: tuple[int, int] = (2, 11),
-    **options: Any,
-) -> None:
+def enter(text, expected, attend, since=(2, 11), **options) -> None:
     @case(CP, text, counts=expected, since=since, name=text)
     def entered(fsdp: Any) -> Outcome:
         return run(fsdp, attend, **options)

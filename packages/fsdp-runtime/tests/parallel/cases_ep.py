@@ -137,9 +137,7 @@ def placement_fn(over: Meshes, experts: set[nn.Parameter], placement: Shard) -> 
     return lambda param: result(placement, sparse) if param in experts else result(Shard(0), dense)
 
 
-def wrap_blocks(
-    fsdp: Any, model: Any, over: Meshes, *, placement: Shard = ROWS, apart: bool = False, **options: Any
-) -> list[Any]:
+def wrap_blocks(fsdp, model, over, *, placement=ROWS, apart=False, **options) -> list[Any]:
     """One unit a block, experts on a mesh of their own; `apart`: the layer with experts in a unit of its own."""
     if over.ep.size() > 1:
         experts = apply_expert_parallel(model, over.ep)
@@ -166,9 +164,7 @@ def divide_nothing(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def train_experts(
-    fsdp: Any, build: Callable[[], nn.Module], wrap: Callable[[Any, Any], Any], **options: Any
-) -> Outcome:
+def train_experts(fsdp, build, wrap, **options) -> Outcome:
     share = rows_of(dist.get_rank(), RANKS)
     return train(fsdp, build, wrap, language_loss, batches=tokens, share=share, **options)
 
@@ -219,17 +215,7 @@ def idle(*which: int) -> Callable[[Any], None]:
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
-def enter(
-    section: str,
-    text: str,
-    expected: dict[str, int],
-    *mesh: int,
-    name: str,
-    experts: int = 4,
-    change: Callable[[Any], None] | None = None,
-    factor: bool = False,
-    **options: Any,
-) -> None:
+def enter(section, text, expected, *mesh, name, experts=4, change=None, factor=False, **options) -> None:
     """A case of a mixture of experts.
 
     Args:

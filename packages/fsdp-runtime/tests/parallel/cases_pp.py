@@ -63,7 +63,7 @@ def shard(fsdp: Any, stage: Any, mesh: DeviceMesh, reshard: bool, tp: bool) -> A
 
 
 def built_stages(
-    fsdp: Any, name: str, mesh: DeviceMesh, reshard: bool = False, tp: bool = False
+    fsdp, name, mesh, reshard=False, tp=False
 ) -> tuple[list[nn.Sequential], list[int], list[Any]]:
     """All modules of a schedule's stages, the indices of this rank's, which are sharded, and their stages."""
     everything = stages(4 if name in LOOPED + V_SHAPED else 2)
@@ -75,16 +75,7 @@ def built_stages(
     return everything, mine, built
 
 
-def run(
-    fsdp: Any,
-    name: str,
-    *,
-    microbatches: int = 4,
-    reshard: bool = False,
-    tp: bool = False,
-    shared: bool = False,
-    steps: int = 2,
-) -> Outcome:
+def run(fsdp, name, *, microbatches=4, reshard=False, tp=False, shared=False) -> Outcome:
     """Train over a mesh of two stages' ranks and two of FSDP, or of TP; the twin in one process."""
     mesh = rank_mesh(*((2, 1, 2) if tp else (2, 2, 1)), names=("pp", "dp", "tp"))
     everything, mine, built = built_stages(fsdp, name, mesh, reshard, tp)
@@ -98,7 +89,7 @@ def run(
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     outcome = Outcome(0.0, 0.0)
     share = 1 if tp else 2
-    for step in range(steps):
+    for step in range(2):
         x, target = batch(step)
         wanted = mean_square(twin(x), target)
         wanted.backward()

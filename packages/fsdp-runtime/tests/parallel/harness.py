@@ -72,9 +72,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(
-    section: str, text: str, *, name: str = "", **options: Any
-) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
+def case(section, text, *, name="", **options):
     """Enter a case, with options of `Case`. The name defaults to the function's."""
 
     def enter(fn: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
@@ -160,22 +158,8 @@ def first_line(error: BaseException) -> str:
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def train(
-    fsdp: Any,
-    build: Callable[[], nn.Module],
-    wrap: Callable[[Any, Any], Any],
-    loss: Loss,
-    *,
-    batches: Callable[[int], Any],
-    share: Callable[[Any], Any],
-    steps: int = 3,
-    clip: float | None = 0.5,
-    scale: float = 1.0,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    parts: int = 1,
-    clip_with: Callable[..., torch.Tensor] | None = None,
-) -> Outcome:
-    """Train a wrapped model on this rank's share, and an untouched twin on everything.
+def train(fsdp, build, wrap, loss, *, batches, share, clip=0.5, scale=1.0, clip_with=None) -> Outcome:
+    """Train a wrapped model on this rank's share, and an untouched twin on everything, for three steps.
 
     Args:
         build: the model, whose parameters follow from the seed.
@@ -185,45 +169,32 @@ def train(
         share: of a whole batch, this rank's.
         clip: the norm to clip to; None: do not.
         scale: the loss is multiplied by this before backward; for trainers that divide gradients themselves.
-        parts: microbatches of the whole batch for the twin, where losses are not linear in rows.
         clip_with: `(parameters, max_norm) -> norm`. Defaults to torch's.
     """
-    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     torch.manual_seed(0)
     model = build()
     torch.manual_seed(0)
     twin = build()
     wrap(fsdp, model)
-    ours, plain = make(model.parameters()), make(twin.parameters())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
     outcome = Outcome(0.0, 0.0)
-    for step in range(steps):
+    for step in range(3):
         whole = batches(step)
-        mine = share(whole)
         with record_collectives() as record:
-            found = loss(model, mine)
+            found = loss(model, share(whole))
             (found * scale).backward()
             norm = _clipped(model, clip, clip_with or nn.utils.clip_grad_norm_)
-        wanted = _backward_in_parts(twin, loss, whole, parts)
-        outcome = _compared(outcome, model, twin, average(found), wanted, norm, clip)
+        wanted = loss(twin, whole)
+        wanted.backward()
+        outcome = _compared(outcome, model, twin, average(found), wanted.item(), norm, clip)
         outcome = replace(outcome, counts=dict(Counter(record.kinds)), bytes_sent=record.bytes_sent)
-        for one in (ours, plain):
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return outcome
 
 
-def _backward_in_parts(twin: nn.Module, loss: Loss, whole: Any, parts: int) -> float:
-    total = 0.0
-    for part in whole.chunk(parts) if parts > 1 else [whole]:
-        value = loss(twin, part) / parts
-        value.backward()
-        total += value.item()
-    return total
-
-
-def _clipped(
-    model: nn.Module, clip: float | None, clip_with: Callable[..., torch.Tensor]
-) -> float | str | None:
+def _clipped(model, clip, clip_with) -> float | str | None:
     if clip is None:
         return None
     try:
@@ -233,15 +204,7 @@ def _clipped(
     return full(norm).item()
 
 
-def _compared(
-    so_far: Outcome,
-    model: nn.Module,
-    twin: nn.Module,
-    found: float,
-    wanted: float,
-    norm: float | str | None,
-    clip: float | None,
-) -> Outcome:
+def _compared(so_far, model, twin, found, wanted, norm, clip) -> Outcome:
     distance: float | str | None = norm
     if clip is not None and not isinstance(norm, str):
         assert norm is not None

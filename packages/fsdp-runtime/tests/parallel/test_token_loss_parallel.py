@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import fsdp_runtime
 from fsdp_runtime import fully_shard
-from fsdp_runtime.token_loss import TokenLoss, TokenStep, count_tokens
+from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard.testing import on_ranks, rank_mesh
 
 pytestmark = pytest.mark.long
@@ -37,9 +37,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
-def compare(
-    model: nn.Module, twin: nn.Module, step: TokenStep, own: list[Any], whole: list[Any], loss: Sum
-) -> None:
+def compare(model, twin, step, own, whole, loss) -> None:
     """Backward of this rank's microbatches, and of all in one process: the same loss and gradients.
 
     Args:
