@@ -238,7 +238,8 @@ def fused_sgd(fsdp):
 )  # fmt: skip
 def optimizer_before(fsdp):
     errors = []
-    for options in ({}, {"fused": True}):
+    choices: tuple[dict, ...] = ({}, {"fused": True})
+    for options in choices:
         model = seeded(Stack)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
         shard_stack(fsdp, model)

@@ -151,7 +151,7 @@ def force_sum(fsdp):
 def all_reduce_hook(fsdp):
     for over in (mesh(), hsdp_mesh()):
         model, reference = pair(fsdp, mesh=over)
-        sizes = []
+        sizes: list[int] = []
 
         def hook(reduced, sizes=sizes):
             assert not is_sharded(reduced)

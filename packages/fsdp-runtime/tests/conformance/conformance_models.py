@@ -110,12 +110,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int = 2,
-    rows: Callable[[torch.Tensor], torch.Tensor] = mine,
-) -> None:
+def train(model, optimizer, steps=2, rows=mine) -> None:
     for step in range(steps):
         mean_square(model, rows(batch(step))).backward()
         optimizer.step()
@@ -156,9 +151,7 @@ def assert_same(model: nn.Module, reference: nn.Module, **tolerance: float) -> N
         close(full(parameter), wanted[name].detach(), name, **tolerance)
 
 
-def assert_same_gradients(
-    model: nn.Module, reference: nn.Module, scale: float = 1.0, **tolerance: float
-) -> None:
+def assert_same_gradients(model, reference, scale=1.0, **tolerance) -> None:
     for (name, parameter), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
         if wanted.grad is None:
             assert parameter.grad is None, name
@@ -188,14 +181,7 @@ def average(value: torch.Tensor) -> float:
 
 
 def check_training(
-    build: Callable[[], nn.Module],
-    wrap: Any,
-    *,
-    steps: int = 3,
-    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
-    batches: Callable[[int], torch.Tensor] = batch,
-    optimizer: Any = None,
-    **tolerance: float,
+    build, wrap, *, steps=3, loss=mean_square, batches=batch, optimizer=None, **tolerance
 ) -> Any:
     """Train the wrapped model on this rank's rows and an untouched twin on all of them: the same all the way."""
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))

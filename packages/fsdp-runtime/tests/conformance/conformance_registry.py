@@ -89,15 +89,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(
-    section: str,
-    text: str,
-    *,
-    ranks: int | tuple[int, ...] = 2,
-    fsdp2: Raises | None = None,
-    ours: Raises | str | None = "same",
-    **options: Any,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def case(section, text, *, ranks=2, fsdp2=None, ours="same", **options):
     """Enter a case, with options of `Case`. ``ours`` is what FSDP2 does unless it says else."""
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -28,9 +29,9 @@ WRAP = "Wrapping"
 def one_dimension(fsdp):
     over = mesh()
     for options in ({"mesh": over}, {}):
-        model = fsdp.fully_shard(MLP(), **options)
+        model: Any = fsdp.fully_shard(MLP(), **options)
+        assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, nn.Parameter)
             assert parameter.device_mesh.mesh.tolist() == over.mesh.tolist(), (name, options)
             assert elements(parameter) == parameter.numel(), (name, options)
 
@@ -69,10 +70,12 @@ refusal(
     lambda fsdp: wrapped(fsdp, mesh=rank_mesh(1, 1, world(), names=("a", "b", "c"))),
     Raises(ValueError, "(?i)1.?D or 2.?D"),
 )  # fmt: skip
-for _container in (nn.ModuleList([MLP()]), nn.ModuleDict({"a": MLP()})):
+for _name, _build in (
+    ("ModuleList", lambda: nn.ModuleList([MLP()])), ("ModuleDict", lambda: nn.ModuleDict({"a": MLP()}))
+):  # fmt: skip
     refusal(
-        WRAP, f"a `{type(_container).__name__}`, which has no forward, is refused",
-        lambda fsdp, container=_container: wrapped(fsdp, lambda: container), Raises(ValueError, "forward"),
+        WRAP, f"a `{_name}`, which has no forward, is refused", partial(wrapped, build=_build),
+        Raises(ValueError, "forward"),
     )  # fmt: skip
 refusal(
     WRAP, "a non-module is refused", lambda fsdp: wrapped(fsdp, lambda: torch.zeros(3)),

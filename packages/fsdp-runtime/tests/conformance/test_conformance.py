@@ -1,6 +1,7 @@
 """FSDP2's documented behaviors, each run with torch's implementation and with this one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_behavior_however_the_process_group_was_initialized(
     run(name, tmp_path, run_with_backend, backend, name, "ours")
 
 
-def run(name: str, folder: Path, *job: object) -> None:
+def run(name: str, folder: Path, *job: Any) -> None:
     """A job of one case, on each of its numbers of ranks."""
     if CASES[name].since > TORCH_NOW:
         pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")

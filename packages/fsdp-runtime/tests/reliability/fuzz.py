@@ -102,9 +102,7 @@ def again(target: Target, seed: int, number: int) -> str:
     return f"--only {target.name!r} --seed {seed} --first {number} --inputs 1"
 
 
-def in_child(
-    name: str, work: Callable[[Result, Callable[[Result], None]], None]
-) -> tuple[Result, str | None]:
+def in_child(name, work) -> tuple[Result, str | None]:
     """What `work` has told of in a child process when that ended, and the signal that ended it, if one did."""
     ours, theirs = Pipe(duplex=False)
     child = os.fork()
