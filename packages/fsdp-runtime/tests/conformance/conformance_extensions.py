@@ -20,7 +20,7 @@ from conformance_models import (
     shard_stack,
     world,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, case, refusal
 from extended_tensors import Halved, Wrapper, extend
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -30,8 +30,6 @@ EXTEND = "Tensor subclasses"
 
 
 class Told(Halved):
-    """The same with all that FSDP2 tells."""
-
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[override]
         self.log.append(("pre", mesh, outer_size, outer_stride, module, mp_policy))
         return (self.inner.to(torch.bfloat16),), "metadata"
@@ -60,23 +58,6 @@ class AsIs(Wrapper):
             assert out.inner.untyped_storage().data_ptr() == outputs[0].untyped_storage().data_ptr()
             return None
         return type(self)(outputs[0]), outputs
-
-
-class OnlyPre(Wrapper):
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.inner,), None
-
-
-class Doubled(TwoTensor):
-    """Two tensors inside."""
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.a, self.b), None
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        if out is not None:
-            return None
-        return Doubled(*outputs), outputs
 
 
 def rounding(model):
@@ -116,57 +97,44 @@ def train_alike(fsdp, kind, **options):
         close(full(p), twin.detach(), name, rtol=1e-4, atol=1e-5)
 
 
-@case(EXTEND, "a subclass gathered in bf16 trains like weights rounded to bf16", ranks=2)
+@case(
+    EXTEND, "a subclass gathered in bf16 trains like weights rounded to bf16, resharded after forward or not"
+)
 def extension_trains(fsdp):
-    train_alike(fsdp, Halved)
+    for reshard in (None, False):
+        train_alike(fsdp, Halved, reshard_after_forward=reshard)
 
 
-@case(EXTEND, "the same without `reshard_after_forward`")
-def extension_stays_gathered(fsdp):
-    train_alike(fsdp, Halved, reshard_after_forward=False)
-
-
-@case(EXTEND, "`fsdp_pre_all_gather` with five arguments: mesh, size, strides, module, policy")
+@case(
+    EXTEND, "`fsdp_pre_all_gather` with mesh (HSDP: shard axis), size, strides, module, policy", ranks=4,
+)  # fmt: skip
 def extension_is_told(fsdp):
-    log: list[Any] = []
-    model = extend(seeded(lambda: MLP(8, 8)), Told, log)
-    policy, over = fsdp.MixedPrecisionPolicy(), mesh()
-    fsdp.fully_shard(model, mesh=over, mp_policy=policy)
-    model(torch.randn(2, 8))
-    told = [entry[1:] for entry in log if entry[0] == "pre"]
-    assert [entry[0] for entry in told] == [over, over]
-    assert {entry[3] for entry in told} == {model.up, model.down}
-    assert all(entry[1:3] == (torch.Size((8, 8)), (8, 1)) and entry[4] == policy for entry in told)
+    policy = fsdp.MixedPrecisionPolicy()
+    for over in (mesh(), hsdp_mesh()):
+        log: list[Any] = []
+        model = extend(seeded(lambda: MLP(8, 8)), Told, log)
+        fsdp.fully_shard(model, mesh=over, mp_policy=policy)
+        model(torch.randn(2, 8))
+        told = [entry[1:] for entry in log if entry[0] == "pre"]
+        shards = over if over.ndim == 1 else over["shard"]
+        assert [entry[0].mesh.tolist() for entry in told] == [shards.mesh.tolist()] * 2
+        assert {entry[3] for entry in told} == {model.up, model.down}
+        assert all(entry[1:3] == (torch.Size((8, 8)), (8, 1)) and entry[4] == policy for entry in told)
 
 
-@case(EXTEND, "`fsdp_post_all_gather` runs with `out` after the first gather")
+@case(
+    EXTEND,
+    "each gather calls `fsdp_pre_all_gather`, then `fsdp_post_all_gather`, with `out` after the first one",
+)
 def extension_posts(fsdp):
     log: list[Any] = []
     model = extend(nn.Linear(8, 8, bias=False), Halved, log)
     fsdp.fully_shard(model, mesh=mesh(), reshard_after_forward=True)
     for _ in range(2):
         model(torch.randn(2, 8)).sum().backward()
+    assert [entry[0] for entry in log] == ["pre", "post"] * 4
     posts = [entry[1:] for entry in log if entry[0] == "post"]
     assert posts == [("metadata", torch.float32, number == 0) for number in range(4)]
-
-
-@case(EXTEND, "`fsdp_pre_all_gather` is called before each gather")
-def extension_pres(fsdp):
-    log: list[Any] = []
-    model = extend(nn.Linear(8, 8, bias=False), Halved, log)
-    fsdp.fully_shard(model, mesh=mesh(), reshard_after_forward=True)
-    for _ in range(2):
-        model(torch.randn(2, 8)).sum().backward()
-    assert [entry[0] for entry in log] == ["pre", "post"] * 4
-
-
-@case(EXTEND, "HSDP: `fsdp_pre_all_gather` gets the mesh of the shard axis", ranks=4)
-def extension_of_hsdp(fsdp):
-    log: list[Any] = []
-    model = extend(nn.Linear(8, 8, bias=False), Halved, log)
-    fsdp.fully_shard(model, mesh=hsdp_mesh())
-    model(torch.randn(2, 8)).sum().backward()
-    assert {(entry[1].ndim, entry[1].size()) for entry in log if entry[0] == "pre"} == {(1, 2)}
 
 
 @case(EXTEND, "a subclass in compute too: `fsdp_pre_all_gather` casts to `param_dtype`")
@@ -225,12 +193,9 @@ def extension_from_meta(fsdp):
 
 
 @case(
-    EXTEND,
-    "uneven rows that `fsdp_pre_all_gather` pads itself",
-    fsdp2=Raises(RuntimeError, "must match"),
-    ours=None,
+    EXTEND, "uneven rows that `fsdp_pre_all_gather` pads itself", fsdp2=Raises(RuntimeError, "must match"), ours=None,
     note="at the second gather",
-)
+)  # fmt: skip
 def extension_pads(fsdp):
     model, reference = (
         extend(seeded(lambda: nn.Linear(8, 13, bias=False)), Padded),
@@ -259,38 +224,20 @@ def extension_state_dict(fsdp):
     assert torch.equal(full(model.weight), kept["weight"])
 
 
-@case(
-    EXTEND,
-    "one of the two methods alone is refused",
-    fsdp2=Raises(AssertionError, "Both"),
-    ours=Raises(AssertionError, "both"),
-)
-def extension_by_half(fsdp):
-    fsdp.fully_shard(extend(nn.Linear(8, 8), OnlyPre), mesh=mesh())
+class OnlyPre(Wrapper):
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner,), None
 
 
-@case(
-    EXTEND,
-    "`reshard_after_forward=2` with a subclass is refused",
-    ranks=4,
-    fsdp2=Raises(NotImplementedError, ""),
-    ours=Raises(NotImplementedError, "weight"),
-    note="FSDP2 in the first backward",
-)
-def extension_among_neighbors(fsdp):
-    model = nn.Sequential(extend(nn.Linear(8, 8), Halved))
-    fsdp.fully_shard(model[0], mesh=mesh(), reshard_after_forward=2)
-    fsdp.fully_shard(model, mesh=mesh())
-    model(torch.randn(2, 8)).sum().backward()
+class Doubled(TwoTensor):
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (Doubled(*outputs), outputs)
 
 
-@case(
-    EXTEND,
-    "a subclass of two tensors",
-    ours=Raises(NotImplementedError, "weight is a Doubled of 2 tensors"),
-    note="use `quantization_policy=`",
-)
-def extension_of_two_tensors(fsdp):
+def use_two_tensors(fsdp):
     model, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
     plain.load_state_dict(model.state_dict())
     weight = model.weight.detach()
@@ -300,12 +247,32 @@ def extension_of_two_tensors(fsdp):
     assert torch.equal(model(x).a, plain(x))
 
 
+refusal(
+    EXTEND, "one of the two methods alone is refused",
+    lambda fsdp: fsdp.fully_shard(extend(nn.Linear(8, 8), OnlyPre), mesh=mesh()),
+    Raises(AssertionError, "Both"), Raises(AssertionError, "both"),
+)  # fmt: skip
+refusal(
+    EXTEND, "a subclass of two tensors", use_two_tensors, None,
+    Raises(NotImplementedError, "weight is a Doubled of 2 tensors"), note="use `quantization_policy=`",
+)  # fmt: skip
+
+
 @case(
-    EXTEND,
-    "the two methods set on a local tensor after wrapping",
-    ours=Raises(NotImplementedError, "weight"),
-    note="pass a subclass",
-)
+    EXTEND, "`reshard_after_forward=2` with a subclass is refused", ranks=4, fsdp2=Raises(NotImplementedError, ""),
+    ours=Raises(NotImplementedError, "weight"), note="FSDP2 in the first backward",
+)  # fmt: skip
+def extension_among_neighbors(fsdp):
+    model = nn.Sequential(extend(nn.Linear(8, 8), Halved))
+    fsdp.fully_shard(model[0], mesh=mesh(), reshard_after_forward=2)
+    fsdp.fully_shard(model, mesh=mesh())
+    model(torch.randn(2, 8)).sum().backward()
+
+
+@case(
+    EXTEND, "the two methods set on a local tensor after wrapping", ours=Raises(NotImplementedError, "weight"),
+    note="pass a subclass", refusal=True,
+)  # fmt: skip
 def extension_by_hand(fsdp):
     model = nn.Linear(8, 8, bias=False)
     fsdp.fully_shard(model, mesh=mesh())

@@ -23,7 +23,7 @@ from conformance_models import (
     shard_stack,
     world,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, case, refusal
 
 FORWARD = "Forward and backward"
 
@@ -36,18 +36,6 @@ def run(model, x=None):
 class Output:
     hidden: torch.Tensor
     extra: dict
-
-
-@case(FORWARD, "a module that is called twice in a forward", ranks=3)
-def called_twice(fsdp):
-    class Twice(Stack):
-        def forward(self, x):
-            for block in (*self.blocks, self.blocks[0]):
-                x = x + block(x)
-            return self.head(x)
-
-    for reshard in (True, False):
-        check_training(Twice, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
 
 
 @case(FORWARD, "several forwards before one backward", ranks=3)
@@ -77,12 +65,9 @@ def not_the_root(fsdp):
 
 
 @case(
-    FORWARD,
-    "forward of a nested unit before the root's first forward",
-    fsdp2=Raises(RuntimeError, "root"),
-    ours=None,
-    note="order does not matter",
-)
+    FORWARD, "forward of a nested unit before the root's first forward", fsdp2=Raises(RuntimeError, "root"),
+    ours=None, note="order does not matter",
+)  # fmt: skip
 def nested_first(fsdp):
     model, reference = pair(fsdp)
     whole = batch()
@@ -203,39 +188,24 @@ def forward_method(fsdp):
         out.square().mean().backward()
         reference.encode(whole, scale=0.5).square().mean().backward()
         assert_same_gradients(model, reference)
+    plain = MLP()
+    fsdp.register_fsdp_forward_method(plain, "no_such_method")  # of a plain module: nothing
+    assert not hasattr(plain, "no_such_method")
 
 
-@case(FORWARD, "`register_fsdp_forward_method` does nothing to a plain module")
-def forward_method_plain(fsdp):
-    model = MLP()
-    fsdp.register_fsdp_forward_method(model, "no_such_method")
-    assert not hasattr(model, "no_such_method")
+refusal(
+    FORWARD, "`register_fsdp_forward_method` of a method that is not there",
+    lambda fsdp: fsdp.register_fsdp_forward_method(fsdp.fully_shard(MLP(), mesh=mesh()), "nothere"),
+    Raises(ValueError, "nothere"),
+)  # fmt: skip
+refusal(
+    FORWARD, "sharded parameters outside forward and registered methods",
+    lambda fsdp: torch.mm(torch.randn(2, 8), fsdp.fully_shard(MLP(), mesh=mesh()).up.weight.t()),
+    Raises(RuntimeError, "mixed torch.Tensor and DTensor"), Raises(NotImplementedError, "full_tensor"),
+)  # fmt: skip
 
 
-@case(
-    FORWARD,
-    "`register_fsdp_forward_method` of a method that is not there",
-    fsdp2=Raises(ValueError, "nothere"),
-)
-def forward_method_missing(fsdp):
-    fsdp.register_fsdp_forward_method(fsdp.fully_shard(MLP(), mesh=mesh()), "nothere")
-
-
-@case(
-    FORWARD,
-    "a method other than forward, not registered",
-    fsdp2=Raises(RuntimeError, "mixed torch.Tensor and DTensor"),
-    ours=Raises(NotImplementedError, "full_tensor"),
-)
-def other_method(fsdp):
-    class Model(MLP):
-        def encode(self, x):
-            return torch.mm(x, self.up.weight.t())
-
-    fsdp.fully_shard(Model(), mesh=mesh()).encode(torch.randn(2, 8))
-
-
-@case(FORWARD, "the order of units changes between steps", ranks=3)
+@case(FORWARD, "the order of units changes between steps, and a unit is called twice in a forward", ranks=3)
 def changing_order(fsdp):
     class Ordered(Stack):
         order = (0, 1, 2)
@@ -245,15 +215,16 @@ def changing_order(fsdp):
                 x = x + self.blocks[i](x)
             return self.head(x)
 
-    model, reference = pair(fsdp, Ordered)
-    for step, order in enumerate([(0, 1, 2), (0, 1, 2), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
-        whole = batch(step)
-        for one, x in ((model, mine(whole)), (reference, whole)):
-            one.order = order
-            one.zero_grad()
-            mean_square(one, x).backward()
-        assert_same_gradients(model, reference)
-    assert_same(model, reference)
+    for reshard in (True, False):
+        model, reference = pair(fsdp, Ordered, reshard_after_forward=reshard)
+        for step, order in enumerate([(0, 1, 2, 0), (0, 1, 2, 0), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
+            whole = batch(step)
+            for one, x in ((model, mine(whole)), (reference, whole)):
+                one.order = order
+                one.zero_grad()
+                mean_square(one, x).backward()
+            assert_same_gradients(model, reference)
+        assert_same(model, reference)
 
 
 @case(FORWARD, "`autograd.grad` with respect to the input alone, then a normal step")
@@ -306,35 +277,20 @@ def halves(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(FORWARD, "`reshard_after_forward=2` on a mesh of 1 x 4", ranks=4)
-def reshard_int_hsdp(fsdp):
-    over = mesh(1, 4, names=("r", "s"))
-    check_training(Stack, lambda model: shard_stack(fsdp, model, mesh=over, reshard_after_forward=2))
-
-
 @case(FORWARD, "a world of one rank: no collectives, the same training", ranks=1)
 def one_rank(fsdp):
     for reshard in (True, False, None):
         check_training(Stack, lambda model, r=reshard: shard_stack(fsdp, model, reshard_after_forward=r))
 
 
-@case(FORWARD, "a `no_grad` forward before the trained one")
-def nested_evaluation(fsdp):
+@case(FORWARD, "`no_grad` forwards before the trained one, and between it and backward")
+def evaluation_between(fsdp):
     model, reference = pair(fsdp)
     whole = batch()
     for one, x in ((model, mine(whole)), (reference, whole)):
         with torch.no_grad():
             target = one(x)
-        (one(x) - 0.5 * target).square().mean().backward()
-    assert_same_gradients(model, reference)
-
-
-@case(FORWARD, "an evaluation between forward and backward")
-def evaluation_between(fsdp):
-    model, reference = pair(fsdp)
-    whole = batch()
-    for one, x in ((model, mine(whole)), (reference, whole)):
-        loss = mean_square(one, x)
+        loss = (one(x) - 0.5 * target).square().mean()
         with torch.no_grad():
             one(x + 1)
         loss.backward()

@@ -14,13 +14,14 @@ from conformance_models import (
     check_backward,
     close,
     full,
+    hsdp_mesh,
     is_sharded,
     mesh,
     pair,
     seeded,
     world,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, case, refusal
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 GRADIENTS = "Gradients"
@@ -30,27 +31,17 @@ def units(model):
     return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
 
 
-NO_PREMUL: dict = {
-    "fsdp2": Raises(RuntimeError, "PREMUL_SUM"),
-    "ours": None,
-    "note": "gloo has no such reduction",
-}
+def divide(fsdp, force, meshes):
+    for over in meshes:
+        for factor in (1.0, 6.0):
+            model, reference = pair(fsdp, mesh=over)
+            for unit in units(model):
+                unit.set_gradient_divide_factor(factor)
+                unit.set_force_sum_reduction_for_comms(force)
+            check_backward(model, reference, scale=world() / factor)
 
 
-def divide(fsdp, force):
-    for factor in (1.0, 6.0):
-        model, reference = pair(fsdp)
-        for unit in units(model):
-            unit.set_gradient_divide_factor(factor)
-            unit.set_force_sum_reduction_for_comms(force)
-        check_backward(model, reference, scale=world() / factor)
-
-
-@case(
-    GRADIENTS,
-    "`param.grad`: the mean over ranks, in the parameter's layout and dtype",
-    ranks=3,
-)
+@case(GRADIENTS, "`param.grad`: the mean over ranks, in the parameter's layout and dtype", ranks=3)
 def gradient(fsdp):
     model, reference = pair(fsdp)
     backward_both(model, reference)
@@ -63,21 +54,24 @@ def gradient(fsdp):
     assert_same_gradients(model, reference)
 
 
-@case(GRADIENTS, "gradients of two backwards without `zero_grad` add up", ranks=3)
+@case(
+    GRADIENTS, "gradients of backwards without `zero_grad` add up, also with `set_is_last_backward`", ranks=3
+)
 def no_zero_grad(fsdp):
     model, reference = pair(fsdp)
     for step in range(3):
         check_backward(model, reference, step)
+    for step in range(3):
+        model.set_is_last_backward(step == 2)
+        backward_both(model, reference, step)
+    assert_same_gradients(model, reference)
     model.zero_grad(set_to_none=False)
     assert all((full(p.grad) == 0).all() for p in model.parameters())
     reference.zero_grad()
     check_backward(model, reference, 2)
 
 
-@case(
-    GRADIENTS,
-    "post-accumulate-grad hooks run once per backward, with the reduced gradient",
-)
+@case(GRADIENTS, "post-accumulate-grad hooks run once per backward, with the reduced gradient")
 def accumulate_hooks(fsdp):
     model, reference = pair(fsdp)
     calls: dict = {name: [] for name, _ in model.named_parameters()}
@@ -111,28 +105,18 @@ def optimizer_in_backward(fsdp):
 
 
 @case(
-    GRADIENTS,
-    "`set_gradient_divide_factor` with sums forced, for one unit",
-    ranks=3,
-)
+    GRADIENTS, "`set_gradient_divide_factor` with sums forced, for one unit; with HSDP over both dimensions", ranks=4,
+)  # fmt: skip
 def divide_factor_sum(fsdp):
-    divide(fsdp, force=True)
-
-
-@case(GRADIENTS, "`set_gradient_divide_factor`", ranks=3, **NO_PREMUL)
-def divide_factor(fsdp):
-    divide(fsdp, force=False)
+    divide(fsdp, True, (mesh(), hsdp_mesh()))
 
 
 @case(
-    GRADIENTS, "`set_gradient_divide_factor` with HSDP: the sum over both dimensions by that factor", ranks=4
-)
-def divide_factor_hsdp(fsdp):
-    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
-    for unit in units(model):
-        unit.set_gradient_divide_factor(8.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    check_backward(model, reference, scale=world() / 8)
+    GRADIENTS, "`set_gradient_divide_factor`", ranks=3, fsdp2=Raises(RuntimeError, "PREMUL_SUM"), ours=None,
+    note="gloo has no such reduction",
+)  # fmt: skip
+def divide_factor(fsdp):
+    divide(fsdp, False, (mesh(),))
 
 
 @case(GRADIENTS, "`set_reduce_scatter_divide_factor`, deprecated, is the same with a warning")
@@ -160,33 +144,25 @@ def force_sum(fsdp):
 
 @case(
     GRADIENTS,
-    "`set_all_reduce_hook`: gets each unit's reduced shard, may change it",
+    "`set_all_reduce_hook`: gets each unit's reduced shard, with HSDP after the all-reduce, and may change it",
+    ranks=4,
     note="in the parameters' dtype, FSDP2's in the reduce dtype",
 )
 def all_reduce_hook(fsdp):
-    model, reference = pair(fsdp)
-    sizes = []
+    for over in (mesh(), hsdp_mesh()):
+        model, reference = pair(fsdp, mesh=over)
+        sizes: list[int] = []
 
-    def hook(reduced):
-        assert not is_sharded(reduced)
-        sizes.append(reduced.numel())
-        reduced.mul_(2)
+        def hook(reduced, sizes=sizes):
+            assert not is_sharded(reduced)
+            sizes.append(reduced.numel())
+            reduced.mul_(2)
 
-    for unit in units(model):
-        unit.set_all_reduce_hook(hook)
-    check_backward(model, reference, scale=2)
-    assert len(sizes) == 4
-    assert sum(sizes) >= sum(p.to_local().numel() for p in model.parameters())
-
-
-@case(GRADIENTS, "`set_all_reduce_hook` with HSDP: called once for each unit, after the all-reduce", ranks=4)
-def all_reduce_hook_hsdp(fsdp):
-    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
-    calls = []
-    for unit in units(model):
-        unit.set_all_reduce_hook(lambda reduced: calls.append(reduced.mul_(3)))
-    check_backward(model, reference, scale=3)
-    assert len(calls) == 4
+        for unit in units(model):
+            unit.set_all_reduce_hook(hook)
+        check_backward(model, reference, scale=2)
+        assert len(sizes) == 4
+        assert sum(sizes) >= sum(p.to_local().numel() for p in model.parameters())
 
 
 @case(
@@ -264,10 +240,7 @@ def max_input_buffers(fsdp):
     check_backward(model, reference)
 
 
-@case(
-    GRADIENTS,
-    "`set_separate_reduce_scatter_group`: gradients use another process group",
-)
+@case(GRADIENTS, "`set_separate_reduce_scatter_group`: gradients use another process group")
 def separate_group(fsdp):
     model, reference = pair(fsdp)
     made, usual = [], dist.new_group
@@ -285,27 +258,19 @@ def separate_group(fsdp):
     backward_both(model, reference)
 
 
-@case(
-    GRADIENTS,
-    "`set_allocate_memory_from_process_group_for_comm`",
-    ours=Raises(NotImplementedError, "set_allocate_memory_from_process_group_for_comm"),
+refusal(
+    GRADIENTS, "`set_allocate_memory_from_process_group_for_comm`",
+    lambda fsdp: fsdp.fully_shard(MLP(), mesh=mesh()).set_allocate_memory_from_process_group_for_comm(True), None,
+    Raises(NotImplementedError, "set_allocate_memory_from_process_group_for_comm"),
     note="gloo has no allocator to test it with",
-)
-def process_group_memory(fsdp):
-    model, reference = pair(fsdp)
-    model.set_allocate_memory_from_process_group_for_comm(True)
-    x = torch.randn(4, 8)
-    close(model(x), reference(x), "output")
+)  # fmt: skip
 
 
 @case(
-    GRADIENTS,
-    "`set_symm_mem_for_comm`, over NCCL",
-    fsdp2=Raises(RuntimeError, "SymmetricMemory"),
-    ours=Raises(NotImplementedError, "set_symm_mem_for_comm"),
-    unsupported=True,
+    GRADIENTS, "`set_symm_mem_for_comm`, over NCCL", fsdp2=Raises(RuntimeError, "SymmetricMemory"),
+    ours=Raises(NotImplementedError, "set_symm_mem_for_comm"), unsupported=True, refusal=True,
     note="only NCCL on several GPUs could test it",
-)
+)  # fmt: skip
 def symmetric_memory(fsdp):
     model, reference = pair(fsdp)
     model.set_symm_mem_for_comm("NCCL")

@@ -1,8 +1,9 @@
 """Cases: parameters without memory at wrap time, initialized later."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from conformance_models import (
     FULL_STATE_DICTS,
     Stack,
@@ -15,11 +16,8 @@ from conformance_models import (
     train,
     train_plain,
 )
-from conformance_registry import Raises, case
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from conformance_registry import Raises, case, refusal
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 META = "Deferred initialization"
 
@@ -50,58 +48,40 @@ def meta_reset(fsdp):
     assert not any(torch.equal(full(p), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-@case(META, "meta device, `to_empty`, then values written to the sharded parameters")
-def meta_fill(fsdp):
-    model = shard_stack(fsdp, on_meta())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-        for norm in (model.head,):
-            nn.init.ones_(norm.weight)
-            nn.init.constant_(norm.bias, 0.5)
-    assert (full(model.head.weight) == 1).all()
-    x = torch.randn(2, 8)
-    torch.testing.assert_close(model(x), x.sum(1, keepdim=True).expand(2, 3) + 0.5)
+refusal(
+    META, "forward with parameters on meta is refused by name",
+    lambda fsdp: shard_stack(fsdp, on_meta())(torch.randn(2, 8)),
+    Raises(RuntimeError, r"(?s)meta.*head\.weight|head\.weight.*meta"),
+)  # fmt: skip
 
 
 @case(
-    META,
-    "forward with parameters on meta is refused by name",
-    fsdp2=Raises(RuntimeError, r"(?s)meta.*head\.weight|head\.weight.*meta"),
-)
-def meta_forward(fsdp):
-    shard_stack(fsdp, on_meta())(torch.randn(2, 8))
-
-
-@case(META, "meta device, then a sharded state dict with `load_state_dict(assign=True)`", ranks=3)
+    META, "a sharded state dict with `load_state_dict(assign=True)`, over meta tensors or over values", ranks=3,
+)  # fmt: skip
 def meta_assign(fsdp):
-    source = shard_stack(fsdp, seeded(Stack))
-    model = shard_stack(fsdp, on_meta())
-    state = {name: value.clone() for name, value in source.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    reference = seeded(Stack)
-    assert_same(model, reference)
-    assert not any(p.is_meta for p in model.parameters())
-    train(model, adamw(model))
-    train_plain(reference, adamw(reference))
-    assert_same(model, reference, rtol=1e-4, atol=1e-5)
+    for build in (on_meta, partial(seeded, Stack, 7)):
+        source = shard_stack(fsdp, seeded(Stack))
+        model, reference = shard_stack(fsdp, build()), seeded(Stack)
+        model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
+        assert not any(p.is_meta for p in model.parameters())
+        assert_same(model, reference, rtol=0, atol=0)
+        train(model, adamw(model))
+        train_plain(reference, adamw(reference))
+        assert_same(model, reference, rtol=1e-4, atol=1e-5)
 
 
 @case(
-    META,
-    "meta device, then `set_model_state_dict(broadcast_from_rank0=True)`",
-    ranks=3,
-    since=FULL_STATE_DICTS,
-)
-def meta_broadcast(fsdp):
-    model = shard_stack(fsdp, on_meta())
-    state = seeded(Stack).state_dict() if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-    assert_same(model, seeded(Stack))
-
-
-@case(META, "sharded values are those of the unsharded model", ranks=3)
-def same_seed(fsdp):
-    assert_same(shard_stack(fsdp, seeded(Stack)), seeded(Stack), rtol=0, atol=0)
+    META, "`set_model_state_dict(full_state_dict=True)`, also with `broadcast_from_rank0`, over values or meta tensors",
+    ranks=3, since=FULL_STATE_DICTS,
+)  # fmt: skip
+def set_model_full(fsdp):
+    for from_rank0, build in (
+        (False, partial(seeded, Stack)),
+        (True, partial(seeded, Stack)),
+        (True, on_meta),
+    ):
+        model = shard_stack(fsdp, build())
+        state = seeded(Stack, 7).state_dict() if not from_rank0 or dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        set_model_state_dict(model, state, options=options)
+        assert_same(model, seeded(Stack, 7), rtol=0, atol=0)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
 from ragged_shard.testing import rank_mesh
 
@@ -41,7 +40,6 @@ class Stack(nn.Module):
 
 
 def stack_of(block: Callable[[], nn.Module], blocks: int = 3) -> Stack:
-    """A stack of other blocks."""
     model = Stack()
     for i in range(blocks):
         model.blocks[i] = block()
@@ -101,7 +99,6 @@ def batch(step: int = 0, rows: int = 4, width: int = WIDTH) -> torch.Tensor:
 
 
 def mine(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of it."""
     return whole.chunk(world())[dist.get_rank()]
 
 
@@ -113,13 +110,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int = 2,
-    rows: Callable[[torch.Tensor], torch.Tensor] = mine,
-) -> None:
-    """Steps on this rank's rows of each batch."""
+def train(model, optimizer, steps=2, rows=mine) -> None:
     for step in range(steps):
         mean_square(model, rows(batch(step))).backward()
         optimizer.step()
@@ -160,9 +151,7 @@ def assert_same(model: nn.Module, reference: nn.Module, **tolerance: float) -> N
         close(full(parameter), wanted[name].detach(), name, **tolerance)
 
 
-def assert_same_gradients(
-    model: nn.Module, reference: nn.Module, scale: float = 1.0, **tolerance: float
-) -> None:
+def assert_same_gradients(model, reference, scale=1.0, **tolerance) -> None:
     for (name, parameter), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
         if wanted.grad is None:
             assert parameter.grad is None, name
@@ -192,14 +181,7 @@ def average(value: torch.Tensor) -> float:
 
 
 def check_training(
-    build: Callable[[], nn.Module],
-    wrap: Any,
-    *,
-    steps: int = 3,
-    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
-    batches: Callable[[int], torch.Tensor] = batch,
-    optimizer: Any = None,
-    **tolerance: float,
+    build, wrap, *, steps=3, loss=mean_square, batches=batch, optimizer=None, **tolerance
 ) -> Any:
     """Train the wrapped model on this rank's rows and an untouched twin on all of them: the same all the way."""
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
@@ -224,10 +206,6 @@ def check_training(
             one.zero_grad()
     assert_same(model, reference, **tolerance)
     return model
-
-
-def dtypes_of(tree: Any) -> Any:
-    return tree_map(lambda x: x.dtype if isinstance(x, torch.Tensor) else x, tree)
 
 
 def cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

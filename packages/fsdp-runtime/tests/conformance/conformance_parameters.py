@@ -1,5 +1,7 @@
 """Cases: parameters of every kind that a model may have."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from conformance_models import (
     world,
 )
 from conformance_registry import Raises, case
+
+from ragged_shard.testing import record_collectives
 
 PARAMETERS = "Parameters"
 
@@ -65,26 +69,20 @@ def shard_branches(fsdp, model):
     fsdp.fully_shard(model, mesh=mesh())
 
 
-@case(PARAMETERS, "parameters tied inside a unit train as one", ranks=3)
+@case(
+    PARAMETERS, "parameters tied inside a unit, also a unit of a list of modules, train as one", ranks=3,
+)  # fmt: skip
 def tied(fsdp):
-    def wrap(model):
+    def wrap(model, both):
         fsdp.fully_shard(model.block, mesh=mesh())
+        if both:
+            fsdp.fully_shard([model.embed, model.output], mesh=mesh(), reshard_after_forward=False)
         fsdp.fully_shard(model, mesh=mesh())
+
+    for both in (False, True):
+        model = check_training(Tied, partial(wrap, both=both), loss=cross_entropy, batches=tokens)
         assert model.output.weight is model.embed.weight
-
-    model = check_training(Tied, wrap, loss=cross_entropy, batches=tokens)
-    assert model.output.weight is model.embed.weight
-    assert len(list(model.parameters())) == 5
-
-
-@case(PARAMETERS, "tied parameters of two modules that a list makes one unit")
-def tied_in_list(fsdp):
-    def wrap(model):
-        fsdp.fully_shard(model.block, mesh=mesh())
-        fsdp.fully_shard([model.embed, model.output], mesh=mesh(), reshard_after_forward=False)
-        fsdp.fully_shard(model, mesh=mesh())
-
-    check_training(Tied, wrap, loss=cross_entropy, batches=tokens)
+        assert len(list(model.parameters())) == 5
 
 
 @case(PARAMETERS, "a parameter tied across two units", fsdp2=Raises(ValueError, "shared"), ours=None, ranks=3)
@@ -115,11 +113,8 @@ def scalar(fsdp):
 
 
 @case(
-    PARAMETERS,
-    "a parameter that is not contiguous",
-    fsdp2=Raises(NotImplementedError, "non-contiguous"),
-    ours=None,
-)
+    PARAMETERS, "a parameter that is not contiguous", fsdp2=Raises(NotImplementedError, "non-contiguous"), ours=None,
+)  # fmt: skip
 def not_contiguous(fsdp):
     def build():
         model = MLP()
@@ -130,12 +125,9 @@ def not_contiguous(fsdp):
 
 
 @case(
-    PARAMETERS,
-    "parameters of several dtypes in a unit",
-    fsdp2=Raises(AssertionError, "dtype"),
-    ours=None,
+    PARAMETERS, "parameters of several dtypes in a unit", fsdp2=Raises(AssertionError, "dtype"), ours=None,
     note="each keeps its dtype",
-)
+)  # fmt: skip
 def mixed_dtypes(fsdp):
     class Mixed(nn.Module):
         def __init__(self):
@@ -156,38 +148,33 @@ def mixed_dtypes(fsdp):
         assert torch.equal(full(found.grad), wanted.grad)
 
 
-@case(PARAMETERS, "fewer rows than ranks: some ranks hold nothing", ranks=4)
-def few_rows(fsdp):
-    def build():
-        return nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 3, bias=False), nn.Linear(3, 2))
+@case(
+    PARAMETERS,
+    "odd shapes, convolutions with a norm, fewer rows than ranks; everything sharded is contiguous",
+    ranks=4,
+)
+def shapes(fsdp):
+    def rows(step):
+        return torch.randn(12, 15, generator=torch.Generator().manual_seed(step))
 
-    check_training(build, lambda model: fsdp.fully_shard(model, mesh=mesh()))
-
-
-@case(PARAMETERS, "odd shapes: (16, 15), (15, 8), (7, 15), (17, 8)", ranks=3)
-def odd_shapes(fsdp):
-    def build():
-        return nn.Sequential(nn.Linear(15, 16), nn.Linear(16, 7), nn.Linear(7, 17), nn.Linear(17, 3))
+    few = lambda: nn.Sequential(nn.Linear(15, 1), nn.Linear(1, 3, bias=False), nn.Linear(3, 2))  # noqa: E731
+    odd = lambda: nn.Sequential(nn.Linear(15, 16), nn.Linear(16, 7), nn.Linear(7, 17), nn.Linear(17, 3))  # noqa: E731
+    images = lambda: nn.Sequential(  # noqa: E731
+        nn.Unflatten(1, (1, 3, 5)), nn.Conv2d(1, 5, 3), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv2d(5, 2, (1, 2))
+    )
 
     def wrap(model):
         for layer in model:
             fsdp.fully_shard(layer, mesh=mesh())
         fsdp.fully_shard(model, mesh=mesh())
 
-    check_training(
-        build, wrap, batches=lambda step: torch.randn(12, 15, generator=torch.Generator().manual_seed(step))
-    )
-
-
-@case(PARAMETERS, "convolutions: 4-D weights and norms with buffers")
-def convolutions(fsdp):
-    def build():
-        return nn.Sequential(nn.Conv2d(1, 5, 3), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv2d(5, 2, 2))
-
-    def images(step):
-        return torch.randn(4 * world(), 1, 6, 6, generator=torch.Generator().manual_seed(step))
-
-    check_training(build, lambda model: fsdp.fully_shard(model, mesh=mesh()), batches=images)
+    for build, unit in ((few, partial(fsdp.fully_shard, mesh=mesh())), (odd, wrap), (images, wrap)):
+        model = check_training(build, unit, batches=rows)
+        model(rows(0)).sum().backward()
+        for p in model.parameters():
+            assert p.is_contiguous()
+            assert p.to_local().is_contiguous()
+            assert p.grad.to_local().is_contiguous()
 
 
 @case(PARAMETERS, "stacked experts: 3-D weights with fewer experts than ranks", ranks=4)
@@ -206,8 +193,6 @@ def experts(fsdp):
 
 @case(PARAMETERS, "frozen parameters among trained ones; a frozen unit reduces nothing")
 def frozen(fsdp):
-    from ragged_shard.testing import record_collectives
-
     def build():
         model = Stack()
         model.blocks[0].requires_grad_(False)
@@ -238,7 +223,7 @@ def frozen_later(fsdp):
                 torch.testing.assert_close(full(found.grad), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
-@case(PARAMETERS, "parameters that a step does not use get no gradient")
+@case(PARAMETERS, "parameters that a step does not use get no gradient, whole units or one of a unit")
 def unused(fsdp):
     def loss(model, x):
         return model(x, right=bool(x.shape[0] > 100)).square().mean()
@@ -248,22 +233,10 @@ def unused(fsdp):
     model(torch.randn(4, 8), right=True).sum().backward()
     assert all(p.grad is None for p in model.left.parameters())
     assert all(p.grad is not None for p in model.right.parameters())
-
-
-@case(PARAMETERS, "one parameter of a unit without a gradient")
-def partly_unused(fsdp):
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(8, 5), nn.Linear(8, 5)
-
-        def forward(self, x):
-            return self.used(x)
-
-    model = check_training(Half, lambda model: fsdp.fully_shard(model, mesh=mesh()))
+    model = check_training(Branches, lambda model: fsdp.fully_shard(model, mesh=mesh()), loss=loss)
     model(torch.randn(4, 8)).sum().backward()
-    assert model.used.weight.grad is not None
-    assert model.idle.weight.grad is None
+    assert all(p.grad is None for p in model.right.parameters())
+    assert all(p.grad is not None for p in model.left.parameters())
 
 
 @case(PARAMETERS, "`set_reduce_scatter_unused_params(True)`: ranks may use different parameters in a step")
@@ -279,33 +252,7 @@ def unused_on_some_ranks(fsdp):
         assert_same_gradients(model, reference)
 
 
-@case(PARAMETERS, "sharded parameters: their memory stays where it is over steps")
-def stable_memory(fsdp):
-    model = shard_stack(fsdp, seeded(Stack))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [(id(p), p.to_local().data_ptr()) for p in model.parameters()]
-    for step in range(3):
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.reshard()
-        assert before == [(id(p), p.to_local().data_ptr()) for p in model.parameters()], step
-
-
-@case(PARAMETERS, "sharded parameters, their local tensors and gradients are contiguous", ranks=3)
-def contiguous(fsdp):
-    model = fsdp.fully_shard(nn.Sequential(nn.Conv2d(1, 5, 3), nn.Flatten(), nn.Linear(20, 7)), mesh=mesh())
-    model(torch.randn(2, 1, 4, 4)).sum().backward()
-    for p in model.parameters():
-        assert p.is_contiguous()
-        assert p.to_local().is_contiguous()
-        assert p.grad.to_local().is_contiguous()
-
-
-@case(
-    PARAMETERS,
-    "in forward, parameters are plain `nn.Parameter`s of the full shape",
-)
+@case(PARAMETERS, "in forward, parameters are plain `nn.Parameter`s of the full shape")
 def unsharded_type(fsdp):
     kinds: list = []
 

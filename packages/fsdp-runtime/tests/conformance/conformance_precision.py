@@ -19,7 +19,7 @@ from conformance_models import (
     seeded,
     shard_stack,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, case, refusal
 
 from ragged_shard.testing import record_collectives
 
@@ -29,8 +29,6 @@ LOW = torch.bfloat16
 
 
 class Spy(MLP):
-    """Notes the dtypes that its forward meets."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("offset", torch.zeros(8))
@@ -93,11 +91,7 @@ def reduce_dtype(fsdp):
     assert reduced_bytes(fsdp, reduce_dtype=LOW) <= in_fp32 * 0.6
 
 
-@case(
-    PRECISION,
-    "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again",
-    ranks=3,
-)
+@case(PRECISION, "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again", ranks=3)
 def reduce_in_fp32(fsdp):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
     model = shard_stack(fsdp, seeded(Stack), mp_policy=policy)
@@ -144,7 +138,10 @@ class Bundle:
     n: int
 
 
-@case(PRECISION, "floating-point inputs are cast, nested ones and keywords too")
+@case(
+    PRECISION,
+    "floating-point inputs are cast, nested ones and keywords too, unless `cast_forward_inputs=False`",
+)
 def cast_inputs(fsdp):
     model = fsdp.fully_shard(Spy(), mesh=mesh(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW))
     model(torch.randn(2, 8), extra={"a": [torch.randn(2), torch.arange(2)], "b": "text"})
@@ -154,10 +151,6 @@ def cast_inputs(fsdp):
     assert model.extra.x.dtype == LOW
     assert isinstance(model.extra, Bundle)
     assert model.extra.n == 3
-
-
-@case(PRECISION, "`cast_forward_inputs=False` leaves inputs as they are")
-def no_cast(fsdp):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=LOW, cast_forward_inputs=False)
     model = fsdp.fully_shard(Spy(), mesh=mesh(), mp_policy=policy)
     model(torch.randn(2, 8))
@@ -240,11 +233,7 @@ def grad_scaler(fsdp):
         assert scaler.get_scale() == 128.0
 
 
-@case(
-    OFFLOAD,
-    "`CPUOffloadPolicy`: the same training",
-    ranks=3,
-)
+@case(OFFLOAD, "`CPUOffloadPolicy`: the same training", ranks=3)
 def cpu_offload(fsdp):
     for pin in (True, False):
         policy = fsdp.CPUOffloadPolicy(pin_memory=pin and torch.cuda.is_available())
@@ -268,12 +257,8 @@ def cpu_offload_accumulates(fsdp):
         assert_same_gradients(model, reference, **({} if mp is not mixed else {"rtol": 0.05, "atol": 0.02}))
 
 
-@case(
-    OFFLOAD,
-    "an `offload_policy` of another type is refused",
-    fsdp2=None,
-    ours=Raises(TypeError, "offload_policy"),
-    better="FSDP2 silently does not offload",
-)
-def wrong_offload(fsdp):
-    fsdp.fully_shard(MLP(), mesh=mesh(), offload_policy="cpu")
+refusal(
+    OFFLOAD, "an `offload_policy` of another type is refused",
+    lambda fsdp: fsdp.fully_shard(MLP(), mesh=mesh(), offload_policy="cpu"), None,
+    Raises(TypeError, "offload_policy"), better="FSDP2 silently does not offload",
+)  # fmt: skip

@@ -18,24 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 TORCH = "2.13"  # whose FSDP2 the cases were seen with
+TORCH_NOW = tuple(map(int, torch.__version__.split(".")[:2]))
 IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
-    "conformance_wrapping",
-    "conformance_parameters",
-    "conformance_units",
-    "conformance_forward",
-    "conformance_gradients",
-    "conformance_accumulation",
-    "conformance_precision",
-    "conformance_extensions",
-    "conformance_meta",
-    "conformance_state",
-    "conformance_composition",
-    "conformance_failure",
-)
+    "conformance_wrapping", "conformance_parameters", "conformance_units", "conformance_forward",
+    "conformance_gradients", "conformance_accumulation", "conformance_precision", "conformance_extensions",
+    "conformance_meta", "conformance_state", "conformance_composition", "conformance_failure",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,15 @@ class Wrong(Raises):
 
 @dataclass(frozen=True)
 class Case:
-    """One behavior. ``ranks``: a world size for each launch; a later one finds what an earlier one left on disk."""
+    """One behavior.
+
+    Attributes:
+        ranks: a world size for each launch; a later one finds what an earlier one left on disk.
+        better: why this implementation is better where both work.
+        unsupported: FSDP2 supports it elsewhere than on gloo.
+        since: the torch that this implementation needs for it.
+        refusal: its error leaves nothing half done, so that others can follow on the same ranks.
+    """
 
     name: str
     section: str
@@ -65,11 +66,12 @@ class Case:
     ranks: tuple[int, ...]
     fsdp2: Raises | None
     ours: Raises | None
-    better: str
-    note: str
-    unsupported: bool
-    since: tuple[int, int]
-    timeout: float
+    better: str = ""
+    note: str = ""
+    unsupported: bool = False
+    since: tuple[int, int] = (2, 11)
+    timeout: float = 60.0
+    refusal: bool = False
 
     @property
     def verdict(self) -> str:
@@ -81,47 +83,38 @@ class Case:
         return "equal"
 
     def expected(self, implementation: str) -> Raises | None:
-        """What this implementation is to do."""
         return {"fsdp2": self.fsdp2, "ours": self.ours}[implementation]
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(
-    section: str,
-    text: str,
-    *,
-    ranks: int | tuple[int, ...] = 2,
-    fsdp2: Raises | None = None,
-    ours: Raises | str | None = "same",
-    better: str = "",
-    note: str = "",
-    unsupported: bool = False,
-    since: tuple[int, int] = (2, 11),
-    timeout: float = 60.0,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a case. ``ours`` is what FSDP2 does unless it says else.
-
-    ``better`` says why, where both work; ``unsupported`` is for what FSDP2 supports elsewhere than on gloo;
-    ``since`` is the torch that this implementation needs for it.
-    """
+def case(section, text, *, ranks=2, fsdp2=None, ours="same", **options):
+    """Enter a case, with options of `Case`. ``ours`` is what FSDP2 does unless it says else."""
 
     def enter(fn: Callable[..., None]) -> Callable[..., None]:
-        name = fn.__name__
+        name, theirs = fn.__name__, fsdp2 if isinstance(ours, str) else ours
         assert name not in CASES, f"two cases called {name}"
-        theirs = fsdp2 if isinstance(ours, str) else ours
         sizes = (ranks,) if isinstance(ranks, int) else ranks
-        CASES[name] = Case(
-            name, section, text, fn, sizes, fsdp2, theirs, better, note, unsupported, since, timeout
-        )
+        CASES[name] = Case(name, section, text, fn, sizes, fsdp2, theirs, **options)
         return fn
 
     return enter
 
 
+def refusal(
+    section: str, text: str, attempt: Callable[[Any], Any], *raised: Raises | None, **options: Any
+) -> None:
+    """Enter a case whose error, of FSDP2 and of ours if that differs, leaves nothing half done."""
+
+    def refused(fsdp: Any) -> None:
+        attempt(fsdp)
+
+    refused.__name__ = text
+    case(section, text, fsdp2=raised[0], ours=raised[-1], refusal=True, **options)(refused)
+
+
 def all_cases() -> dict[str, Case]:
-    """Every case, in the order of the table."""
     for module in MODULES:
         importlib.import_module(module)
     return CASES
@@ -140,6 +133,19 @@ def run_with_backend(backend: str | None, name: str, implementation: str, folder
             dist.destroy_process_group()
 
 
+def run_refusals(implementation: str) -> list[str]:
+    """On a rank: what is not as it must be, of all refusals that this torch has."""
+    problems = []
+    for name, entry in all_cases().items():
+        if entry.refusal and entry.since <= TORCH_NOW:
+            try:
+                run_case(name, implementation, "")
+            except Exception as error:
+                problems.append(f"{name}: {error}")
+    dist.barrier()
+    return problems
+
+
 def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str] | None:
     """On a rank: None if the case works, else the error's type, message and traceback. An expected error is checked."""
     entry = all_cases()[name]
@@ -154,7 +160,8 @@ def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str
             raise
         if not isinstance(error, expected.error) or not re.search(expected.match, str(error)):
             raise AssertionError(f"expected {expected}, got {type(error).__name__}: {error}") from error
-        dist.destroy_process_group()  # what it left half done must not meet the next case
+        if not entry.refusal:
+            dist.destroy_process_group()  # what it left half done must not meet the next case
         return type(error).__name__, str(error), trace
     if expected is not None:
         raise AssertionError(f"{name} works with {IMPLEMENTATIONS[implementation]}; expected {expected}")
@@ -162,7 +169,6 @@ def run_case(name: str, implementation: str, folder: str) -> tuple[str, str, str
 
 
 def table() -> str:
-    """The whole of CONFORMANCE.md."""
     cases = all_cases().values()
     counts = {
         verdict: sum(c.verdict == verdict for c in cases) for verdict in ("equal", "better", "not supported")

@@ -1,46 +1,46 @@
 """Cases: what may be wrapped, over which mesh, and what wrapping makes of a module."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 from conformance_models import (
     MLP,
     Stack,
-    all_sharded,
     check_training,
     full,
     hsdp_mesh,
     is_sharded,
     mesh,
     seeded,
-    shard_stack,
     world,
 )
-from conformance_registry import Raises, case
+from conformance_registry import Raises, case, refusal
 from torch.distributed.tensor import Replicate, Shard, distribute_module
 
-from ragged_shard.testing import rank_mesh
+from ragged_shard.testing import rank_mesh, record_collectives
 
 WRAP = "Wrapping"
 
 
-@case(WRAP, "`mesh=None`: all ranks, one dimension")
-def default_mesh(fsdp):
-    model = fsdp.fully_shard(MLP())
-    assert all(p.device_mesh.size() == world() and p.device_mesh.ndim == 1 for p in model.parameters())
-
-
-@case(WRAP, "a 1-D mesh: each element of a parameter is on one rank", ranks=3)
+@case(WRAP, "a 1-D mesh, which is also `mesh=None`: each element of a parameter is on one rank", ranks=3)
 def one_dimension(fsdp):
     over = mesh()
-    model = fsdp.fully_shard(MLP(), mesh=over)
-    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.device_mesh == over, name
-        held = torch.tensor(parameter.to_local().numel())
-        torch.distributed.all_reduce(held)
-        assert held.item() == parameter.numel(), name
+    for options in ({"mesh": over}, {}):
+        model: Any = fsdp.fully_shard(MLP(), **options)
+        assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
+            assert parameter.device_mesh.mesh.tolist() == over.mesh.tolist(), (name, options)
+            assert elements(parameter) == parameter.numel(), (name, options)
+
+
+def elements(parameter, group=None):
+    """Elements of a parameter on all ranks of a group together."""
+    held = torch.tensor(parameter.to_local().numel())
+    torch.distributed.all_reduce(held, group=group)
+    return held.item()
 
 
 @case(WRAP, "a 2-D mesh with named dimensions: HSDP, (replicate, shard)", ranks=4)
@@ -54,45 +54,58 @@ def hsdp(fsdp):
     for parameter in model.parameters():
         assert parameter.placements[0] == Replicate()
         assert not parameter.placements[1].is_replicate()
-        held = torch.tensor(parameter.to_local().numel())
-        torch.distributed.all_reduce(held, group=over.get_group("shard"))
-        assert held.item() == parameter.numel()
+        assert elements(parameter, over.get_group("shard")) == parameter.numel()
 
 
-@case(
-    WRAP,
-    "a 2-D mesh without names is refused",
-    fsdp2=Raises(AssertionError, "mesh_dim_names"),
-)
-def nameless_mesh(fsdp):
-    fsdp.fully_shard(MLP(), mesh=rank_mesh(1, world()))
+def wrapped(fsdp, build=MLP, **options):
+    return fsdp.fully_shard(build(), **{"mesh": mesh(), **options})
 
 
-@case(WRAP, "a mesh of three dimensions is refused", fsdp2=Raises(ValueError, "(?i)1.?D or 2.?D"))
-def three_dimensions(fsdp):
-    fsdp.fully_shard(MLP(), mesh=rank_mesh(1, 1, world(), names=("a", "b", "c")))
-
-
-@case(
-    WRAP,
-    "`ModuleList` and `ModuleDict`, which have no forward, are refused",
-    fsdp2=Raises(ValueError, "forward"),
-)
-def containers(fsdp):
-    try:
-        fsdp.fully_shard(nn.ModuleDict({"a": MLP()}), mesh=mesh())
-    except ValueError:
-        fsdp.fully_shard(nn.ModuleList([MLP()]), mesh=mesh())
-
-
-@case(
-    WRAP,
-    "a non-module is refused",
-    fsdp2=Raises(AttributeError, "modules"),
-    ours=Raises(TypeError, "fully_shard takes a module"),
-)
-def no_module(fsdp):
-    fsdp.fully_shard(torch.zeros(3), mesh=mesh())
+refusal(
+    WRAP, "a 2-D mesh without names is refused", lambda fsdp: wrapped(fsdp, mesh=rank_mesh(1, world())),
+    Raises(AssertionError, "mesh_dim_names"),
+)  # fmt: skip
+refusal(
+    WRAP, "a mesh of three dimensions is refused",
+    lambda fsdp: wrapped(fsdp, mesh=rank_mesh(1, 1, world(), names=("a", "b", "c"))),
+    Raises(ValueError, "(?i)1.?D or 2.?D"),
+)  # fmt: skip
+for _name, _build in (
+    ("ModuleList", lambda: nn.ModuleList([MLP()])), ("ModuleDict", lambda: nn.ModuleDict({"a": MLP()}))
+):  # fmt: skip
+    refusal(
+        WRAP, f"a `{_name}`, which has no forward, is refused", partial(wrapped, build=_build),
+        Raises(ValueError, "forward"),
+    )  # fmt: skip
+refusal(
+    WRAP, "a non-module is refused", lambda fsdp: wrapped(fsdp, lambda: torch.zeros(3)),
+    Raises(AttributeError, "modules"), Raises(TypeError, "fully_shard takes a module"),
+)  # fmt: skip
+refusal(
+    WRAP, "a module is wrapped at most once", lambda fsdp: wrapped(fsdp, lambda: wrapped(fsdp)),
+    Raises(AssertionError, "once"), Raises(AssertionError, "already called"),
+)  # fmt: skip
+refusal(
+    WRAP, "`deepcopy` is refused", lambda fsdp: copy.deepcopy(wrapped(fsdp)), Raises(AssertionError, "deepcopy"),
+)  # fmt: skip
+refusal(
+    WRAP, "`share_comm_ctx` refuses what is not wrapped", lambda fsdp: fsdp.share_comm_ctx([MLP()]),
+    Raises(ValueError, "FSDPModule"),
+)  # fmt: skip
+refusal(
+    WRAP, "an `int` for `reshard_after_forward` must divide the ranks",
+    lambda fsdp: wrapped(fsdp, reshard_after_forward=3), Raises(ValueError, "factor|divi"),
+)  # fmt: skip
+refusal(
+    WRAP, "`reshard_after_forward` of another type is refused",
+    lambda fsdp: wrapped(fsdp, reshard_after_forward="yes"), Raises(ValueError, "reshard_after"),
+)  # fmt: skip
+refusal(
+    WRAP, "`dp_mesh_dims` that name no dimension of the mesh",
+    lambda fsdp: wrapped(
+        fsdp, mesh=mesh(names=("dp",)), dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nothere")
+    ), Raises(ValueError, "nothere"), since=(2, 13),
+)  # fmt: skip
 
 
 @case(WRAP, "the same object, whose class becomes `FSDP<name>`, a subclass of `FSDPModule` too")
@@ -111,8 +124,6 @@ def class_swap(fsdp):
 
 @case(WRAP, "a list of modules is one unit, with one gather")
 def list_of_modules(fsdp):
-    from ragged_shard.testing import record_collectives
-
     def wrap(model):
         given = [model.blocks[0], model.blocks[1]]
         back = fsdp.fully_shard(given, mesh=mesh(), reshard_after_forward=True)
@@ -129,27 +140,10 @@ def list_of_modules(fsdp):
     assert record.kinds == ["all_gather"] * 2, record.kinds
 
 
-@case(WRAP, "a nested module wrapped first keeps its unit; the parent has the rest")
-def nested(fsdp):
-    from ragged_shard.testing import record_collectives
-
-    def wrap(model):
-        shard_stack(fsdp, model)
-
-    model = check_training(Stack, wrap)
-    with torch.no_grad(), record_collectives() as record:
-        model(torch.randn(4, 8))
-    assert record.kinds == ["all_gather"] * 4, record.kinds
-    assert all_sharded(model.blocks[0])
-
-
 @case(
-    WRAP,
-    "a parent wrapped before its child",
-    fsdp2=Raises(TypeError, "Invariant encountered"),
-    ours=None,
+    WRAP, "a parent wrapped before its child", fsdp2=Raises(TypeError, "Invariant encountered"), ours=None,
     note="units may be made in any order",
-)
+)  # fmt: skip
 def parent_first(fsdp):
     def wrap(model):
         fsdp.fully_shard(model, mesh=mesh())
@@ -159,32 +153,12 @@ def parent_first(fsdp):
     check_training(Stack, wrap)
 
 
-@case(
-    WRAP,
-    "a module is wrapped at most once",
-    fsdp2=Raises(AssertionError, "once"),
-    ours=Raises(AssertionError, "already called"),
-)
-def wrapped_twice(fsdp):
-    model = fsdp.fully_shard(MLP(), mesh=mesh())
-    fsdp.fully_shard(model, mesh=mesh())
-
-
 @case(WRAP, "a slice of a wrapped `Sequential` is a plain `Sequential`")
 def slices(fsdp):
     model = fsdp.fully_shard(nn.Sequential(MLP(), MLP(), MLP()), mesh=mesh())
     part = model[:2]
     assert type(part) is nn.Sequential
     assert part[1] is model[1]
-
-
-@case(
-    WRAP,
-    "`deepcopy` is refused",
-    fsdp2=Raises(AssertionError, "deepcopy"),
-)
-def deepcopy(fsdp):
-    copy.deepcopy(fsdp.fully_shard(MLP(), mesh=mesh()))
 
 
 @case(WRAP, "`ignored_params` are left as they are: not sharded, not reduced")
@@ -245,18 +219,19 @@ def buffers(fsdp):
 
 
 @case(
-    WRAP,
-    "`shard_placement_fn` that returns `Shard(1)`",
+    WRAP, "`shard_placement_fn` that returns None, `Shard(0)` or `Shard(1)`",
     note="changes nothing: runs of whole blocks are balanced",
-)
-def shard_on_columns(fsdp):
-    build = lambda: MLP(hidden=16)  # noqa: E731
-    check_training(
-        build,
-        lambda model: fsdp.fully_shard(
-            model, mesh=mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
-        ),
-    )
+)  # fmt: skip
+def placements(fsdp):
+    def place(p, placement):
+        return placement if p.ndim == 2 else None
+
+    for placement in (Shard(0), Shard(1)):
+        choose = partial(place, placement=placement)
+        check_training(
+            partial(MLP, hidden=16),
+            lambda m, f=choose: fsdp.fully_shard(m, mesh=mesh(), shard_placement_fn=f),
+        )
 
 
 @case(
@@ -287,94 +262,27 @@ def mesh_of_a_parameter(fsdp):
     check_training(MLP, wrap)
 
 
-@case(WRAP, "`shard_placement_fn` that returns None or `Shard(0)` changes nothing")
-def shard_on_rows(fsdp):
-    model, reference = seeded(MLP), seeded(MLP)
-    fsdp.fully_shard(model, mesh=mesh(), shard_placement_fn=lambda p: Shard(0) if p.ndim == 2 else None)
-    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(full(found), wanted)
-
-
-@case(WRAP, "`share_comm_ctx` takes several roots (pipeline stages)")
-def share_comm_ctx(fsdp):
-    stages = [fsdp.fully_shard(seeded(MLP, seed), mesh=mesh()) for seed in (0, 1)]
-    fsdp.share_comm_ctx(stages)
-    x = torch.randn(4, 8)
-    stages[1](stages[0](x)).sum().backward()
-    assert all(p.grad is not None for stage in stages for p in stage.parameters())
-
-
-@case(WRAP, "`share_comm_ctx` refuses what is not wrapped", fsdp2=Raises(ValueError, "FSDPModule"))
-def share_comm_ctx_plain(fsdp):
-    fsdp.share_comm_ctx([MLP()])
-
-
 @case(
-    WRAP,
-    "an `int` for `reshard_after_forward` must divide the ranks",
-    fsdp2=Raises(ValueError, "factor|divi"),
-)
-def odd_reshard(fsdp):
-    fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward=3)
-
-
-@case(
-    WRAP,
-    "`reshard_after_forward` of another type is refused",
-    fsdp2=Raises(ValueError, "reshard_after"),
-)
-def text_reshard(fsdp):
-    fsdp.fully_shard(MLP(), mesh=mesh(), reshard_after_forward="yes")
-
-
-@case(
-    WRAP,
-    "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms",
-    ranks=4,
+    WRAP, "`dp_mesh_dims`: DTensor parameters on one mesh of all parallelisms; two dimensions are flattened", ranks=4,
     since=(2, 13),
-)
+)  # fmt: skip
 def spmd_mesh(fsdp):
-    over = mesh(2, 2, names=("dp", "tp"))
-    model = distribute_module(seeded(MLP), over)
-    fsdp.fully_shard(model, mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
-    wanted = seeded(MLP)
-    for found, p in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(full(found), p)
-
-
-@case(WRAP, "`dp_mesh_dims` with two dimensions to shard over: they are flattened", ranks=4, since=(2, 13))
-def spmd_mesh_flattened(fsdp):
-    over = mesh(2, 2, names=("dp", "cp"))
-    plain, dims = distribute_module(seeded(MLP), over), fsdp.DataParallelMeshDims(shard=("dp", "cp"))
-    model = fsdp.fully_shard(plain, mesh=over, dp_mesh_dims=dims)
-    for found, p in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
-        assert torch.equal(full(found), p)
-        held = torch.tensor(found.to_local().numel())
-        torch.distributed.all_reduce(held)
-        assert held.item() == p.numel()
+    over = mesh(2, 2, names=("dp", "other"))
+    for shard, copies in (("dp", 2), (("dp", "other"), 1)):
+        model = distribute_module(seeded(MLP), over)
+        fsdp.fully_shard(model, mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard=shard))
+        for found, p in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
+            assert torch.equal(full(found), p), shard
+            assert elements(found) == copies * p.numel(), shard
 
 
 @case(
-    WRAP,
-    "`dp_mesh_dims` with replicas only",
-    ours=Raises(ValueError, "no shard dimension"),
-    note="use `DistributedDataParallel`",
-    since=(2, 13),
-)
+    WRAP, "`dp_mesh_dims` with replicas only", ours=Raises(ValueError, "no shard dimension"),
+    note="use `DistributedDataParallel`", refusal=True, since=(2, 13),
+)  # fmt: skip
 def spmd_mesh_replicas(fsdp):
     over = mesh(world(), names=("dp",))
     model, reference = distribute_module(seeded(MLP), over), seeded(MLP)
     fsdp.fully_shard(model, mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(replicate="dp"))
     for found, p in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(found), p)
-
-
-@case(
-    WRAP,
-    "`dp_mesh_dims` that name no dimension of the mesh",
-    fsdp2=Raises(ValueError, "nothere"),
-    since=(2, 13),
-)
-def spmd_mesh_unknown(fsdp):
-    over = mesh(world(), names=("dp",))
-    fsdp.fully_shard(MLP(), mesh=over, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nothere"))

@@ -1,10 +1,20 @@
 """FSDP2's documented behaviors, each run with torch's implementation and with this one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conformance_registry import IMPLEMENTATIONS, TORCH, all_cases, run_case, run_with_backend, table
+from conformance_registry import (
+    IMPLEMENTATIONS,
+    TORCH,
+    TORCH_NOW,
+    all_cases,
+    run_case,
+    run_refusals,
+    run_with_backend,
+    table,
+)
 from make_table import TABLE
 
 from ragged_shard.testing import run_ranks
@@ -16,18 +26,22 @@ CARRIED = (*SEVERAL_DTYPES, "values", "hsdp", "clip_hsdp", "cpu_offload", "check
 BACKENDS = (None, "cpu:gloo", "cpu:gloo,cuda:gloo")  # `get_backend` calls none of them "gloo"
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=[pytest.mark.long] * (name == "fsdp2")) for name in IMPLEMENTATIONS],
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name == "fsdp2")) for name in IMPLEMENTATIONS]
 )
-@pytest.mark.parametrize("name", CASES)
-def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
-    if implementation == "fsdp2" and not torch.__version__.startswith(TORCH):
+def implementation(request: pytest.FixtureRequest) -> str:
+    if request.param == "fsdp2" and not torch.__version__.startswith(TORCH):
         pytest.skip(f"the cases say what FSDP2 does in torch {TORCH}, this is {torch.__version__}")
-    if implementation == "ours" and tuple(map(int, torch.__version__.split(".")[:2])) < CASES[name].since:
-        pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")
-    for ranks in CASES[name].ranks:
-        run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=CASES[name].timeout, seed=0)
+    return request.param
+
+
+@pytest.mark.parametrize("name", [name for name, entry in CASES.items() if not entry.refusal])
+def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
+    run(name, tmp_path, run_case, name, implementation)
+
+
+def test_what_is_refused_is_refused_on_every_rank(implementation: str) -> None:
+    assert run_ranks(2, run_refusals, implementation, seed=0) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +55,15 @@ def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
 def test_behavior_however_the_process_group_was_initialized(
     name: str, backend: str | None, tmp_path: Path
 ) -> None:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < CASES[name].since:
+    run(name, tmp_path, run_with_backend, backend, name, "ours")
+
+
+def run(name: str, folder: Path, *job: Any) -> None:
+    """A job of one case, on each of its numbers of ranks."""
+    if CASES[name].since > TORCH_NOW:
         pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")
     for ranks in CASES[name].ranks:
-        run_ranks(
-            ranks, run_with_backend, backend, name, "ours", str(tmp_path), timeout=CASES[name].timeout, seed=0
-        )
+        run_ranks(ranks, *job, str(folder), timeout=CASES[name].timeout, seed=0)
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the table is in the source tree, not in a wheel")

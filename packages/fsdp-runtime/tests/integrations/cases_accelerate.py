@@ -11,7 +11,6 @@ PACKAGE, TITLE, RANKS = "accelerate", "Accelerate", 2
 
 
 def run(system, folder):
-    """Numbers of this rank by case."""
     from torch.distributed.fsdp import StateDictType
 
     found = {}

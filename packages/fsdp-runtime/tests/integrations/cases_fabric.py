@@ -8,7 +8,6 @@ PACKAGE, TITLE, RANKS = "lightning_fabric", "Lightning Fabric", 2
 
 
 def run(system, folder):
-    """Numbers of this rank by case."""
     found = {}
     for case, sharded in (("resume, sharded", True), ("resume, full", False)):
         options = {"save_distributed_checkpoint": sharded}

@@ -25,7 +25,6 @@ def _reductions(trainer):
 
 
 def run(system, folder):
-    """Numbers of this rank by case."""
     on_cpu()
     from safetensors.torch import load_file
     from torchtitan.components.checkpoint import CheckpointManager

@@ -14,7 +14,6 @@ def logged(trainer, key):
 
 
 def run(system, folder):
-    """Numbers of this rank by case."""
     from safetensors.torch import load_file
 
     found = {}

@@ -34,7 +34,6 @@ def _row(name: str) -> str:
 
 
 def _trainer(row: str) -> str:
-    """The row's trainer, without its version."""
     return row.split("|")[1].strip().rpartition(" ")[0]
 
 

@@ -24,7 +24,6 @@ TRAINERS = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py")
 
 
 def both(name: str, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """On a rank: ours, then FSDP2."""
     cases = importlib.import_module(name)
     return cases.run("ours", folder / "ours"), cases.run("fsdp2", folder / "fsdp2")
 

@@ -65,12 +65,10 @@ def expert_parallel(fsdp: Any) -> nn.Module:
 
 
 def plain(fsdp: Any) -> nn.Module:
-    """Whole on each rank."""
     return build()
 
 
 def data_parallel(fsdp: Any) -> nn.Module:
-    """dp 4."""
     mesh = rank_mesh(4)
     model: Any = build()
     for block in model.blocks:
@@ -99,7 +97,6 @@ def step(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], numbe
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What goes into the checkpoint."""
     values, states = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": values, "optimizer": states}
 
@@ -129,12 +126,8 @@ def run(fsdp: Any, make: Make) -> Outcome:
             state = state_of(model, ours)
             dcp.load(state, checkpoint_id=f"{folders[0]}/{number - 1}")
             set_state_dict(
-                model,
-                ours,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=OPTIONS,
-            )
+                model, ours, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=OPTIONS,
+            )  # fmt: skip
             wrong += differing(state_of(model, ours), state_of(twin, theirs))
         step([model, twin], [ours, theirs], number)
         state = state_of(model, ours)

@@ -6,7 +6,7 @@ With math kernels and without a causal mask it runs, as ops on DTensors. The oth
 heads, by public API: `DTensor.redistribute`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,14 +31,11 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def bidirectional(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Each token looks at all, by math kernels."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v)
 
 
 class Attention(nn.Module):
-    """Keys and values may come from other ranks."""
-
     def __init__(self, attend: Attend) -> None:
         super().__init__()
         self.attend = attend
@@ -46,8 +43,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        found: torch.Tensor = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
@@ -63,8 +59,7 @@ class Model(nn.Module):
         x = self.embed(tokens) + self.place(places)
         for layer in self.layers:
             x = layer(x)
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -74,7 +69,6 @@ def batch(step: int) -> torch.Tensor:
 
 
 def cross_entropy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The loss."""
     tokens, targets, places = batch
     return F.cross_entropy(model(tokens, places).flatten(0, 1), targets.flatten())
 
@@ -125,12 +119,7 @@ def torchs(mesh: DeviceMesh) -> Attend:
     return attend
 
 
-def run(
-    fsdp: Any,
-    attend: Callable[[DeviceMesh], Attend],
-    shape: tuple[int, int] = (2, 2),
-    plain: Attend = causal,
-) -> Outcome:
+def run(fsdp, attend, shape=(2, 2), plain=causal) -> Outcome:
     """Train over a mesh of (dp, cp), folded into one axis for FSDP."""
     mesh = rank_mesh(*shape, names=("dp", "cp"))
     folded = mesh["dp", "cp"]._flatten("fsdp")
@@ -143,24 +132,12 @@ def run(
         fsdp.fully_shard(model, mesh=folded)
 
     return train(
-        fsdp,
-        lambda: Model(plain),
-        wrap,
-        cross_entropy,
-        batches=batch,
+        fsdp, lambda: Model(plain), wrap, cross_entropy, batches=batch,
         share=lambda whole: whole.chunk(shape[0], 1)[row].chunk(shape[1], 2)[stretch],
-    )
+    )  # fmt: skip
 
 
-def enter(
-    text: str,
-    expected: Mapping[str, int],
-    attend: Callable[[DeviceMesh], Attend],
-    since: tuple[int, int] = (2, 11),
-    **options: Any,
-) -> None:
-    """A case of `run`."""
-
+def enter(text, expected, attend, since=(2, 11), **options) -> None:
     @case(CP, text, counts=expected, since=since, name=text)
     def entered(fsdp: Any) -> Outcome:
         return run(fsdp, attend, **options)

@@ -26,8 +26,6 @@ REAL = "A model of transformers"
 
 
 class Stack(nn.Module):
-    """Three blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -38,19 +36,15 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def rows(step: int) -> torch.Tensor:
-    """The whole batch of a step."""
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The loss."""
-    found: torch.Tensor = model(x).square().mean()
-    return found
+    return model(x).square().mean()
 
 
 @case(DATA, "four units on one axis", counts={"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1})
@@ -72,15 +66,9 @@ def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Ca
 
     def build() -> nn.Module:
         config = ModelConfig(
-            vocab_size=32,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            ff_dim=24,
-            num_experts=experts,
+            vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ff_dim=24, num_experts=experts,
             tied=False,
-        )
+        )  # fmt: skip
         model = Transformer(config)
         for block in model.blocks:
             if change is not None:
@@ -96,17 +84,13 @@ def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Ca
 
 
 def tokens(step: int) -> torch.Tensor:
-    """The whole batch of a step."""
     return torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(step))
 
 
 def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Cross entropy of the next token and the balancing loss, means over sequences."""
     logits, aux = model(batch[:, :-1])
-    found: torch.Tensor = (
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * aux
-    )
-    return found
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * aux
 
 
 @dataclass(frozen=True)
@@ -153,9 +137,7 @@ def placement_fn(over: Meshes, experts: set[nn.Parameter], placement: Shard) -> 
     return lambda param: result(placement, sparse) if param in experts else result(Shard(0), dense)
 
 
-def wrap_blocks(
-    fsdp: Any, model: Any, over: Meshes, *, placement: Shard = ROWS, apart: bool = False, **options: Any
-) -> list[Any]:
+def wrap_blocks(fsdp, model, over, *, placement=ROWS, apart=False, **options) -> list[Any]:
     """One unit a block, experts on a mesh of their own; `apart`: the layer with experts in a unit of its own."""
     if over.ep.size() > 1:
         experts = apply_expert_parallel(model, over.ep)
@@ -182,10 +164,7 @@ def divide_nothing(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def train_experts(
-    fsdp: Any, build: Callable[[], nn.Module], wrap: Callable[[Any, Any], Any], **options: Any
-) -> Outcome:
-    """Every rank has rows of its own."""
+def train_experts(fsdp, build, wrap, **options) -> Outcome:
     share = rows_of(dist.get_rank(), RANKS)
     return train(fsdp, build, wrap, language_loss, batches=tokens, share=share, **options)
 
@@ -215,19 +194,15 @@ class WithShared(nn.Module):
 
 
 def share_an_expert(block: Any) -> None:
-    """Add an expert for all tokens."""
     block.ff = WithShared(block.ff, ModelConfig(dim=16, num_heads=2, num_kv_heads=1, ff_dim=24))
 
 
 def freeze_experts(block: Any) -> None:
-    """Train everything else."""
     for name in ("w_gate", "w_up", "w_down"):
         getattr(block.ff, name).requires_grad_(False)
 
 
 def idle(*which: int) -> Callable[[Any], None]:
-    """Let the router choose none of these."""
-
     def change(block: Any) -> None:
         def away(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill(-1, torch.tensor(which), -1e9)
@@ -240,17 +215,7 @@ def idle(*which: int) -> Callable[[Any], None]:
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
-def enter(
-    section: str,
-    text: str,
-    expected: dict[str, int],
-    *mesh: int,
-    name: str,
-    experts: int = 4,
-    change: Callable[[Any], None] | None = None,
-    factor: bool = False,
-    **options: Any,
-) -> None:
+def enter(section, text, expected, *mesh, name, experts=4, change=None, factor=False, **options) -> None:
     """A case of a mixture of experts.
 
     Args:
@@ -333,7 +298,6 @@ def clipped_by_ours(fsdp: Any) -> Outcome:
 
 
 def qwen3_moe() -> nn.Module:
-    """Qwen3-MoE as it is, small."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -346,9 +310,7 @@ def qwen3_moe() -> nn.Module:
 
 
 def causal_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """As transformers computes it."""
-    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return found
+    return model(input_ids=batch, labels=batch).loss
 
 
 @case(REAL, "Qwen3-MoE, 6 experts, ep 2 and fsdp 2", counts=counts_of(9, 5), needs="transformers")

@@ -24,16 +24,13 @@ MOVED = ("all_gather", "reduce_scatter", "all_reduce")  # sends between stages b
 
 
 class Layer(nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return found
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def stages(number: int) -> list[nn.Sequential]:
@@ -43,17 +40,14 @@ def stages(number: int) -> list[nn.Sequential]:
 
 
 def mean_square(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss."""
     return (found - target).square().mean()
 
 
 def batch(step: int) -> torch.Tensor:
-    """Inputs and targets of a step, all of them."""
     return torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 def indices_of(schedule: str, rank: int) -> list[int]:
-    """Which of the stages one of two ranks has."""
     if schedule in V_SHAPED:
         return [rank, 3 - rank]
     return [rank, 2 + rank] if schedule in LOOPED else [rank]
@@ -69,7 +63,7 @@ def shard(fsdp: Any, stage: Any, mesh: DeviceMesh, reshard: bool, tp: bool) -> A
 
 
 def built_stages(
-    fsdp: Any, name: str, mesh: DeviceMesh, reshard: bool = False, tp: bool = False
+    fsdp, name, mesh, reshard=False, tp=False
 ) -> tuple[list[nn.Sequential], list[int], list[Any]]:
     """All modules of a schedule's stages, the indices of this rank's, which are sharded, and their stages."""
     everything = stages(4 if name in LOOPED + V_SHAPED else 2)
@@ -81,16 +75,7 @@ def built_stages(
     return everything, mine, built
 
 
-def run(
-    fsdp: Any,
-    name: str,
-    *,
-    microbatches: int = 4,
-    reshard: bool = False,
-    tp: bool = False,
-    shared: bool = False,
-    steps: int = 2,
-) -> Outcome:
+def run(fsdp, name, *, microbatches=4, reshard=False, tp=False, shared=False) -> Outcome:
     """Train over a mesh of two stages' ranks and two of FSDP, or of TP; the twin in one process."""
     mesh = rank_mesh(*((2, 1, 2) if tp else (2, 2, 1)), names=("pp", "dp", "tp"))
     everything, mine, built = built_stages(fsdp, name, mesh, reshard, tp)
@@ -104,7 +89,7 @@ def run(
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     outcome = Outcome(0.0, 0.0)
     share = 1 if tp else 2
-    for step in range(steps):
+    for step in range(2):
         x, target = batch(step)
         wanted = mean_square(twin(x), target)
         wanted.backward()
@@ -128,12 +113,9 @@ def run(
                 gradients = max(gradients, away.item())
         moved = {one: count for one, count in Counter(record.kinds).items() if one in MOVED}
         outcome = replace(
-            outcome,
-            loss=max(outcome.loss, distance),
-            gradients=max(outcome.gradients, gradients),
-            counts=moved,
+            outcome, loss=max(outcome.loss, distance), gradients=max(outcome.gradients, gradients), counts=moved,
             bytes_sent=record.bytes_sent,
-        )
+        )  # fmt: skip
         for optimizer in (ours, plain):
             optimizer.step()
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo, mixed_optimizer_for
-from layout_planner import Block, Rows, Tile, Whole
+from layout_planner import Rows, Tile, Whole
 from ragged_shard.testing import rank_mesh
 
 TP = "Tensor parallelism"
@@ -38,20 +38,16 @@ class Mlp(nn.Module):
         self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return found
+        return self.down(torch.tanh(self.up(x)))
 
 
 class Layer(nn.Module):
-    """A residual block."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.mlp(self.norm(x))
-        return found
+        return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):
@@ -71,8 +67,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        found: torch.Tensor = self.head(self.norm(x))
-        return found
+        return self.head(self.norm(x))
 
 
 def tokens_of(step: int) -> torch.Tensor:
@@ -81,7 +76,6 @@ def tokens_of(step: int) -> torch.Tensor:
 
 
 def cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -131,7 +125,6 @@ def sequence(model: Any, tp: DeviceMesh, *, logits: Any = None) -> None:
 
 
 def loss_too(model: Any, tp: DeviceMesh) -> None:
-    """Also the logits, up to the loss."""
     sequence(model, tp, logits=Shard(-1))
 
 
@@ -145,9 +138,7 @@ def meshes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh, int]:
     return mesh, mesh["replicate", "dp"], rank
 
 
-def shard(
-    fsdp: Any, model: Any, parallelize: Parallelize, mesh: DeviceMesh, data: DeviceMesh, policy: Any = None
-) -> None:
+def shard(fsdp, model, parallelize, mesh, data, policy=None) -> None:
     """Tensor parallelism, then a unit for each layer and one for the rest."""
     parallelize(model, mesh["tp"])
     options = {"mesh": data} | ({} if policy is None else {"block_policy": policy})
@@ -157,17 +148,10 @@ def shard(
 
 
 def run(
-    fsdp: Any,
-    parallelize: Parallelize,
-    mesh_shape: tuple[int, ...] = (2, 2),
-    build: Callable[[], nn.Module] = Model,
-    block: Block | None = None,
-    prepare: Callable[[Any], None] | None = None,
-    context: Any = nullcontext,
-    clip: float | None = None,
-) -> Outcome:
+    fsdp, parallelize, shape=(2, 2), build=Model, block=None, prepare=None, context=nullcontext, clip=None
+):
     """Train over a mesh of (dp, tp), or with replicas of (replicate, dp, tp)."""
-    mesh, data, rank = meshes(mesh_shape)
+    mesh, data, rank = meshes(shape)
     policy = None if block is None else lambda name, param: block if param.ndim > 1 else None
 
     def wrap(fsdp: Any, model: Any) -> None:
@@ -183,14 +167,9 @@ def run(
 
     with context():
         return train(
-            fsdp,
-            both,
-            wrap,
-            cross_entropy,
-            batches=tokens_of,
-            share=lambda whole: whole.chunk(data.size())[rank],
+            fsdp, both, wrap, cross_entropy, batches=tokens_of, share=lambda whole: whole.chunk(data.size())[rank],
             clip=clip,
-        )
+        )  # fmt: skip
 
 
 def freeze(model: Any) -> None:
@@ -199,15 +178,7 @@ def freeze(model: Any) -> None:
     model.layers[1].mlp.requires_grad_(False)
 
 
-def enter(
-    name: str,
-    text: str,
-    expected: Mapping[str, int],
-    cut: Parallelize,
-    *shape: int,
-    only_ours: str = "",
-    **options: Any,
-) -> None:
+def enter(name, text, expected, cut, *shape, only_ours="", **options) -> None:
     """A case of `run`, by default on a mesh of tp 2 x fsdp 2."""
 
     @case(TP, text, counts=expected, name=name, only_ours=only_ours)
@@ -255,9 +226,7 @@ OPTIMIZERS = "Optimizers of block-optim under tensor parallelism: bits of one pr
 NOT_FSDP2 = "block-optim's `test_fsdp2.py`"
 
 
-def bits(
-    fsdp: Any, make: Callable[[Any], Any], mesh_shape: tuple[int, ...] = (2, 2), policy: Any = None
-) -> Outcome:
+def bits(fsdp, make, mesh_shape=(2, 2), policy=None) -> Outcome:
     """Three steps. `gradients` is the largest difference of a parameter, `counts` are those of the last `step()`."""
     mesh, data, rank = meshes(mesh_shape)
     model, twin = Model(), Model()
@@ -279,18 +248,10 @@ def bits(
 
 
 def matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Muon's parameters, if it gets them all."""
     return [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
 
 
-def enter_optimizer(
-    name: str,
-    text: str,
-    expected: Mapping[str, int],
-    make: Callable[[Any], Any],
-    *shape: int,
-    policy: Any = None,
-) -> None:
+def enter_optimizer(name, text, expected, make, *shape, policy=None) -> None:
     """A case of `bits`, by default on a mesh of tp 2 x fsdp 2."""
 
     @case(OPTIMIZERS, text, counts=expected, name=name, bound=0.0, only_ours=NOT_FSDP2)
@@ -303,7 +264,6 @@ def make_muon(model: nn.Module) -> Muon:
 
 
 def of_names(kind: Any, **options: Any) -> Callable[[Any], Any]:
-    """Makes an optimizer of named parameters."""
     return lambda model: kind(model.named_parameters(), **options)
 
 

@@ -24,6 +24,7 @@ from ragged_shard.testing import record_collectives
 IMPLEMENTATIONS = {"ours": "fsdp_runtime", "fsdp2": "torch.distributed.fsdp"}
 MODULES = ("cases_ep", "cases_tp", "cases_pp", "cases_cp", "cases_checkpoints")
 RANKS = 4
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -47,68 +48,50 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of the implementation, and what it must give with ours: one process's numbers and these counts."""
+    """A function of the implementation, and what it must give with ours: one process's numbers and these counts.
 
-    name: str
-    section: str
-    text: str
-    fn: Callable[[Any], Outcome]
-    counts: Mapping[str, int] | None
-    bound: float
-    only_ours: str
-    since: tuple[int, int]
-    needs: str
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(
-    section: str,
-    text: str,
-    *,
-    counts: Mapping[str, int] | None = None,
-    bound: float = 1e-5,
-    only_ours: str = "",
-    since: tuple[int, int] = (2, 11),
-    needs: str = "",
-    name: str = "",
-) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
-    """Enter a case.
-
-    Args:
+    Attributes:
         counts: collectives of rank 0 in the last step, by kind; None: not checked.
         bound: on every distance.
         only_ours: why FSDP2 is not asked.
         since: the torch that ours needs for it.
         needs: a package that may be missing.
-        name: defaults to the function's.
     """
+
+    name: str
+    section: str
+    text: str
+    fn: Callable[[Any], Outcome]
+    counts: Mapping[str, int] | None = None
+    bound: float = 1e-5
+    only_ours: str = ""
+    since: tuple[int, int] = (2, 11)
+    needs: str = ""
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(section, text, *, name="", **options):
+    """Enter a case, with options of `Case`. The name defaults to the function's."""
 
     def enter(fn: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
         entered = name or fn.__name__
         assert entered not in CASES, f"two cases called {entered}"
-        CASES[entered] = Case(entered, section, text, fn, counts, bound, only_ours, since, needs)
+        CASES[entered] = Case(entered, section, text, fn, **options)
         return fn
 
     return enter
 
 
-def counts(
-    all_gather: int = 0, reduce_scatter: int = 0, all_reduce: int = 0, all_to_all: int = 0
-) -> dict[str, int]:
-    """Collectives by kind, those that there are."""
-    kinds = {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_reduce": all_reduce,
-        "all_to_all": all_to_all,
+def counts(*numbers: int, **kinds: int) -> dict[str, int]:
+    """Collectives by kind, those that there are; numbers are in the order of `KINDS`."""
+    return {
+        kind: count for kind, count in {**dict(zip(KINDS, numbers, strict=False)), **kinds}.items() if count
     }
-    return {kind: count for kind, count in kinds.items() if count}
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case, in the order of the page."""
     for module in MODULES:
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
@@ -166,7 +149,6 @@ def problems(entry: Case, found: Outcome | str) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 
@@ -176,22 +158,8 @@ def first_line(error: BaseException) -> str:
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def train(
-    fsdp: Any,
-    build: Callable[[], nn.Module],
-    wrap: Callable[[Any, Any], Any],
-    loss: Loss,
-    *,
-    batches: Callable[[int], Any],
-    share: Callable[[Any], Any],
-    steps: int = 3,
-    clip: float | None = 0.5,
-    scale: float = 1.0,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    parts: int = 1,
-    clip_with: Callable[..., torch.Tensor] | None = None,
-) -> Outcome:
-    """Train a wrapped model on this rank's share, and an untouched twin on everything.
+def train(fsdp, build, wrap, loss, *, batches, share, clip=0.5, scale=1.0, clip_with=None) -> Outcome:
+    """Train a wrapped model on this rank's share, and an untouched twin on everything, for three steps.
 
     Args:
         build: the model, whose parameters follow from the seed.
@@ -201,45 +169,32 @@ def train(
         share: of a whole batch, this rank's.
         clip: the norm to clip to; None: do not.
         scale: the loss is multiplied by this before backward; for trainers that divide gradients themselves.
-        parts: microbatches of the whole batch for the twin, where losses are not linear in rows.
         clip_with: `(parameters, max_norm) -> norm`. Defaults to torch's.
     """
-    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     torch.manual_seed(0)
     model = build()
     torch.manual_seed(0)
     twin = build()
     wrap(fsdp, model)
-    ours, plain = make(model.parameters()), make(twin.parameters())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)]
     outcome = Outcome(0.0, 0.0)
-    for step in range(steps):
+    for step in range(3):
         whole = batches(step)
-        mine = share(whole)
         with record_collectives() as record:
-            found = loss(model, mine)
+            found = loss(model, share(whole))
             (found * scale).backward()
             norm = _clipped(model, clip, clip_with or nn.utils.clip_grad_norm_)
-        wanted = _backward_in_parts(twin, loss, whole, parts)
-        outcome = _compared(outcome, model, twin, average(found), wanted, norm, clip)
+        wanted = loss(twin, whole)
+        wanted.backward()
+        outcome = _compared(outcome, model, twin, average(found), wanted.item(), norm, clip)
         outcome = replace(outcome, counts=dict(Counter(record.kinds)), bytes_sent=record.bytes_sent)
-        for one in (ours, plain):
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return outcome
 
 
-def _backward_in_parts(twin: nn.Module, loss: Loss, whole: Any, parts: int) -> float:
-    total = 0.0
-    for part in whole.chunk(parts) if parts > 1 else [whole]:
-        value = loss(twin, part) / parts
-        value.backward()
-        total += value.item()
-    return total
-
-
-def _clipped(
-    model: nn.Module, clip: float | None, clip_with: Callable[..., torch.Tensor]
-) -> float | str | None:
+def _clipped(model, clip, clip_with) -> float | str | None:
     if clip is None:
         return None
     try:
@@ -249,15 +204,7 @@ def _clipped(
     return full(norm).item()
 
 
-def _compared(
-    so_far: Outcome,
-    model: nn.Module,
-    twin: nn.Module,
-    found: float,
-    wanted: float,
-    norm: float | str | None,
-    clip: float | None,
-) -> Outcome:
+def _compared(so_far, model, twin, found, wanted, norm, clip) -> Outcome:
     distance: float | str | None = norm
     if clip is not None and not isinstance(norm, str):
         assert norm is not None
@@ -294,7 +241,6 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def average(value: torch.Tensor) -> float:
-    """Over all ranks, in 64 bits."""
     total = full(value).double().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -8,18 +8,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from harness import RANKS, Case, Outcome, all_cases, run_case, worst_of
+from harness import KINDS, RANKS, Case, Outcome, all_cases, run_case, worst_of
 
 from ragged_shard.testing import RankError, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "PARALLEL.md"
 BOUND = 1e-4  # FSDP2 is wrong beyond it; the tests hold ours to less
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 HEAD = ["| case | FSDP2 | collectives | bytes sent |", "| --- | --- | --- | --- |"]
 
 
 def both(name: str, ask_fsdp2: bool) -> tuple[Outcome | str, Outcome | str | None]:
-    """On a rank: ours, then FSDP2."""
     return run_case(name, "ours"), run_case(name, "fsdp2") if ask_fsdp2 else None
 
 
@@ -68,7 +66,6 @@ def _wrong(outcome: Outcome) -> str:
 
 
 def largest(outcomes: list[Outcome]) -> float:
-    """The largest distance of all."""
     values = [value for o in outcomes for value in (o.loss, o.gradients, o.norm) if isinstance(value, float)]
     return max(values)
 

@@ -13,13 +13,9 @@ pytestmark = pytest.mark.long
 
 CASES = all_cases()
 SECTIONS = list(dict.fromkeys(entry.section for entry in CASES.values()))
-LONG = ("Checkpoints from", "Optimizers of block-optim under")
 
 
-@pytest.mark.parametrize(
-    "section",
-    [pytest.param(section, marks=[pytest.mark.long] * section.startswith(LONG)) for section in SECTIONS],
-)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_cases_give_the_numbers_of_one_process(section: str) -> None:
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     names = [name for name, entry in CASES.items() if entry.section == section and version >= entry.since]

@@ -17,8 +17,6 @@ TOKENS, WIDTH = 70_000, 4  # more than a quarter of a million elements in each e
 
 @dataclass(frozen=True)
 class Ends:
-    """What is awkward about them."""
-
     tied: bool = False
     frozen_embed: bool = False
     frozen_head: bool = False
@@ -34,26 +32,14 @@ class Ends:
 
 
 CASES = (
-    Ends(),
-    Ends(reshard=True),
-    Ends(reshard=False, microbatches=3),
-    Ends(tied=True),
-    Ends(tied=True, microbatches=2, reshard=True),
-    Ends(frozen_embed=True),
-    Ends(frozen_head=True, reshard=True),
-    Ends(twice=True),
-    Ends(twice=True, frozen_head=True, microbatches=2),
-    Ends(functional=True, reshard=True),
-    Ends(recompute=True, reshard=True),
-    Ends(recompute=True, twice=True, microbatches=2),
-    Ends(sometimes=True),
-    Ends(sometimes=True, microbatches=2, reshard=True),
-    Ends(late_bias=True, microbatches=2, reshard=True),
-    Ends(late_bias=True, microbatches=3),
-    Ends(chunks=True),
-    Ends(chunks=True, tied=True, microbatches=2),
+    Ends(), Ends(reshard=True), Ends(reshard=False, microbatches=3), Ends(tied=True),
+    Ends(tied=True, microbatches=2, reshard=True), Ends(frozen_embed=True), Ends(frozen_head=True, reshard=True),
+    Ends(twice=True), Ends(twice=True, frozen_head=True, microbatches=2), Ends(functional=True, reshard=True),
+    Ends(recompute=True, reshard=True), Ends(recompute=True, twice=True, microbatches=2), Ends(sometimes=True),
+    Ends(sometimes=True, microbatches=2, reshard=True), Ends(late_bias=True, microbatches=2, reshard=True),
+    Ends(late_bias=True, microbatches=3), Ends(chunks=True), Ends(chunks=True, tied=True, microbatches=2),
     Ends(wrapped_first=True, reshard=True),
-)
+)  # fmt: skip
 
 
 class Model(nn.Module):
@@ -140,6 +126,5 @@ def train(ends: Ends) -> None:
 
 
 def train_all() -> None:
-    """All of them in one launch."""
     for ends in CASES:
         train(ends)

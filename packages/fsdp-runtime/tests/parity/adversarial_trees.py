@@ -156,6 +156,5 @@ def same(found: Any, wanted: torch.Tensor, what: str) -> None:
 
 
 def train_many(system: str, seeds: list[int], awkward: bool) -> None:
-    """Many trees in one launch."""
     for seed in seeds:
         train(system, seed, awkward)

@@ -30,14 +30,11 @@ def row(ranks: int, kind: str, reports: list[Report]) -> str:
         return ours if ours == fsdp2 else f"{ours} (FSDP2 {fsdp2})"
 
     cells = (
-        str(ranks),
-        kind,
-        both(worst(r.losses for r in reports), worst(r.fsdp2_losses for r in reports)),
+        str(ranks), kind, both(worst(r.losses for r in reports), worst(r.fsdp2_losses for r in reports)),
         both(worst(r.parameters for r in reports), worst(r.fsdp2_parameters for r in reports)),
-        worst(r.between_losses for r in reports),
-        worst(r.between_parameters for r in reports),
+        worst(r.between_losses for r in reports), worst(r.between_parameters for r in reports),
         f"{sum(r.same_bits for r in reports)} of {len(reports)}",
-    )
+    )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 

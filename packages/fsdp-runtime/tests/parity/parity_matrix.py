@@ -10,11 +10,8 @@ from parity_runs import Run
 
 POLICIES = ("rows", "tiles", "whole", "pattern", "")
 EXPERTS = (
-    "more experts, stacked",
-    "more experts, linears",
-    "fewer experts, stacked",
-    "fewer experts, linears",
-)
+    "more experts, stacked", "more experts, linears", "fewer experts, stacked", "fewer experts, linears",
+)  # fmt: skip
 MODELS = ("dense", *EXPERTS)
 
 
@@ -43,17 +40,11 @@ def runs_of(model: str, ranks: int) -> list[Run]:
         return []
     plain = Run(shape)
     features = [
-        plain,
-        replace(plain, reshard=False),
-        replace(plain, optimizer="adamw"),
-        replace(plain, low=True),
-        replace(plain, microbatches=2),
-        replace(plain, microbatches=2, sync=True),
-        replace(plain, offload=True),
-        replace(plain, recompute="function"),
-        replace(plain, recompute="composable", reshard=True),
+        plain, replace(plain, reshard=False), replace(plain, optimizer="adamw"), replace(plain, low=True),
+        replace(plain, microbatches=2), replace(plain, microbatches=2, sync=True), replace(plain, offload=True),
+        replace(plain, recompute="function"), replace(plain, recompute="composable", reshard=True),
         replace(plain, optimizer="adamw", low=True, microbatches=2),
-    ]
+    ]  # fmt: skip
     if ranks == 4:
         features += [
             replace(plain, reshard=2),

@@ -76,8 +76,6 @@ class SwiGLU(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """All experts in three 3-D weights."""
-
     def __init__(self, s: Shape):
         super().__init__()
         self.w1, self.w3 = (nn.Parameter(torch.randn(s.experts, s.width, s.hidden) / 5) for _ in range(2))
@@ -149,7 +147,6 @@ class Llama(nn.Module):
 
 
 def build(shape: Shape, seed: int = 0) -> Llama:
-    """The same values on every rank."""
     torch.manual_seed(seed)
     return Llama(shape)
 

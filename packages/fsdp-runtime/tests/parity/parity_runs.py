@@ -39,7 +39,6 @@ class Run:
 
     @property
     def single(self) -> "Run":
-        """What of it matters in one process."""
         return Run(self.shape, self.optimizer, self.low, device=self.device)
 
     def __str__(self) -> str:
@@ -90,7 +89,6 @@ def policy_of(name: str) -> Any:
 
 
 def tokens(step: int, shape: Shape) -> torch.Tensor:
-    """The whole batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(shape.vocabulary, (ROWS, LENGTH), generator=generator)
 
@@ -126,7 +124,6 @@ def wrap(fsdp: Any, model: Llama, run: Run) -> None:
 
 
 def sharded(system: str, run: Run) -> Outcome:
-    """Train on this rank's rows of each batch."""
     fsdp = importlib.import_module(SYSTEMS[system])
     model: Any = build(run.shape)
     wrap(fsdp, model, run)
@@ -197,5 +194,4 @@ def compare(run: Run, system: str = "ours") -> Report | None:
 
 
 def compare_all(runs: list[Run], system: str = "ours") -> list[Report | None]:
-    """Many runs in one launch."""
     return [compare(run, system) for run in runs]

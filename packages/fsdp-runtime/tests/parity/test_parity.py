@@ -14,7 +14,6 @@ SUMS_ALIKE = TORCH_VERSION < (2, 14)
 
 
 def problems(run: Run, report: Report) -> list[str]:
-    """What of a report is out of bounds."""
     found = []
     if not run.low and report.losses > 1e-6:
         found.append(f"losses {report.losses:.1e} from one process (FSDP2 {report.fsdp2_losses:.1e})")
@@ -34,8 +33,7 @@ def problems(run: Run, report: Report) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks"),
-    [(model, ranks) for ranks, models in TESTED.items() for model in models],
+    ("model", "ranks"), [(model, ranks) for ranks, models in TESTED.items() for model in models]
 )
 def test_ten_steps_end_where_one_process_and_fsdp2_end(model: str, ranks: int) -> None:
     runs = suite_runs(model, ranks)

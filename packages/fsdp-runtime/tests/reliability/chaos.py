@@ -50,8 +50,6 @@ ANYWHERE = ("any moment of a rank", "any moment of the launcher")
 
 @dataclass
 class Row:
-    """What came of the attacks at one place."""
-
     place: str
     kills: int = 0
     freezes: int = 0
@@ -80,7 +78,6 @@ class Result:
 
 
 def result_of(run: Path) -> Result:
-    """Of a finished run."""
     newest = latest(run)
     assert newest is not None
     entries = [entry for entry in read_metrics(run / METRICS) if entry["kind"] == "train"]
@@ -129,7 +126,6 @@ class Chaos:
 
     @property
     def attacks(self) -> int:
-        """How many hit a process."""
         return sum(row.kills + row.freezes for row in self.rows.values())
 
     def _attacked(self, place: Path, ranks: int, times: int) -> Iterator[Row | None]:
@@ -188,7 +184,6 @@ def _named(attack: Attack, ended: Ended) -> bool:
 
 
 def table(rows: list[Row], seed: int) -> str:
-    """Markdown of what came out."""
     attacks = sum(row.kills + row.freezes for row in rows)
     lines = [
         f"{attacks} attacks on runs of 2 and 3 ranks, seed {seed}. A run is attacked up to three times and resumed "

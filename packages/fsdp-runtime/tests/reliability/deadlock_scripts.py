@@ -54,7 +54,6 @@ class Net(nn.Module):
 
 
 def inputs(rank: int, step: int, rows: int = 4) -> Tensor:
-    """The batch of a rank in a step."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -83,11 +82,9 @@ class Script:
         self.rank = self.world = 0
 
     def build(self) -> nn.Module:
-        """The model."""
         return Net()
 
     def plain(self, world: int) -> dict[str, Tensor]:
-        """Train in one process; the weights."""
         self.world = world
         self.optimizer = self.optimizer_of()
         for step in range(STEPS):
@@ -104,7 +101,6 @@ class Script:
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
 
     def sharded(self, mesh: DeviceMesh) -> dict[str, Any]:
-        """Train on all ranks; the sharded weights."""
         self.mesh, self.rank, self.world = mesh, mesh.get_rank(), mesh.size()
         self.wrap()
         self.optimizer = self.optimizer_of()
@@ -113,34 +109,28 @@ class Script:
         return self.net.state_dict()
 
     def shard(self, module: nn.Module, **options: Any) -> Any:
-        """`fully_shard` of the system."""
         call: Callable[..., Any] = fsdp_runtime.fully_shard if self.system == "ours" else fsdp2_shard
         return call(module, mesh=self.mesh, **options)
 
     def wrap(self) -> None:
-        """Shard the blocks and the model."""
         options = {"skippable": True} if self.skippable and self.system == "ours" else {}
         for block in self.net.blocks:
             self.shard(block, **options)
         self.shard(self.net)
 
     def loss(self, rank: int, step: int) -> Tensor | None:
-        """The loss of a rank in a step."""
         return self.net(inputs(rank, step), **self.run(rank, step)).square().mean()
 
     def run(self, rank: int, step: int) -> dict[str, Any]:
-        """Arguments of the model's forward."""
         return {}
 
     def step(self, step: int) -> None:
-        """One step of the training loop."""
         loss = self.loss(self.rank, step)
         if loss is not None:
             loss.backward()
         self.update()
 
     def update(self) -> None:
-        """Step the optimizer."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -321,11 +311,9 @@ class tokens(Script):
     expected = "right"
 
     def rows(self, rank: int) -> int:
-        """Tokens of a rank."""
         return 2 + 5 * rank
 
     def token_losses(self, rank: int, step: int) -> Tensor:
-        """The sum of the losses of a rank's tokens."""
         return self.net(inputs(rank, step, self.rows(rank))).square().mean(1).sum()
 
     def loss(self, rank: int, step: int) -> Tensor | None:

@@ -80,7 +80,6 @@ class Fate:
 
 
 def fate_of(script: str, system: str, ranks: int) -> Fate:
-    """Run a script on so many forked ranks."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="deadlocks-") as folder:
         running = {}

@@ -61,8 +61,6 @@ class Target:
 
 @dataclass
 class Result:
-    """What came of the inputs of one target."""
-
     name: str
     inputs: int = 0
     accepted: int = 0
@@ -71,7 +69,6 @@ class Result:
     slowest: float = 0.0
 
     def add(self, more: "Result") -> None:
-        """Count what came of further inputs too."""
         self.inputs += more.inputs
         self.accepted += more.accepted
         self.refused += more.refused
@@ -102,13 +99,10 @@ def run(target: Target, seed: int, first: int, count: int) -> Result:
 
 
 def again(target: Target, seed: int, number: int) -> str:
-    """How to read one input once more."""
     return f"--only {target.name!r} --seed {seed} --first {number} --inputs 1"
 
 
-def in_child(
-    name: str, work: Callable[[Result, Callable[[Result], None]], None]
-) -> tuple[Result, str | None]:
+def in_child(name, work) -> tuple[Result, str | None]:
     """What `work` has told of in a child process when that ended, and the signal that ended it, if one did."""
     ours, theirs = Pipe(duplex=False)
     child = os.fork()
@@ -134,7 +128,6 @@ def in_child(
 
 
 def judge(target: Target, given: object, result: Result, again: str) -> None:
-    """Read one input and count what happened."""
     result.inputs += 1
     begun = time.process_time()
     try:
@@ -158,7 +151,6 @@ def judge(target: Target, given: object, result: Result, again: str) -> None:
 
 
 def unclear(text: str) -> str | None:
-    """What is wrong with a message, or None."""
     if "memory" in text and ("allocate" in text or "MemoryError" in text):
         return "asks for more memory than allowed"
     if len(text) > LONGEST:
@@ -200,7 +192,6 @@ def limit_memory() -> None:
 
 @contextlib.contextmanager
 def captured() -> Iterator[io.StringIO]:
-    """What is printed inside."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         yield said
@@ -250,7 +241,6 @@ def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[R
 
 
 def table(results: Sequence[Result], seed: int) -> str:
-    """Markdown of what came out."""
     total = sum(result.inputs for result in results)
     lines = [
         f"{total:,} inputs, seed {seed}, each in {MEMORY >> 20} MiB more than a process starts with and "

@@ -46,12 +46,8 @@ def all_targets(folder: Path) -> Iterator[list[Target]]:
     (folder / "here").mkdir()
     with _no_ranks(), contextlib.chdir(folder / "here"):  # command lines write files
         yield [
-            *_layouts(),
-            *_safetensors(folder),
-            *_checkpoints(run),
-            *_tokens(folder),
-            *_commands(folder, run),
-        ]
+            *_layouts(), *_safetensors(folder), *_checkpoints(run), *_tokens(folder), *_commands(folder, run),
+        ]  # fmt: skip
 
 
 def _real_run(folder: Path) -> Path:
@@ -241,7 +237,6 @@ def _checkpoints(folder: Path) -> list[Target]:
         return name, damaged(draw, run.files[name], list(run.files.values()))
 
     def verify(given: Any) -> None:
-        """Whatever changed is found."""
         name, data = given
         run.replace(name, data, summed=False)
         status, said = command(train_cli.main, ["verify", str(run.checkpoint)])
@@ -401,11 +396,8 @@ def _tokens(folder: Path) -> list[Target]:
         if name.endswith(".npy") and draw.random() < 0.5:
             data = _damaged_npy(draw, files[name])
         return (
-            name,
-            data,
-            draw.choice(("uint16", "uint16", "int64", ">u2", "uint8")),
-            draw.choice((None, 251)),
-        )
+            name, data, draw.choice(("uint16", "uint16", "int64", ">u2", "uint8")), draw.choice((None, 251)),
+        )  # fmt: skip
 
     def read(given: Any) -> None:
         name, data, dtype, vocabulary = given
@@ -429,32 +421,13 @@ def _npy(array: Any) -> bytes:
 
 
 def _damaged_npy(draw: Random, data: bytes) -> bytes:
-    """Another header, of the right length."""
     dtypes = (
-        "'<u2'",
-        "'>i8'",
-        "'|O'",
-        "'<f4'",
-        "[('a', '<u2')]",
-        "'<U9999999'",
-        "'|V0'",
-        "'x'",
-        "None",
-        "3",
-        "'<u3'",
-    )
+        "'<u2'", "'>i8'", "'|O'", "'<f4'", "[('a', '<u2')]", "'<U9999999'", "'|V0'", "'x'", "None", "3", "'<u3'",
+    )  # fmt: skip
     shapes = (
-        "(400,)",
-        "(0,)",
-        "(-1,)",
-        "(10**9,)",
-        "(99999999999999999999,)",
-        "()",
-        "(20, 20)",
-        "400",
-        "(1.5,)",
+        "(400,)", "(0,)", "(-1,)", "(10**9,)", "(99999999999999999999,)", "()", "(20, 20)", "400", "(1.5,)",
         "(True,)",
-    )
+    )  # fmt: skip
     head = f"{{'descr': {draw.choice(dtypes)}, 'fortran_order': {draw.choice(('True', 'False', '1'))}, "
     head += f"'shape': {draw.choice(shapes)}, " + draw.choice(
         ("}", "", "'a': 1}", "}" * 3, "[" * 500, "\n  }\n x")

@@ -118,9 +118,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
-def launch(
-    argv: list[str], folder: Path, attack: Attack | None, patience: float, *, exact: bool = False
-) -> Ended:
+def launch(argv, folder, attack, patience, *, exact=False) -> Ended:
     """Run `fsdp-train` in `folder`, attack it, and wait until every process of it has ended."""
     (folder / NOTE).unlink(missing_ok=True)
     log = folder / "said.txt"

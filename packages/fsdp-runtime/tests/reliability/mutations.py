@@ -61,7 +61,6 @@ def _splice(draw: Random, data: bytes, donors: list[bytes]) -> bytes:
 
 
 def _digits(draw: Random, data: bytes, donors: list[bytes]) -> bytes:
-    """Another number where one is written out."""
     places = [at for at, byte in enumerate(data) if 48 <= byte <= 57]
     if not places:
         return data
@@ -109,7 +108,6 @@ def _changed(draw: Random, content: Any) -> Any:
 
 
 def damaged_text(draw: Random, text: bytes, donors: list[bytes]) -> bytes:
-    """A JSON file, changed as data or as bytes."""
     if draw.random() < 0.3:
         return damaged(draw, text, donors)
     return json.dumps(damaged_json(draw, json.loads(text))).encode()

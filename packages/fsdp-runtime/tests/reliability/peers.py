@@ -28,15 +28,11 @@ from peers_job import BEGUN, TIMEOUT, run_rank
 
 SYSTEMS = {"fsdp2": "FSDP2 and DCP", "deepspeed": "DeepSpeed ZeRO-3", "ours": "ours"}
 FAULTS = {
-    "killed": "rank killed",
-    "frozen": f"rank frozen for longer than the timeout ({TIMEOUT:g} s)",
-    "stuck": "a rank waits for data",
-    "another width": "a layer has another width on one rank",
-    "another order": "one rank runs blocks in another order",
-    "another dtype": "a block in bf16 on one rank",
-    "NaN": "NaN in the input of one rank",
-    "flipped bit": "flipped bit in a checkpoint",
-}
+    "killed": "rank killed", "frozen": f"rank frozen for longer than the timeout ({TIMEOUT:g} s)",
+    "stuck": "a rank waits for data", "another width": "a layer has another width on one rank",
+    "another order": "one rank runs blocks in another order", "another dtype": "a block in bf16 on one rank",
+    "NaN": "NaN in the input of one rank", "flipped bit": "flipped bit in a checkpoint",
+}  # fmt: skip
 RANKS = 2
 _PATIENCE = 5 * TIMEOUT
 _CLOSE = 1e-5  # relative; losses farther apart are of another run
@@ -66,7 +62,6 @@ class Outcome:
 
     @property
     def raised(self) -> list[str]:
-        """The lines of the ranks that raised."""
         return [line for line in self.lines if line is not None]
 
     @property
@@ -95,7 +90,6 @@ def cell(line: str, most: int = 90) -> str:
 
 
 def available() -> list[str]:
-    """The systems that are installed."""
     return [name for name in SYSTEMS if name != "deepspeed" or importlib.util.find_spec(name)]
 
 
@@ -212,7 +206,6 @@ def table(outcomes: dict[tuple[str, str], Outcome], systems: Sequence[str]) -> s
 
 
 def main() -> int:
-    """Print the table."""
     from page import write_section
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)

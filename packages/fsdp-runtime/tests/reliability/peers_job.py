@@ -155,7 +155,6 @@ class Job:
         dcp.save({"model": self.net.state_dict()}, storage_writer=writer)
 
     def load(self) -> None:
-        """Read it."""
         folder = self.folder / "checkpoint"
         if self.system == "deepspeed":
             self.model.load_checkpoint(str(folder), tag="last")
@@ -167,7 +166,6 @@ class Job:
         self.net.load_state_dict(state["model"])
 
     def weights(self) -> list[list[float]]:
-        """All of them, whole."""
         if self.system == "deepspeed":
             import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
 

@@ -33,8 +33,6 @@ SIZES = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ff_dim=24
 
 @dataclass(frozen=True)
 class Sample:
-    """One rank after one part of a run."""
-
     steps: int
     memory: int  # bytes that are resident
     descriptors: int
@@ -132,7 +130,6 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(rows: Sequence[Row], part: int) -> str:
-    """Markdown of what came out."""
     lines = [
         f"{rows[0].steps:,} steps on {RANKS} ranks, a resume about every {part}, two checkpoints and two evaluations "
         "in between. Medians of the first and the last quarter of the samples; the worst rank.",

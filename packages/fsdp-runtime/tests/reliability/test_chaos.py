@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos import Row, table
 
 pytestmark = pytest.mark.long
 
@@ -19,12 +18,3 @@ def test_runs_that_are_killed_and_frozen_resume_to_the_same_curve_bit_for_bit():
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 attacks on runs of 2 and 3 ranks" in done.stdout
-
-
-def test_the_table_adds_up():
-    rows = [
-        Row("step", kills=2, checkpoints=4, damaged=1, curves=1),
-        Row("save", freezes=3, checkpoints=5, wrong=1),
-    ]
-    *_, last = table(rows, 0).splitlines()
-    assert last == "| all | 2 | 3 | 9 | 1 | 2 |"

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import signal
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,24 +156,30 @@ def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, t
     assert not made.exists()
 
 
-def test_a_tensor_larger_than_what_is_stored_is_refused_before_memory_is_taken(run, tmp_path):
-    checkpoint = newest(run)
-    metadata = Reader(checkpoint).read_metadata()
+def too_large(metadata):
     metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([1 << 40, 32])
-    replace(checkpoint, ".metadata", pickle.dumps(metadata))
-    with pytest.raises(
-        TrainError, match=r"model\.embed\.weight of .* does not fit the \d+ bytes of the files"
-    ):
-        export(str(checkpoint), str(tmp_path / "model.safetensors"), "fp32")
 
 
-def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
-    checkpoint = newest(run)
-    metadata = Reader(checkpoint).read_metadata()
+def elsewhere(metadata):
     for info in metadata.storage_data.values():
         object.__setattr__(info, "relative_path", "../../run.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (too_large, r"model\.embed\.weight of .* does not fit the \d+ bytes of the files"),
+        (elsewhere, "is not a file of this folder"),
+    ],
+)
+def test_metadata_of_a_tensor_larger_than_its_file_or_of_files_elsewhere_is_refused(
+    run, tmp_path, change, message
+):
+    checkpoint = newest(run)
+    metadata = Reader(checkpoint).read_metadata()
+    change(metadata)
     replace(checkpoint, ".metadata", pickle.dumps(metadata))
-    with pytest.raises(TrainError, match="is not a file of this folder"):
+    with pytest.raises(TrainError, match=message):
         export(str(checkpoint), str(tmp_path / "model.safetensors"), "fp32")
 
 
@@ -191,42 +196,46 @@ def test_options_come_from_a_checkpoint_whose_run_json_is_as_written(run, capsys
     assert saved_config(run).model.dim == 32
 
 
+OTHER_VERSION, OTHER_SHAPE = (
+    "has options of another version of fsdp-train: ",
+    "is not a checkpoint of fsdp-train",
+)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"steps": [3]}, r"TypeError: steps='\(3,\)' is not an option"),
-        ({"timeout": "9"}, "TypeError: timeout='9' is not an option"),
-        ({"model": {"dim": "8"}}, "TypeError: dim='8' is not an option"),
-        ({"model": 7}, "TypeError: model='7' is not an option"),
-        ({"resume": 1}, "TypeError: resume='1' is not an option"),
-        ({"speed": 1}, "TypeError: speed='1' is not an option"),
+        ({"steps": [3]}, OTHER_VERSION + r"TypeError: steps='\(3,\)' is not an option"),
+        ({"timeout": "9"}, OTHER_VERSION + "TypeError: timeout='9' is not an option"),
+        ({"model": {"dim": "8"}}, OTHER_VERSION + "TypeError: dim='8' is not an option"),
+        ({"model": 7}, OTHER_VERSION + "TypeError: model='7' is not an option"),
+        ({"resume": 1}, OTHER_VERSION + "TypeError: resume='1' is not an option"),
+        ({"speed": 1}, OTHER_VERSION + "TypeError: speed='1' is not an option"),
+        *(
+            (text, OTHER_SHAPE)
+            for text in ('"parameters": {"a": 7}', '"parameters": {"a": [[1], 2]}', '"step": true')
+        ),
+        ("[" * 9999, OTHER_SHAPE),
     ],
 )
-def test_an_option_of_another_type_in_run_json_is_named(run, change, says):
+def test_run_json_with_an_option_of_another_type_or_of_another_shape_is_named(run, change, says):
     checkpoint = newest(run)
     shutil.rmtree(checkpoint.with_name("step-00000002"))
-    about = json.loads((checkpoint / "run.json").read_text())
-    about["config"].update(change)
-    replace(checkpoint, "run.json", json.dumps(about).encode())
-    with pytest.raises(TrainError, match=f"has options of another version of fsdp-train: {says}"):
+    text = (checkpoint / "run.json").read_text()
+    if isinstance(change, dict):
+        about = json.loads(text)
+        about["config"].update(change)
+        text = json.dumps(about)
+    else:
+        text = text.rstrip()[:-1] + f", {change}" + "}"
+    replace(checkpoint, "run.json", text.encode())
+    with pytest.raises(TrainError, match=says):
         saved_config(run)
 
 
 def test_options_are_the_same_when_read_back():
     config = RunConfig(data=("a",), lr=1.0, out="x", hf_config=None)
     assert RunConfig.from_json(json.loads(json.dumps({**config.to_json(), "data": ["a"]}))) == config
-
-
-@pytest.mark.parametrize(
-    "text", ['"parameters": {"a": 7}', '"parameters": {"a": [[1], 2]}', '"step": true', "[" * 9999]
-)
-def test_run_json_of_another_shape_is_no_traceback(run, text):
-    checkpoint = newest(run)
-    shutil.rmtree(checkpoint.with_name("step-00000002"))
-    original = (checkpoint / "run.json").read_text()
-    replace(checkpoint, "run.json", (original.rstrip()[:-1] + f", {text}" + "}").encode())
-    with pytest.raises(TrainError, match="is not a checkpoint of fsdp-train"):
-        saved_config(run)
 
 
 def test_a_run_json_without_an_optimizer_is_of_another_run(run):
@@ -252,12 +261,9 @@ def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = [{"kind": "train", "step": step, "loss": 1.0} for step in range(3)]
     bad = [
-        b"\xff\xfe",
-        b"[1]",
-        b"{}",
-        b'{"kind": "train", "step": 1}',
+        b"\xff\xfe", b"[1]", b"{}", b'{"kind": "train", "step": 1}',
         b'{"kind": "train", "step": "1", "loss": 1.0}',
-    ]
+    ]  # fmt: skip
     bad += [b'{"kind": "train", "step": 1, "loss": "x"}', b"[" * 100_000, b'{"kind": "train", "st']
     lines = [json.dumps(good[0]).encode(), *bad[:4], json.dumps(good[1]).encode(), *bad[4:7]]
     path.write_bytes(b"\n".join([*lines, json.dumps(good[2]).encode(), bad[7]]))
@@ -280,25 +286,24 @@ def npy(head):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"\0" * 800
 
 
+HEAD = b"{'descr': '%s', 'fortran_order': False, 'shape': (%s,), }"
+NO_ARRAY = r"(: it is not a \.npy file of plain numbers| holds an archive, expected integer tokens)"
+NO_INTEGERS = r" holds .* of shape \(100,\), expected integer tokens"
+
+
 @pytest.mark.parametrize(
-    "data", [zipped(), npy(b"{'descr': '<u2', 'fortran_order': False, 'shape': (400,), ["), npy(b"[" * 500),
-             npy(b"{'descr': '<u2', 'fortran_order': False, 'shape': (10**99,), }".replace(b"10**99", b"9" * 99)),
-             npy(b"\xff"), b""],
+    ("data", "why"),
+    [
+        *((data, NO_ARRAY) for data in (zipped(), b"", npy(HEAD[:-1] % (b"<u2", b"400") + b"["), npy(b"[" * 500),
+                                        npy(HEAD % (b"<u2", b"9" * 99)), npy(b"\xff"))),
+        # numpy divides by the size of an element, which may be 0: a signal would end the process.
+        *((npy(HEAD % (kind, b"100")), NO_INTEGERS) for kind in (b"|V0", b"<U0", b"|S0", b"<f4")),
+    ],
 )  # fmt: skip
-def test_a_token_array_that_is_none_is_named_in_one_line(data, tmp_path):
+def test_a_token_array_without_integers_is_named_in_one_line_before_it_is_mapped(data, why, tmp_path):
     path = tmp_path / "tokens.npy"
     path.write_bytes(data)
-    why = r"(: it is not a \.npy file of plain numbers| holds an archive, expected integer tokens)"
     with pytest.raises(TrainError, match=rf"tokens\.npy{why}"):
-        read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
-
-
-@pytest.mark.parametrize("kind", [b"|V0", b"<U0", b"|S0", b"<f4"])
-def test_an_array_of_anything_but_integers_is_refused_before_it_is_mapped(kind, tmp_path):
-    """numpy divides by the size of an element, which may be 0: a signal ended the process."""
-    path = tmp_path / "tokens.npy"
-    path.write_bytes(npy(b"{'descr': '" + kind + b"', 'fortran_order': False, 'shape': (100,), }"))
-    with pytest.raises(TrainError, match=r"tokens\.npy holds .* of shape \(100,\), expected integer tokens"):
         read_data([str(path)], dtype="uint16", vocab_size=None, held_out=(), seq_len=8)
 
 
@@ -361,9 +366,3 @@ def test_an_export_to_a_folder_is_refused_in_one_line(run, output, tmp_path, mon
     assert capsys.readouterr().err == (
         f"fsdp-train: cannot write {output}: it is a folder\n" if output else ""
     )
-
-
-def test_files_of_the_page_have_its_sections():
-    page = (Path(__file__).parents[2] / "docs" / "RELIABILITY.md").read_text()
-    for name in ("fuzz", "chaos", "soak"):
-        assert page.count(f"<!-- {name} -->") == page.count(f"<!-- /{name} -->") == 1

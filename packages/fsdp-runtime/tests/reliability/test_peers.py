@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers import Outcome, flip, table
+from peers import Outcome
 
 pytestmark = pytest.mark.long
 
@@ -31,14 +31,3 @@ def test_an_outcome_says_who_raised_and_what_is_wrong_though_nobody_did():
     wrong = Outcome((None, None), (), (), 1.0, wrong="the loss is 1")
     assert str(wrong) == "**silently wrong**: the loss is 1"
     assert str(Outcome((None, None), (0,), (), 40.0)) == "**hangs** for longer than 40 s"
-    rows = table({("ours", "NaN"): wrong, ("fsdp2", "NaN"): raised}, ["fsdp2", "ours"]).splitlines()
-    assert rows[0] == "| fault | FSDP2 and DCP | ours |"
-    assert raised.summary in rows[2]
-    assert rows[2].endswith("| **silently wrong**: the loss is 1 |")
-
-
-def test_a_flipped_bit_is_in_the_weights(tmp_path):
-    (tmp_path / "a").write_bytes(b"head" + bytes(4))
-    (tmp_path / "b").write_bytes(b"head" + b"\x00\x00\x80\x3f" + b"tail")
-    assert flip(tmp_path, [1.0]) == tmp_path / "b"
-    assert (tmp_path / "b").read_bytes() == b"head" + b"\x00\x00\x80\x7f" + b"tail"

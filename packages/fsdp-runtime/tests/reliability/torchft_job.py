@@ -33,13 +33,11 @@ _WAIT = timedelta(seconds=30)
 
 
 def model_of(seed: int) -> nn.Sequential:
-    """The model, before it is sharded."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def batch(step: int, replica: int, rank: int) -> torch.Tensor:
-    """What a rank reads at a step."""
     seed = (step * REPLICAS + replica) * RANKS + rank
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -79,7 +77,6 @@ class Replica:
         return {"model": shards, "optimizer": states}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take that over."""
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.to_local().copy_(state["model"][name])
@@ -91,7 +88,6 @@ class Replica:
         self.inner.load_state_dict({**self.inner.state_dict(), "state": given})
 
     def step(self) -> bool:
-        """A step; whether it was committed."""
         number = self.manager.current_step()
         self.optimizer.zero_grad()
         self.model(batch(number, self.replica, self.rank)).square().mean().backward()
@@ -137,7 +133,6 @@ def run_rank(folder: Path, replica: int, rank: int, port: int, lighthouse: str, 
 
 
 def start(folder: Path, replica: int, lighthouse: str, life: int) -> list[int]:
-    """Fork the ranks of a replica."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -180,7 +175,6 @@ def steps_of(folder: Path, replica: int) -> list[int]:
 
 
 def wait_for(happened: Any, what: str, seconds: float = 90.0) -> None:
-    """Look until it is true."""
     until = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < until, f"no {what} within {seconds:g} s"

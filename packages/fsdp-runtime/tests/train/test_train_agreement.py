@@ -1,4 +1,4 @@
-"""Ranks meet and agree before they train."""
+"""Ranks take their devices, meet and agree before they train."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from train_helpers import tiny, train, with_changes
 
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.errors import check_agreement, check_model
+from fsdp_runtime.train.hardware import own_device
 from fsdp_runtime.train.launch import check_options, meet, run_rank
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks
@@ -21,7 +22,6 @@ from ragged_shard.testing import on_ranks
 
 @on_ranks(3)
 def test_options_versions_and_parameters_that_differ_are_named_with_the_ranks_that_have_each(tmp_path):
-    """Rank 1 is the odd one."""
     config = tiny(tmp_path)
     odd = dist.get_rank() == 1
     sizes = (3, 4 + odd, 3)
@@ -69,22 +69,17 @@ def meet_all(store, ranks, world_size, timeout=20.0):
         return list(threads.map(one, ranks))
 
 
-def test_all_ranks_have_the_same_key_and_each_round_another(store):
-    rounds = [meet_all(store, range(4), 4) for _ in range(3)]
-    assert [len(set(keys)) for keys in rounds] == [1, 1, 1]
-    assert len({keys[0] for keys in rounds}) == 3
-
-
-def test_a_round_of_fewer_or_more_ranks_meets_in_the_same_store(store):
-    for world_size in (4, 2, 3):
-        assert len(set(meet_all(store, range(world_size), world_size))) == 1
+def test_all_ranks_have_the_same_key_and_each_round_another_also_of_fewer_or_more_ranks(store):
+    rounds = [meet_all(store, range(ranks), ranks) for ranks in (4, 4, 2, 3)]
+    assert [len(set(keys)) for keys in rounds] == [1] * 4
+    assert len({keys[0] for keys in rounds}) == 4
 
 
 def test_ranks_of_a_round_that_never_met_do_not_disturb_the_next(store):
     left = meet_all(store, [1, 2], 3, timeout=0.2)  # their rank 0 never came
     assert left == ["rank 0 has not answered rank 1 for 0.2 s", "rank 0 has not answered rank 2 for 0.2 s"]
-    left = meet_all(store, [0, 2], 3, timeout=2.0)
-    assert left[0] == "rank 1 did not come within 2 s"  # what is left of an earlier rank 1 does not count
+    left = meet_all(store, [0, 2], 3, timeout=0.5)
+    assert left[0] == "rank 1 did not come within 0.5 s"  # what is left of an earlier rank 1 does not count
     assert len(set(meet_all(store, range(3), 3))) == 1
 
 
@@ -114,3 +109,16 @@ def test_sigterm_ends_a_rank_of_torchruns_that_waits_for_the_others(tmp_path, mo
         time.sleep(0.05)
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(8, 3, 3), (1, 0, 0), (1, 7, 0), (2, 2, None)])
+def test_a_rank_takes_its_own_device_or_the_only_one(monkeypatch, count, local_rank, index):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    if index is None:
+        with pytest.raises(TrainError, match="local rank 2 has no cuda device: 2 are visible"):
+            own_device("cuda", local_rank)
+    else:
+        assert own_device("cuda", local_rank) == torch.device("cuda", index)
+        assert chosen == [index]

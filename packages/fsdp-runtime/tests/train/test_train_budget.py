@@ -1,6 +1,7 @@
 """`--memory-budget`: what a run holds stays below it, and its losses are those without it."""
 
 import argparse
+import shlex
 
 import pytest
 from train_helpers import losses, tiny, train
@@ -10,7 +11,7 @@ from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.config import parse_bytes
 from ragged_shard.testing import run_ranks
 
-SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 4, "measure": True}
+SIZES = {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "steps": 3, "measure": True}
 
 
 LAYER = 4 * (2 * 192 * 192 + 2 * 64 * 192 + 3 * 192 * 512)  # bytes of a gathered layer
@@ -25,6 +26,7 @@ def two_runs(folder, out):
     return budget, train(tiny(folder, **SIZES, memory_budget=budget), out / "tuned")
 
 
+@pytest.mark.long
 def test_a_run_stays_below_its_budget_and_its_losses_are_bit_for_bit_the_same(folder, tmp_path):
     (budget, tuned), (_, other) = run_ranks(2, two_runs, folder, tmp_path)
     assert not isinstance(tuned, str), tuned
@@ -48,17 +50,6 @@ def test_what_is_not_bytes_is_refused(text):
 
 
 def test_a_plan_of_an_impossible_budget_says_what_is_possible(folder, capsys):
-    options = [
-        "--preset",
-        "tiny",
-        "--ranks",
-        "4",
-        "--batch",
-        "4",
-        "--device",
-        "cpu",
-        "--memory-budget",
-        "1KB",
-    ]
-    assert main(["plan", *options, "--data", str(folder / "text")]) == 2
+    options = shlex.split("plan --preset tiny --ranks 4 --batch 4 --device cpu --memory-budget 1KB --data")
+    assert main([*options, str(folder / "text")]) == 2
     assert "--memory-budget 1,000: a rank is planned to hold" in capsys.readouterr().err

@@ -101,6 +101,7 @@ def test_a_cuda_device_that_is_not_there_is_one_line(command, capsys, monkeypatc
     assert capsys.readouterr().err == "fsdp-train: --device cuda: torch finds no CUDA device here\n"
 
 
+@pytest.mark.long
 def test_without_the_extra_there_is_help_and_one_line_that_names_what_is_missing():
     script = """
 import sys

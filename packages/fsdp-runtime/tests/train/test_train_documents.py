@@ -22,7 +22,6 @@ def made(folder, model="dense", **changes):
 
 
 def read(train, held_out, seq_len):
-    """The training corpus of some files."""
     held = [] if held_out is None else [str(held_out)]
     found = read_data([str(train)], dtype="uint16", vocab_size=None, held_out=held, seq_len=seq_len)
     return found.train
@@ -34,10 +33,7 @@ def test_every_token_that_follows_one_of_its_document_is_a_target_once(tmp_path)
         (tmp_path / f"{number}.txt").write_text(text)
     (tmp_path / "held.out").write_text("held out")
     corpus = read(tmp_path / "*.txt", tmp_path / "held.out", 4)
-    for end, documents in (
-        (None, texts),
-        (NEWLINE, ["abcdefg", "xy", "1\n", "23456789ab\n", "\n", "cd"]),
-    ):
+    for end, documents in ((None, texts), (NEWLINE, ["abcdefg", "xy", "1\n", "23456789ab\n", "\n", "cd"])):
         windows = windows_of_documents(corpus, 4, end)
         number = len(windows.starts)
         batches = Batches(corpus, 4, number, 1, 0, 1, None, 256, documents=windows)
@@ -62,8 +58,7 @@ def test_ranks_and_slices_have_the_targets_of_one_between_them(tmp_path, end, sl
     assert (whole[1] == IGNORED).any() or end is None
     parts = [
         torch.cat(
-            [torch.cat(part(rank, 3, 2, slice_number=piece, slices=slices), 1) for piece in range(slices)],
-            2,
+            [torch.cat(part(rank, 3, 2, slice_number=piece, slices=slices), 1) for piece in range(slices)], 2
         )
         for rank in range(3)
     ]
@@ -109,11 +104,7 @@ def test_ranks_with_different_numbers_of_tokens_have_the_curve_of_one(folder, tm
 
 
 SPLITS: dict[str, dict[str, Any]] = {
-    "dense": {
-        "hsdp 2": {"hsdp": 2},
-        "cp 2 x tp 2": {"cp": 2, "tp": 2},
-        "accumulate 2": {"accumulate": 2},
-    },
+    "dense": {"hsdp 2": {"hsdp": 2}, "cp 2 x tp 2": {"cp": 2, "tp": 2}, "accumulate 2": {"accumulate": 2}},
     "deep": {
         "pp 2": {"pp": 2, "accumulate": 2},
         "tp 2 x zbv": {"tp": 2, "pp": 2, "pp_schedule": "zbv", "accumulate": 2},

@@ -53,7 +53,6 @@ def test_two_runs_that_begin_at_once_get_two_folders(tmp_path, monkeypatch):
 
 
 def save_in(run):
-    """What says that a checkpoint is complete."""
     checkpoint = run / CHECKPOINTS / name_of(3)
     checkpoint.mkdir(parents=True)
     for name in (METADATA, RUN_FILE):

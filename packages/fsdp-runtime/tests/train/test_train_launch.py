@@ -64,7 +64,6 @@ def test_an_error_out_of_a_collective_names_it_and_its_caller():
 
 
 def ranks_of(running):
-    """Process ids of a launch by rank."""
     found = {}
     with open(f"/proc/{running.pid}/task/{running.pid}/children") as file:
         children = [int(word) for word in file.read().split()]

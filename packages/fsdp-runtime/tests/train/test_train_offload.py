@@ -26,12 +26,13 @@ def runs(folder, out, optimizer, offload):
         return train(with_changes(with_it, resume=True), out / "stopped")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*returned a view")
 @pytest.mark.parametrize(
     ("optimizer", "offload"),
     [
         ("torch-adamw", ("activations", "states")),
-        pytest.param("adamw", ("activations", "gradients", "states"), marks=pytest.mark.long),
+        ("adamw", ("activations", "gradients", "states")),
     ],
 )
 def test_losses_are_those_without_offload_also_of_a_resumed_run(folder, tmp_path, optimizer, offload):

@@ -21,14 +21,14 @@ from ragged_shard.testing import run_ranks
     ("world_size", "changes"),
     [
         (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4}),
-        (3, {"model": PRESETS["small-moe"], "seq_len": 64, "batch": 3}),
-        (2, {"model": PRESETS["small"], "seq_len": 64, "batch": 4, "optimizer": "muon"}),
         *(
-            pytest.param(2, {"model": PRESETS["small"], "batch": 4, **changes}, marks=pytest.mark.long)
-            for changes in (
-                {"seq_len": 64, "precision": "bf16", "accumulate": 2},
-                {"seq_len": 128, "checkpointing": True},
-                {"seq_len": 64, "quantize": "fp8", "reduce": "int8"},
+            pytest.param(ranks, {"model": PRESETS["small"], "batch": 4, **changes}, marks=pytest.mark.long)
+            for ranks, changes in (
+                (3, {"seq_len": 64, "batch": 3, "model": PRESETS["small-moe"]}),
+                (2, {"seq_len": 64, "optimizer": "muon"}),
+                (2, {"seq_len": 64, "precision": "bf16", "accumulate": 2}),
+                (2, {"seq_len": 128, "checkpointing": True}),
+                (2, {"seq_len": 64, "quantize": "fp8", "reduce": "int8"}),
             )
         ),
     ],
@@ -44,14 +44,10 @@ def test_the_measured_live_bytes_are_at_most_a_few_percent_from_the_plan(
 
 def test_a_plan_knows_shards_of_ranks_that_do_not_exist(folder):
     config = tiny(folder, model=PRESETS["small"], batch=1024)
-    plans = {ranks: make_plan(config, 256, ranks) for ranks in (1, 64, 1024)}
-    assert plans[64].units[1].parameters == plans[1].units[1].parameters
-    for ranks in (64, 1024):
-        for unit, whole in zip(plans[ranks].units, plans[1].units, strict=True):
-            assert ranks * sum(unit.shards) - unit.padding == whole.parameters
-        assert sum(unit.weights for unit in plans[ranks].units) == 4 * sum(
-            sum(u.shards) for u in plans[ranks].units
-        )
+    units, whole = (make_plan(config, 256, ranks).units for ranks in (1024, 1))
+    for unit, alone in zip(units, whole, strict=True):
+        assert unit.parameters == alone.parameters == 1024 * sum(unit.shards) - unit.padding
+        assert unit.weights == 4 * sum(unit.shards)
 
 
 def test_a_plan_has_a_line_for_all_units_of_a_size(folder):
@@ -97,19 +93,17 @@ def test_units_may_return_a_tensor_or_a_tuple_that_begins_with_one(made):
     assert {moment.unit for moment in moments if moment.what == "backward"} == {0, 1, 2}
 
 
-def test_a_step_has_two_units_gathered_and_two_reducing():
+def test_a_step_has_two_units_gathered_two_reducing_and_those_that_stay_gathered_in_addition():
     units, moments = three_layers()
     peak, buffers = step_peaks(units, moments)
     assert buffers == 10 + 10 + 4 * 100
     assert peak == 10 + 10 + 4 * 100 + 2 * 50  # in the last layer's backward
     with_scratch, _ = three_layers(scratch=1000)
     assert step_peaks(with_scratch, moments)[0] > peak
-
-
-def test_layers_that_stay_gathered_are_gathered_in_addition():
-    units, moments = three_layers()
-    kept = units[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in units[2:]]
-    assert step_peaks(kept, moments)[1] == 10 + 10 + 4 * 100  # all three layers, and one reducing
+    wide = [units[0], *(dataclasses.replace(unit, gathered=(1000,)) for unit in units[1:])]
+    assert step_peaks(wide, moments)[1] == 10 + 10 + 2 * 1000 + 2 * 100
+    kept = wide[:2] + [dataclasses.replace(unit, kept_after_forward=True) for unit in wide[2:]]
+    assert step_peaks(kept, moments)[1] == 10 + 10 + 3 * 1000 + 100  # all three layers, and one reducing
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed():

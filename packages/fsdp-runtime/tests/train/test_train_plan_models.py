@@ -92,7 +92,6 @@ def test_a_damaged_checkpoint_is_refused_by_its_path(folder, tmp_path):
 
 
 def llama(tmp_path, **changes):
-    """A small configuration, in a file."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,

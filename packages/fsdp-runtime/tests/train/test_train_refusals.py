@@ -25,6 +25,8 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adan"}, "--optimizer 'adan': expected one of torch-adamw"),
     ({"block": "tile:3"}, "--block 'tile:3': "),
     ({"tp": 2, "system": "fsdp2"}, "--tp 2: only fsdp_runtime has it, not fsdp2"),
+    ({"block": "rows:4", "system": "ddp"}, "--block rows:4: only fsdp_runtime has it, not ddp"),
+    ({"on_nan": "wait"}, "--on-nan 'wait': expected one of stop, skip"),
     (
         {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
         "--optimizer adamw8bit with --tp 2: wo is cut by columns",

@@ -71,15 +71,13 @@ def test_every_system_and_blocks_and_microbatches_give_the_same_curve_and_bf16_a
     assert apart(losses(folder / "bf16"), curve) > 0
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    ["adamw8bit", *(pytest.param(n, marks=pytest.mark.long) for n in ("adamw", "muon", "shampoo", "soap"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "muon", "shampoo", "soap"])
 def test_a_run_resumed_at_another_world_size_goes_on_with_the_same_losses(folder, optimizer):
-    config = tiny(folder, steps=14, optimizer=optimizer, save_every=5)
+    config = tiny(folder, steps=8, optimizer=optimizer, save_every=3)
     whole, part = folder / f"whole-{optimizer}", folder / f"part-{optimizer}"
     run_ranks(2, train, config, whole)
-    summaries = run_ranks(2, train_and_stop, config, part, 7, 1)
+    summaries = run_ranks(2, train_and_stop, config, part, 4, 1)
     assert [summary["stopped"] for summary in summaries] == [True, True]
     assert latest(part).name == f"step-{summaries[0]['steps']:08d}"
     resumed = run_ranks(3, train, with_changes(config, resume=True), part)
@@ -94,6 +92,7 @@ def saved(folder):
     return folder / "saved"
 
 
+@pytest.mark.long
 def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(folder, tmp_path):
     config = tiny(folder, steps=12, save_every=4, eval_every=6)
     run_ranks(1, train, config, folder / "unkilled")
@@ -115,12 +114,14 @@ def test_a_half_written_checkpoint_is_never_loaded(folder, saved, tmp_path):
     assert summary["first_step"] == 2
 
 
-def test_only_the_newest_checkpoints_are_kept(folder, tmp_path):
-    run_ranks(2, train, tiny(folder, steps=5, save_every=2, keep=2), tmp_path)
+def test_the_newest_checkpoints_are_kept_and_no_rank_writes_before_their_folder_is_made(folder, tmp_path):
+    summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=5, save_every=2, keep=2), tmp_path)
+    assert [summary["steps"] for summary in summaries] == [5, 5]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step-00000004", "step-00000005"]
 
 
+@pytest.mark.long
 def test_a_full_disk_keeps_the_old_checkpoint_and_every_rank_names_the_path(folder, saved, tmp_path):
     out, config = shutil.copytree(saved, tmp_path / "run"), tiny(folder, steps=6, save_every=2, resume=True)
     shut_down()  # new ranks: the file of their store grows with what they ran, and is limited too
@@ -161,12 +162,6 @@ def _without_a_folder(config, out):
         return train(config, out)
 
 
-def test_no_rank_writes_before_the_folder_is_made(folder, tmp_path):
-    summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=4, save_every=2), tmp_path)
-    assert [summary["steps"] for summary in summaries] == [4, 4]
-    assert latest(tmp_path).name == "step-00000004"
-
-
 def _slow_to_make_it(config, out):
     """Rank 0, which makes folders, is late: the other must not have made them."""
     made = Path.mkdir
@@ -186,9 +181,8 @@ def _train_each(configs, out):
 
 def assert_refused(configs, messages, out):
     """Each run ends with the same line on two ranks, one that matches the message."""
-    for message, lines in zip(
-        messages, zip(*run_ranks(2, _train_each, configs, out), strict=True), strict=True
-    ):
+    lines_of_runs = zip(*run_ranks(2, _train_each, configs, out), strict=True)
+    for message, lines in zip(messages, lines_of_runs, strict=True):
         assert len(set(lines)) == 1, message
         assert re.search(message, str(lines[0]))
         assert "\n" not in lines[0]
@@ -214,25 +208,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, saved):
 
 def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path):
     bad: list[tuple[dict, str]] = [
-        ({"batch": 7}, "a global batch of 7 sequences does not divide by 2 ranks"),
-        ({"seq_len": 10**6}, "is longer than the training data"),
         ({"data": ("/nothing/here",)}, "no data: '/nothing/here' matches no file"),
-        ({"optimizer": "sgdd"}, "--optimizer 'sgdd': expected one of"),
-        ({"block": "rows:0"}, "--block 'rows:0'"),
         ({"dtype": "float99"}, "--dtype 'float99': expected a type of integers"),
-        ({"block": "rows:4", "system": "ddp"}, "--block rows:4: only fsdp_runtime has it, not ddp"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
             r"step [23]: the (gradients' norm is nan \(the loss |loss of 2 ranks is nan)",  # differs between CPUs
         ),
-        ({"on_nan": "wait"}, "--on-nan 'wait': expected one of stop, skip"),
         ({"hf_config": "/nothing.json"}, "--hf-config /nothing.json: no such file"),
     ]
     assert_refused([tiny(folder, **changes) for changes, _ in bad], [m for _, m in bad], tmp_path)
 
 
 def _nan_on_rank_1(config, out, step):
-    """The loss of one rank is NaN in one step."""
     calls: list = []
 
     def bad(model, tokens, targets):
@@ -253,12 +240,12 @@ def test_a_nan_on_one_rank_is_named_and_what_it_spoilt_is_not_saved(folder, tmp_
 
 
 def test_an_update_with_nan_is_skipped_and_counted_where_that_is_chosen(folder, tmp_path):
-    config = tiny(folder, steps=8, save_every=8, on_nan="skip", optimizer="adamw")
+    config = tiny(folder, steps=6, save_every=6, on_nan="skip", optimizer="adamw")
     summaries = run_ranks(2, _nan_on_rank_1, config, tmp_path, 4)
     assert [summary["bad_steps"] for summary in summaries] == [1, 1]
     curve = losses(tmp_path)
     assert [step for step in curve if curve[step] != curve[step]] == [3]
-    assert curve[7] < curve[0]
+    assert curve[5] < curve[0]
     assert all(value.isfinite().all() for value in read_model(newest(tmp_path)).values())
 
 

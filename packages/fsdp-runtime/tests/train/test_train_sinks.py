@@ -3,13 +3,14 @@
 import importlib
 import json
 import struct
-import subprocess
 import sys
 
 import pytest
+from torch.distributed.launcher import api as launcher
 from train_helpers import tiny, train
 
 from fsdp_runtime.train import Trainer
+from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.report import METRICS, Report, read_metrics
 from ragged_shard.testing import run_ranks
 
@@ -103,20 +104,15 @@ def test_a_sink_that_fails_is_the_problem_of_the_report(tmp_path):
     assert len(read_metrics(tmp_path / METRICS)) == 1
 
 
-def test_a_missing_package_is_one_line_with_its_command_before_ranks_start(folder, tmp_path):
-    script = """
-import sys
-sys.modules["wandb"] = None
-import torch.distributed.launcher.api as api
-api.elastic_launch = None  # ranks cannot start
-from fsdp_runtime.train.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
+def test_a_missing_package_is_one_line_with_its_command_before_ranks_start(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(launcher, "elastic_launch", None)  # ranks cannot start
+    monkeypatch.delenv("RANK", raising=False)
     argv = ["--log-to", "wandb", "--device", "cpu", "--ranks", "2", "--data", str(folder / "text")]
-    command = [sys.executable, "-c", script, *argv]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stderr == ("fsdp-train: --log-to wandb: not installed: pip install 'fsdp-runtime[wandb]'\n")
-    assert done.returncode == 2
+    assert main(argv) == 2
+    assert capsys.readouterr().err == (
+        "fsdp-train: --log-to wandb: not installed: pip install 'fsdp-runtime[wandb]'\n"
+    )
 
 
 def train_without_wandb(config, out):

@@ -47,12 +47,9 @@ def curves(folder):
 
 
 DENSE = {
-    "hsdp 2": {"hsdp": 2},
-    "tp 2": {"tp": 2},
-    "cp 4": {"cp": 4},
-    "hsdp 2 x tp 2": {"hsdp": 2, "tp": 2},
+    "hsdp 2": {"hsdp": 2}, "tp 2": {"tp": 2}, "cp 4": {"cp": 4}, "hsdp 2 x tp 2": {"hsdp": 2, "tp": 2},
     "cp 2 x tp 2": {"cp": 2, "tp": 2},
-}
+}  # fmt: skip
 PIPELINES = {
     **{schedule: {"pp": 2, "pp_schedule": schedule, "accumulate": 4} for schedule in SCHEDULES},
     "tp 2 x pp 2": {"tp": 2, "pp": 2, "accumulate": 2},
@@ -60,13 +57,9 @@ PIPELINES = {
     "cp 2 x 1f1b": {"cp": 2, "pp": 2, "accumulate": 2, "reshard": False, "checkpointing": True},
 }
 EXPERTS = {
-    "ep 4": {"ep": 4},
-    "cp 2 x ep 2": {"cp": 2, "ep": 2},
-    "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
-    "tp 2": {"tp": 2},
-    "tp 2 x ep 4": {"tp": 2, "ep": 4},
-    "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
-}
+    "ep 4": {"ep": 4}, "cp 2 x ep 2": {"cp": 2, "ep": 2}, "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
+    "tp 2": {"tp": 2}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "cases"), [("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS)])
@@ -121,11 +114,7 @@ def test_every_optimizer_takes_divided_parameters(folder, tmp_path):
 
 
 OTHERS: dict[str, dict[str, dict]] = {
-    "deep": {
-        "pp 2 x cp 2": {"pp": 2, "cp": 2},
-        "zbv": {"pp": 2, "pp_schedule": "zbv"},
-        "fsdp 4": {},
-    },
+    "deep": {"pp 2 x cp 2": {"pp": 2, "cp": 2}, "zbv": {"pp": 2, "pp_schedule": "zbv"}, "fsdp 4": {}},
     "moe": {"fsdp 4": {}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2": {"pp": 2}},
 }
 
@@ -170,8 +159,7 @@ def test_experts_lie_on_the_ranks_that_have_the_same_layers():
 
 
 @pytest.mark.parametrize(
-    ("changes", "rel"),
-    [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)],
+    ("changes", "rel"), [({"quantize": "fp8"}, 1e-6), ({"quantize": "int8", "reduce": "int8"}, 3e-4)]
 )
 def test_quantized_runs_are_split_too(folder, changes, rel):
     """FP8 makes the same codes; INT8 scales runs of other elements where tp cuts rows."""

@@ -1,4 +1,4 @@
-"""On an accelerator values are copied for a checkpoint beside the next forward and backward, and the step waits."""
+"""On an accelerator training waits nowhere, and values are copied for a checkpoint during the next two passes."""
 
 import copy
 import threading
@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from train_helpers import newest, tiny
 
 from fsdp_runtime.train import Trainer, checkpoint
-from ragged_shard.testing import SimulatedDevice
+from fsdp_runtime.train.report import METRICS, read_metrics
+from ragged_shard.testing import SimulatedDevice, host_waits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|not available)")
 
@@ -97,3 +98,12 @@ def test_a_copy_that_fails_is_the_saves_failure(run):
         pytest.raises(checkpoint.TrainError, match=r"cannot save .*cudaHostRegister failed"),
     ):
         trainer.run()
+
+
+def test_training_waits_nowhere_and_reads_figures_after_their_copy(folder, tmp_path):
+    with SimulatedDevice():
+        trainer = Trainer(tiny(folder, system="one", steps=4, log_every=1), tmp_path, quiet=True)
+        with host_waits([*trainer.model.parameters(), *trainer.model.buffers()]) as waits:
+            trainer.run()
+    assert waits.lines == []
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [0, 1, 2, 3]

@@ -15,7 +15,6 @@ from ragged_shard.testing import run_ranks
 
 
 def names(path):
-    """Names of a trace's events."""
     return {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
 
 
@@ -28,18 +27,14 @@ def test_a_profile_has_its_steps_and_the_units_labels_on_each_rank(folder, tmp_p
         assert {"FSDP::all_gather (blocks.0)", "FSDP::post_backward_reduce (blocks.0)"} <= found
 
 
-def test_a_profile_may_begin_with_the_first_step(folder, tmp_path):
-    Trainer(tiny(folder, system="one", steps=3, profile="0:2"), tmp_path, quiet=True).run()
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_profile_may_begin_with_the_first_step_and_be_cut_off_by_the_end(folder, tmp_path, begins):
+    profile, asked = ("0:2", "1:9")[begins], iter([0, 0, *[1] * 9])
+    config = tiny(folder, system="one", steps=9, profile=profile)
+    assert Trainer(config, tmp_path, quiet=True, stop=lambda: next(asked)).run()["stopped"]
     steps = {name for name in names(tmp_path / "trace-rank-0.json") if "ProfilerStep" in name}
-    assert steps == {"ProfilerStep#0", "ProfilerStep#1"}
-
-
-def test_a_profile_that_the_end_cuts_off_is_written(folder, tmp_path):
-    stops = iter([0, 0, 1, 1, 1, 1])
-    config = tiny(folder, system="one", steps=9, profile="1:9")
-    summary = Trainer(config, tmp_path, quiet=True, stop=lambda: next(stops)).run()
-    assert summary["stopped"]
-    assert "ProfilerStep#1" in names(tmp_path / "trace-rank-0.json")
+    assert "ProfilerStep#1" in steps
+    assert ("ProfilerStep#0" in steps, "ProfilerStep#2" in steps) == (begins == 0, begins == 1)
 
 
 @pytest.fixture
@@ -83,13 +78,12 @@ def test_an_out_of_memory_error_writes_a_snapshot_before_the_history_ends(alloca
     assert error.value.__notes__ == [f"Memory snapshot: {tmp_path / written[0]}"]
 
 
-def test_other_errors_write_no_snapshot(allocator, tmp_path):
+def test_other_errors_write_no_snapshot_and_one_that_cannot_be_written_does_not_hide_the_error(
+    allocator, tmp_path
+):
     with pytest.raises(RuntimeError), Recorder(None, None, tmp_path, 0, GPU):
         raise RuntimeError("NCCL")
     assert not allocator
-
-
-def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(allocator, tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as error, Recorder(None, None, tmp_path / "gone", 0, GPU):
         raise torch.OutOfMemoryError("20 GiB")
     assert error.value.__notes__[0].startswith("No memory snapshot: FileNotFoundError: ")

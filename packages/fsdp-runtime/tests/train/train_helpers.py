@@ -37,18 +37,9 @@ def text_folder(folder):
 def tiny(folder, **changes):
     """A run that takes seconds: its text is in `folder`/text."""
     settings = {
-        "model": PRESETS["tiny"],
-        "data": (str(folder / "text"),),
-        "seq_len": 32,
-        "batch": 12,
-        "steps": 8,
-        "warmup": 2,
-        "optimizer": "torch-adamw",
-        "eval_every": 0,
-        "save_every": 0,
-        "plot": False,
-        "device": "cpu",
-    }
+        "model": PRESETS["tiny"], "data": (str(folder / "text"),), "seq_len": 32, "batch": 12, "steps": 8,
+        "warmup": 2, "optimizer": "torch-adamw", "eval_every": 0, "save_every": 0, "plot": False, "device": "cpu",
+    }  # fmt: skip
     return RunConfig(**{**settings, **changes})
 
 
@@ -107,7 +98,6 @@ def read_model(checkpoint):
 
 
 def losses(out):
-    """Training losses by step."""
     return {
         entry["step"]: entry["loss"]
         for entry in read_metrics(Path(out) / METRICS)
