@@ -280,7 +280,7 @@ class Reentrant(nn.Linear):
 @on_ranks(4)
 def test_what_cannot_be_multiplied_by_phase_is_refused_by_name():
     inner: Any = fully_shard(Reentrant(64, 64), quantization_policy=POLICY)
-    model = fully_shard(nn.Sequential(nn.Linear(64, 64), inner))
+    model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), inner))
     loss = model(torch.randn(2, 64)).sum()
     with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
         loss.backward()

@@ -139,7 +139,7 @@ def test_what_it_cannot_tune_is_refused_by_name():
             model = sharded()
             target = prepare(model)
             with pytest.raises(ValueError, match=message):
-                tune(target, lambda model=model: backward(model), memory_budget=PLENTY)
+                tune(target, partial(backward, model), memory_budget=PLENTY)
         with pytest.raises(ValueError, match="expected a positive number of bytes"):
             tune(sharded(), lambda: None, memory_budget="8GiB")  # type: ignore[arg-type]
 
