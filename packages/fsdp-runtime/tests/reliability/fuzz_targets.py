@@ -455,7 +455,7 @@ def _no_ranks() -> Iterator[None]:
         raise _WouldStart
 
     with contextlib.ExitStack() as inside:
-        for module in ("launch", "compare", "plan_report"):
+        for module in ("launch", "compare", "plan.command"):
             inside.enter_context(mock.patch(f"fsdp_runtime.train.{module}.start_ranks", start))
         yield
 

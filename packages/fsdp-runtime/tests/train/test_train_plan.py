@@ -10,9 +10,9 @@ from train_helpers import tiny, train
 from fsdp_runtime.memory import LiveBytes, UnitMemory, fake_tensors
 from fsdp_runtime.memory.meter import bytes_of_all_tensors
 from fsdp_runtime.train import PRESETS, TrainError
-from fsdp_runtime.train.peaks import record, step_peaks, without_activations
-from fsdp_runtime.train.plan import make_plan
-from fsdp_runtime.train.plan_report import plan_lines
+from fsdp_runtime.train.plan.command import plan_lines
+from fsdp_runtime.train.plan.memory import make_plan
+from fsdp_runtime.train.plan.peaks import record, step_peaks, without_activations
 from ragged_shard import CPU
 from ragged_shard.testing import run_ranks
 

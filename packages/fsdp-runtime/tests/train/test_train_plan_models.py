@@ -8,9 +8,9 @@ import torch
 from train_helpers import tiny, train
 
 from fsdp_runtime.train import PRESETS, TrainError, Transformer
-from fsdp_runtime.train.plan import make_plan
-from fsdp_runtime.train.plan_report import candidates, print_plan
-from fsdp_runtime.train.planned_models import find_model
+from fsdp_runtime.train.plan.command import candidates, print_plan
+from fsdp_runtime.train.plan.memory import make_plan
+from fsdp_runtime.train.plan.models import find_model
 from ragged_shard.testing import run_ranks
 
 SIZES = dataclasses.replace(PRESETS["tiny"], vocab_size=256, tied=False)

@@ -144,8 +144,8 @@ def _for_comparison(options: argparse.Namespace) -> RunConfig:
 
 
 def _plan(argv: list[str]) -> int:
-    from .plan_report import print_plan
-    from .planned_models import find_model
+    from .plan.command import print_plan
+    from .plan.models import find_model
 
     parser = _parser(
         "plan",

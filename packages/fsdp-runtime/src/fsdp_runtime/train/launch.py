@@ -48,8 +48,7 @@ from .errors import (
     this_rank,
 )
 from .hardware import backends, own_device, pick_device
-from .report import closing_lines
-from .sinks import check_installed
+from .report import check_installed, closing_lines
 
 USER_ERROR, CRASH = 2, 1  # exit statuses
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -5,9 +5,9 @@ from dataclasses import astuple, dataclass
 
 from fsdp_runtime.memory import UnitMemory
 
-from .config import RunConfig
-from .model import ModelConfig
-from .splits import Splits
+from ..config import RunConfig
+from ..model import ModelConfig
+from ..parallel.splits import Splits
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import Any
 
 from ragged_shard.testing import simulated_ranks
 
-from .config import RunConfig
-from .errors import TrainError
-from .hardware import device_memory, pick_device
-from .launch import pick_ranks, start_ranks
-from .plan import MemoryPlan, make_plan, plan_here
-from .planned_models import has_forward
-from .splits import AXES, Splits
+from ..config import RunConfig
+from ..errors import TrainError
+from ..hardware import device_memory, pick_device
+from ..launch import pick_ranks, start_ranks
+from ..parallel.splits import AXES, Splits
+from ..trainer import MEASURED_STEP, data_of, model_config
+from .memory import MemoryPlan, make_plan, plan_here
+from .models import has_forward
 from .traffic import traffic_of, traffic_of_units
-from .trainer import MEASURED_STEP, data_of, model_config
 
 
 def plan_lines(plan: MemoryPlan, splits: Splits) -> list[str]:

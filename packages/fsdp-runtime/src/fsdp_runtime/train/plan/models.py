@@ -8,11 +8,11 @@ from torch import nn
 
 from fsdp_runtime.checkpoint import safetensors_shapes
 
-from .config import RunConfig
-from .errors import TrainError, one_line
-from .model import Transformer
-from .systems import build_hf_model
-from .trainer import model_config
+from ..config import RunConfig
+from ..errors import TrainError, one_line
+from ..model import Transformer
+from ..systems import build_hf_model
+from ..trainer import model_config
 
 
 def find_model(path: str) -> str:

@@ -23,18 +23,18 @@ from fsdp_runtime.memory import LiveBytes, UnitMemory, unit_memory
 from ragged_shard import DeviceLayer, use_device_layer
 from ragged_shard.testing import simulated_ranks
 
-from .config import RunConfig
-from .errors import TrainError, one_line
-from .hardware import pick_device
-from .model import Transformer, losses_from
-from .optimizers import make_optimizer, optimizer_spec
-from .parallel.meshes import Meshes, make_meshes
-from .parallel.runtime import SplitRuntime
-from .parallel.tensor_parallel import parallelize
+from ..config import RunConfig
+from ..errors import TrainError, one_line
+from ..hardware import pick_device
+from ..model import Transformer, losses_from
+from ..optimizers import make_optimizer, optimizer_spec
+from ..parallel.meshes import Meshes, make_meshes
+from ..parallel.runtime import SplitRuntime
+from ..parallel.tensor_parallel import parallelize
+from ..systems import wrap_order
+from ..trainer import model_config
+from .models import build_planned, has_forward
 from .peaks import Moment, record, step_peaks, without_activations
-from .planned_models import build_planned, has_forward
-from .systems import wrap_order
-from .trainer import model_config
 
 
 @dataclass(frozen=True)

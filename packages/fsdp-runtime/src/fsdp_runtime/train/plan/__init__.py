@@ -1,0 +1,1 @@
+"""``fsdp-train plan``: what a run takes, on paper. `command` prints it."""
