@@ -23,6 +23,9 @@ class Layer:
     def has_completed(self, event):
         return event is None or self.done
 
+    def wait_on_host(self, event):
+        assert self.has_completed(event)
+
 
 def ranks_of(count):
     store = dist.HashStore()
@@ -171,6 +174,18 @@ def test_after_a_failed_pass_of_one_rank_the_known_orders_are_no_disagreement_an
     for titles in [gathers, reduces, gathers, gathers, reduces, gathers, reduces]:
         assert not any(pass_of_all(ranks, layer, titles, titles))
     assert all(pass_of_all(ranks, layer, gathers, reduces))
+
+
+def test_a_rank_that_ends_a_sequence_before_others_leave_the_failed_pass_agrees_with_them_later():
+    ranks, layer = ranks_of(2), Layer()
+    assert not any(pass_of_all(ranks, layer, ["reduce a"], ["reduce a"]))
+    for order in ranks:
+        start(order, ["reduce a"])
+    for order in ranks:
+        order.discard()
+        order.compare(layer)  # a forward without a collective of this group
+    for titles in (["reduce b"], ["reduce a"], ["reduce b"]):
+        assert not any(pass_of_all(ranks, layer, titles, titles))
 
 
 def test_a_rank_that_starts_one_less_is_named():

@@ -353,7 +353,10 @@ class CollectiveOrder:
             if not difference or not self._has_failed(store):
                 return difference
         assert self._failed_at is not None
-        if self.number - len(started) >= self._failed_at:  # all ranks have begun a pass after the failed one
+        number, event = self.completed
+        if number > self._failed_at and self.number - len(started) >= self._failed_at:
+            # The host waits, so that all ranks go on at the same call: each has begun a pass after the failed one.
+            layer.wait_on_host(event)
             self._failure, self._failed_at = store.get("failure").decode(), None
             self._departures = []
             for scope in self._scopes.values():
