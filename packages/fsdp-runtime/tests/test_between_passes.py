@@ -5,7 +5,7 @@ import torch
 from runtime_helpers import assert_same_gradients, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime import fully_shard
+from fsdp_runtime import block_policies, fully_shard
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -94,6 +94,36 @@ def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
         model.blocks[0].weight.add_(1)
     assert again == 0
     assert gathers_of(lambda: loss_of(model, tokens()).backward()) == 1
+
+
+class ThroughPointers(torch.optim.Optimizer):
+    """Writes where torch does not count it, and skips what has no elements on this rank, as fused kernels do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            local, grad = param.to_local(), param.grad.to_local()
+            if local.numel():
+                local.detach().numpy()[...] -= grad.numpy()
+
+
+@on_ranks(3)
+def test_after_a_step_that_torch_does_not_count_every_rank_gathers_what_was_kept():
+    model, alone = (
+        seeded(nn.Linear, in_features=3, out_features=2),
+        seeded(nn.Linear, in_features=3, out_features=2),
+    )
+    fully_shard(model, block_policy=block_policies.whole())
+    model.set_reshard_after_backward(False)
+    optimizers = [ThroughPointers(model.parameters()), torch.optim.SGD(alone.parameters(), lr=1.0)]
+    for _ in range(3):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            each(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(torch.ones(1, 3)), alone(torch.ones(1, 3)))
 
 
 @on_ranks(2)

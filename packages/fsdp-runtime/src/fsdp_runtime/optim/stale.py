@@ -1,17 +1,22 @@
-"""Raises at an optimizer's step if it would not train its parameters.
+"""Optimizers' steps: raises before one that would not train its parameters, and counts the others as writes.
 
 At its first step: those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as
 codes. At each step: gradients that are in CPU memory, if it does not bring them.
+
+After a step gathered values are out of date on every rank. Torch's count of writes does not tell that alone: an
+optimizer may skip what has no elements on a rank, or write through pointers.
 """
 
 import weakref
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._grads.on_host import any_on_host, host_gradient
 from .._params.kinds.at_rest import refuse_coded
+from .._params.unit import not_at_rest
 from .._plan.param import managed_of
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
@@ -19,11 +24,22 @@ _watching = False
 
 
 def watch() -> None:
-    """Look at every optimizer of this process before its first step, and after parameters were added to it."""
+    """Look at every step of every optimizer of this process."""
     global _watching
     if not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_check)
+        register_optimizer_step_post_hook(_count_writes)
+
+
+def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not not_at_rest:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for unit in not_at_rest:
+        for group in unit.groups:
+            if group.buffer is not None and any(id(param.sharded) in stepped for param in group.params):
+                torch.autograd.graph.increment_version(group.buffer.shard)
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
