@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from partial_steps import WIDTH, alone, check, inputs, trained
+from runtime_helpers import assert_same_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -139,6 +140,20 @@ def test_an_evaluation_and_mixed_precision_of_which_some_ranks_skip_parts_follow
     model(inputs(0, 0), parts).sum().backward()
     assert model.tower.layers[0].weight.grad is not None
     assert model.tower.unused.grad is None
+
+
+@on_ranks(2)
+def test_freezing_what_only_some_ranks_run_next_follows_on_all():
+    model, reference = sharded(made()), made()
+    for number, (frozen, users) in enumerate(((False, (0, 1)), (True, (0,)), (False, (1,)), (False, (0, 1)))):
+        for each in (model, reference):
+            each.tower.layers.requires_grad_(not frozen)
+            each.zero_grad()
+        parts = [("tower", "experts.0") if rank in users else ("experts.1",) for rank in range(2)]
+        model(inputs(number, dist.get_rank()), parts[dist.get_rank()]).square().mean().backward()
+        for rank in range(2):
+            (reference(inputs(number, rank), parts[rank]).square().mean() / 2).backward()
+        assert_same_gradients(model, reference)
 
 
 @on_ranks(2)

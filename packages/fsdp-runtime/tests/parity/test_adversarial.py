@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from adversarial_ends import train_all
 from adversarial_trees import train_many
+from random_programs import check_programs
 from runtime_helpers import assert_same_parameters
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +35,11 @@ def test_random_trees_train_as_in_one_process_whatever_the_parameters_and_the_or
 def test_the_random_trees_that_fsdp2_can_shard_train_the_same_under_it() -> None:
     for system in ("fsdp2", "ours"):
         run_ranks(3, train_many, system, list(range(12)), False, timeout=240)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_programs_have_the_values_of_one_process(ranks: int) -> None:
+    run_ranks(ranks, check_programs, list(range(100 * ranks, 100 * ranks + 40)), timeout=240)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -405,11 +405,18 @@ class Group:
         for param in self.params:
             unsharded: Any = param.unsharded
             if unsharded.requires_grad is not param.sharded.requires_grad:
+                self.follow_training()
+            for slots, attribute in param.slots:
+                slots[attribute] = unsharded
+
+    def follow_training(self) -> None:
+        """Let the unsharded parameters, and what is reduced, follow what was frozen or unfrozen since."""
+        for param in self.params:
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.requires_grad is not param.sharded.requires_grad:
                 self._check_trainable(param)
                 param.follow_requires_grad()
                 self.gradients.training_changed()
-            for slots, attribute in param.slots:
-                slots[attribute] = unsharded
 
     def _check_trainable(self, param: "ManagedParam[Group]") -> None:
         """Raise ValueError, naming the parameter, if it cannot require a gradient."""
