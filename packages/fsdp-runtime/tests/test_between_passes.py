@@ -102,7 +102,7 @@ class ThroughPointers(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
 
-    def step(self):
+    def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
             local, grad = param.to_local(), param.grad.to_local()
             if local.numel():

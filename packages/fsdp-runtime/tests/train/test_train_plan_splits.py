@@ -8,10 +8,10 @@ import pytest
 from train_helpers import tiny, train
 
 from fsdp_runtime.train import PRESETS, Trainer, TrainError
-from fsdp_runtime.train.parallel.splits import AXES, SCHEDULES, Splits, find_splits
 from fsdp_runtime.train.plan.command import candidates, print_plan
 from fsdp_runtime.train.plan.memory import make_plan
 from fsdp_runtime.train.plan.traffic import traffic_of, traffic_of_units
+from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import record_collectives, run_ranks
 
 pytestmark = pytest.mark.long

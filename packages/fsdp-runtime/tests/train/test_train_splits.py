@@ -25,7 +25,7 @@ from train_helpers import (
 )
 
 from fsdp_runtime.train.parallel.meshes import make_meshes
-from fsdp_runtime.train.parallel.splits import AXES, SCHEDULES, Splits, find_splits
+from fsdp_runtime.train.splits import AXES, SCHEDULES, Splits, find_splits
 from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = pytest.mark.long

@@ -15,8 +15,8 @@ from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .parallel.splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 from .report import TRACKERS
+from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 from .tracing import check_snapshot, step_range
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore

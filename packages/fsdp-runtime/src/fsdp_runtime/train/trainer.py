@@ -35,8 +35,8 @@ from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
 from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
-from .parallel.splits import check_splits
 from .report import CURVES, METRICS, Report, draw_curves, open_trackers, read_metrics
+from .splits import check_splits
 from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
 from .tracing import Recorder, step_range
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .splits import Splits
+from ..splits import Splits
 
 
 @dataclass(frozen=True)

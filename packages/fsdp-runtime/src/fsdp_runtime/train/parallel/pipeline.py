@@ -12,9 +12,9 @@ from fsdp_runtime.token_loss import TokenStep
 
 from ..config import RunConfig
 from ..model import losses_from
+from ..splits import SCHEDULES
 from ..systems import Batch
 from .meshes import Meshes
-from .splits import SCHEDULES
 
 
 class Pipeline:

@@ -13,7 +13,7 @@ from ..config import RunConfig
 from ..errors import TrainError
 from ..hardware import device_memory, pick_device
 from ..launch import pick_ranks, start_ranks
-from ..parallel.splits import AXES, Splits
+from ..splits import AXES, Splits
 from ..trainer import MEASURED_STEP, data_of, model_config
 from .memory import MemoryPlan, make_plan, plan_here
 from .models import has_forward

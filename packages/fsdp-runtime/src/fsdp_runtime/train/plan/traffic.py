@@ -7,7 +7,7 @@ from fsdp_runtime.memory import UnitMemory
 
 from ..config import RunConfig
 from ..model import ModelConfig
-from ..parallel.splits import Splits
+from ..splits import Splits
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ dense parameters are sharded over fsdp x cp, experts over fsdp x cp x tp / ep, a
 
 from dataclasses import dataclass
 
-from ..errors import TrainError
-from ..model import ModelConfig
+from .errors import TrainError
+from .model import ModelConfig
 
 AXES = ("hsdp", "tp", "pp", "cp", "ep")
 # Stages on each rank, whether they go back and forth (the first and the last stage on one rank), torch's class.
