@@ -42,7 +42,8 @@ class Program:
     def __init__(self, seed: int, sharded: bool):
         self.rng = rng = random.Random(seed)
         self.seed, self.sharded, self.batches = seed, sharded, 0
-        self.ranks, self.trace = dist.get_world_size(), []
+        self.ranks = dist.get_world_size()
+        self.trace: list[tuple[str, torch.Tensor | None]] = []
         options = {
             "width": rng.choice((5, 8)),
             "blocks": rng.choice((1, 2, 3)),
@@ -242,6 +243,5 @@ def check_programs(seeds: list[int], actions: int = 14) -> None:
             assert what == noted, f"{where}: {noted}"
             assert (value is None) == (expected is None), where
             if expected is not None:
-                torch.testing.assert_close(
-                    value, expected, rtol=1e-4, atol=2e-5, msg=lambda text, w=where: f"{w}: {text}"
-                )
+                text = f"{where}: {{}}".format
+                torch.testing.assert_close(value, expected, rtol=1e-4, atol=2e-5, msg=text)
