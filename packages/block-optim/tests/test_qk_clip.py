@@ -100,6 +100,15 @@ def test_sharded_rows_are_scaled_by_their_global_number_without_communication():
         qk_clip_(cut, None, torch_distribute(logits, mesh, [Shard(0)]))
 
 
+@on_ranks(3)
+def test_a_sharded_weight_counts_as_written_on_ranks_without_rows_too():
+    cut = distribute_tensor(torch.ones(12, DIM), world_mesh(), [RaggedShard((0, 1), (1, 0, 59))])
+    local = cut.to_local()
+    before = local._version
+    qk_clip_(cut, None, torch.full((4,), 400.0))
+    assert local._version > before
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

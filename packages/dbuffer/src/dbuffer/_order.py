@@ -355,7 +355,8 @@ class CollectiveOrder:
         assert self._failed_at is not None
         number, event = self.completed
         if number > self._failed_at and self.number - len(started) >= self._failed_at:
-            # The host waits, so that all ranks go on at the same call: each has begun a pass after the failed one.
+            # Once a later collective has completed, every rank has begun a pass after the failed one. The host waits
+            # for that, so that all ranks resume the comparison at the same call.
             layer.wait_on_host(event)
             self._failure, self._failed_at = store.get("failure").decode(), None
             self._departures = []

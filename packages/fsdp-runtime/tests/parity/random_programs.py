@@ -16,7 +16,7 @@ import block_optim
 import fsdp_runtime
 from fsdp_runtime import block_policies, fully_shard
 
-VOCABULARY, ROWS = 11, 2  # rows a rank
+VOCABULARY, ROWS = 11, 2  # rows per rank
 POLICIES = (None, block_policies.rows(4), block_policies.tiles(3, 3), block_policies.whole())
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -78,7 +78,7 @@ class Program:
         return batch.chunk(self.ranks)[dist.get_rank()] if self.sharded else batch
 
     def loss(self, order: list[int] | None = None) -> torch.Tensor:
-        """Of the next batch."""
+        """The loss of the next batch, of this rank's rows if the model is sharded."""
         self.batches += 1
         draw = torch.Generator().manual_seed(1000 * self.seed + self.batches)
         tokens, targets = torch.randint(0, VOCABULARY, (2, ROWS * self.ranks), generator=draw)
@@ -113,7 +113,7 @@ class Program:
             loss.backward()
 
     def other_blocks(self) -> None:
-        """In another order, some twice, others not at all."""
+        """Run the blocks in another order, some of them twice, others not at all."""
         blocks = range(len(self.model.blocks))
         self.loss(self.rng.choices(blocks, k=self.rng.randrange(1, 5))).backward()
 
@@ -146,7 +146,7 @@ class Program:
         return True
 
     def fail_in_backward(self) -> bool:
-        """What was reduced before it failed, and what was not, is dropped."""
+        """Raise in a backward, after the head's gradients; then clear all gradients."""
         hook = self.model.head.register_full_backward_hook(lambda *gradients: 1 / 0)
         with contextlib.suppress(ZeroDivisionError):
             self.loss().backward()
@@ -186,7 +186,7 @@ class Program:
         return self._set("set_separate_reduce_scatter_group", self.rng.random() < 0.5)
 
     def freeze(self) -> bool:
-        """Or unfreeze."""
+        """Freeze or unfreeze a block."""
         if not self.has_gradients():
             self.rng.choice(self.model.blocks).requires_grad_(self.rng.random() < 0.6)
         return True
@@ -208,7 +208,7 @@ class Program:
         return True
 
     def edit(self) -> bool:
-        """Whole parameters."""
+        """Change a whole parameter in place."""
         if not self.has_gradients():
             with torch.no_grad():
                 if not self.sharded:
@@ -224,7 +224,7 @@ class Program:
         return True
 
     def new_optimizer(self) -> bool:
-        """With the states of the one before."""
+        """Replace the optimizer by a new one with its state."""
         self.free()
         states = self.optimizer.state_dict()
         self.optimizer = self.make_optimizer(self.model.parameters())
@@ -233,7 +233,7 @@ class Program:
 
 
 def check_programs(seeds: list[int], actions: int = 14) -> None:
-    """Run each program sharded and in one process, and compare all that they note."""
+    """Run each program sharded and in one process, and compare the two traces."""
     for seed in seeds:
         wanted, got = Program(seed, sharded=False), Program(seed, sharded=True)
         wanted.run(actions)

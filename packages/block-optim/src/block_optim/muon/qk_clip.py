@@ -103,7 +103,7 @@ def _heads(weight: torch.Tensor, name: str, heads: int, special: int) -> tuple[P
 def _scale_rows(param: Param, rows: int, factors: Sequence[tuple[torch.Tensor | None, int]]) -> None:
     """Multiply this rank's rows of each head: ``factors`` are (factor, number of consecutive rows)."""
     local = param.local.view(-1)
-    torch.autograd.graph.increment_version(local)  # on every rank, also where there are none of its rows
+    torch.autograd.graph.increment_version(local)  # on every rank, with or without rows: units compare it
     inner = param.numel // param.shape[0]
     heads = param.shape[0] // rows
     by_row = torch.cat(

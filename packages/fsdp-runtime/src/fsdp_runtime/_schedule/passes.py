@@ -512,5 +512,5 @@ def _gather_followers(unit: Unit, *, backward: bool) -> None:
         if follower.by_phase:
             follower.gather_for(backward=backward)
         follower.gather(_AT_ONCE)
-        for group in follower.groups:
-            group.follow_training()  # also on ranks that skip it, which reduce the same gradients
+        for group in follower.groups if not backward else ():
+            group.follow_training()  # on ranks that skip it too: all reduce the same gradients
