@@ -388,6 +388,8 @@ DTYPES = ["float32", "bfloat16"]
 PHASES = ("gather", "reduce", "write")
 RANKS = (2, 3, 4, 8, 16)
 TRANSPORTS = ("collectives", "peer_memory")
+ALONE = "copies alone"
+MEASURED = (*TRANSPORTS, ALONE)
 REPEATS = 4  # of one move between barriers, which take time themselves
 
 
@@ -532,6 +534,23 @@ def main_buffer(parser: ArgumentParser, arguments: list[str]) -> None:
     print(table(["ranks", "dtype", "", *(f"{phase} ms" for phase in PHASES), "all"], rows))
 
 
+def copies_alone(
+    shard: torch.Tensor, full: torch.Tensor, other: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """What peer memory copies and adds up, in memory of this rank: no message, and nobody to wait for."""
+    from dbuffer.transport.sums import Sum
+
+    ranks = dist.get_world_size()
+    (own, *_), (_, *others) = full.chunk(ranks), other.chunk(ranks)
+    total = Sum([(shard, own)], range(1, ranks), "sum")
+
+    def gather() -> None:
+        for receive, send in zip(full.chunk(ranks), (shard, *others), strict=True):
+            receive.copy_(send)
+
+    return {"gather": gather, "reduce": lambda: total.add({peer: [others[peer - 1]] for peer in total.peers})}
+
+
 def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | None]]:
     """On a rank: `{kind: {transport: (wall, CPU) milliseconds}}`; None if this machine does not allow it."""
     from dbuffer import DBuffer, Gather, ReduceScatter
@@ -541,23 +560,28 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
     mesh = init_device_mesh("cpu", (ranks,))
     layout = plan([TensorSpec("full", (request["nbytes"] // 4 // ranks * ranks,))], ranks)
     moves: dict[tuple[str, str], Callable[[], None]] = {}
-
-    def repeat(start: Callable[[], Any]) -> None:
-        for _ in range(REPEATS):
-            start().wait()
-
-    for name in TRANSPORTS:
-        buffer = DBuffer(layout, mesh, dtype=torch.float32, transport=name)
+    buffers = {name: DBuffer(layout, mesh, dtype=torch.float32, transport=name) for name in TRANSPORTS}
+    for buffer in buffers.values():
         buffer.materialize()
         for flat in (*buffer.shard, *buffer.full):
             flat.normal_()
+
+    def repeat(move: Callable[[], None]) -> None:
+        for _ in range(REPEATS):
+            move()
+
+    for name, buffer in buffers.items():
         gather, reduce = Gather([buffer]).start, ReduceScatter([buffer], op="sum").start
         try:
             gather().wait()
         except ValueError as error:  # the same on all ranks
             print(error, flush=True)
             continue
-        moves |= {("gather", name): partial(repeat, gather), ("reduce", name): partial(repeat, reduce)}
+        for kind, start in (("gather", gather), ("reduce", reduce)):
+            moves[kind, name] = partial(repeat, lambda start=start: start().wait())
+    first, second = buffers.values()
+    for kind, copies in copies_alone(first.shard[0], first.full[0], second.full[0]).items():
+        moves[kind, ALONE] = partial(repeat, copies)
     times = interleave(moves, request["rounds"], timer=measure.wall_and_cpu)
 
     def medians(key: tuple[str, str]) -> tuple[float, float] | None:
@@ -568,7 +592,7 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
         dist.all_reduce(of_all)
         return statistics.median(walls) / REPEATS, float(of_all.quantile(0.5)) / REPEATS
 
-    return {kind: {name: medians((kind, name)) for name in TRANSPORTS} for kind in ("gather", "reduce")}
+    return {kind: {name: medians((kind, name)) for name in MEASURED} for kind in ("gather", "reduce")}
 
 
 def main_exchange(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -583,5 +607,5 @@ def main_exchange(parser: ArgumentParser, arguments: list[str]) -> None:
             for kind, times in results.items():
                 cells = ["-" if both is None else f"{both[i]:.2f}" for i in (0, 1) for both in times.values()]
                 rows.append([ranks, f"{size:g}", kind, *cells])
-    header = [f"{clock}: {name}, ms" for clock in ("wall", "CPU") for name in TRANSPORTS]
+    header = [f"{clock}: {name}, ms" for clock in ("wall", "CPU") for name in MEASURED]
     print(table(["ranks", "MiB", "", *header], rows))

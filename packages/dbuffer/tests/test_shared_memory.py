@@ -152,27 +152,45 @@ def test_threads_may_drop_memory_at_any_time():
     assert pages_of(arena) == 0
 
 
-@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT])
-def test_without_memory_it_raises_and_the_range_is_free_again(monkeypatch, error):
-    arena = Arena()
+def replace_populating(monkeypatch, populate):
+    """Let `populate(address, size, advice)` stand for the calls that allocate pages."""
     usual = shared_memory._libc()
 
-    class Refuses:
+    class Libc:
         def __getattr__(self, name):
             return getattr(usual, name)
 
-        def madvise(self, address, size, advice):
-            if advice != shared_memory._POPULATE_WRITE:
-                return usual.madvise(address, size, advice)
-            ctypes.set_errno(error)
-            return -1
+        def madvise(self, *call):
+            return (populate if call[2] == shared_memory._POPULATE_WRITE else usual.madvise)(*call)
 
-    monkeypatch.setattr(shared_memory, "_libc", Refuses)
+    monkeypatch.setattr(shared_memory, "_libc", Libc)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT])
+def test_without_memory_it_raises_and_the_range_is_free_again(monkeypatch, error):
+    arena = Arena()
+
+    def refuse(address, size, advice):
+        ctypes.set_errno(error)
+        return -1
+
+    replace_populating(monkeypatch, refuse)
     with pytest.raises(RuntimeError, match=r"no memory for 1048576 bytes for ranks to share: \[Errno"):
         arena.allocate(MIB)
     monkeypatch.undo()
     gc.collect()
-    assert arena.allocate(MIB).data_ptr() == arena.address
+    again = arena.allocate(MIB)
+    assert again.data_ptr() == arena.address
+    assert pages_of(arena) == again.nbytes
+
+
+def test_a_range_that_has_its_pages_costs_no_system_call(monkeypatch):
+    arena, calls = Arena(), []
+    arena.allocate(8 * MIB)
+    replace_populating(monkeypatch, lambda *call: calls.append(call))
+    for nbytes in (8 * MIB, 2 * MIB):
+        arena.allocate(nbytes)
+    assert not calls
 
 
 def test_an_older_kernel_reserves_pages_another_way(monkeypatch):

@@ -117,7 +117,7 @@ class Arena:
         self._with_pages = Ranges()  # of the free ones
         self._in_use = self._peak = self._peak_lately = 0  # bytes
         self._countdown = _LATELY
-        self._returned: deque[tuple[int, int]] = deque()  # free, but not in `_free` yet
+        self._returned: deque[tuple[int, int, bool]] = deque()  # free, not in `_free` yet; has pages
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -130,6 +130,7 @@ class Arena:
         with self._lock:
             self._take_returned()
             begin = self._with_pages.first(size)
+            has_pages = [begin is not None]  # what `_give_back` is to know of the range
             if begin is None:
                 begin = self._free.first(size)
             if begin is None:
@@ -138,12 +139,14 @@ class Arena:
             self._free.remove(begin, end)
             self._with_pages.remove(begin, end)
             memory = (ctypes.c_ubyte * nbytes).from_address(self.address + begin)
-            weakref.finalize(memory, self._give_back, begin, end).atexit = False
+            weakref.finalize(memory, self._give_back, begin, end, has_pages).atexit = False
             self._count(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if nbytes >= SMALLEST:
-            prefer_huge_pages(tensor)  # given where `shmem_enabled` says `advise`
-        self._populate(begin, size)
+        if not has_pages[0]:
+            if nbytes >= SMALLEST:
+                prefer_huge_pages(tensor)  # given where `shmem_enabled` says `advise`
+            self._populate(begin, size)
+            has_pages[0] = True
         return tensor
 
     def _count(self, nbytes: int) -> None:
@@ -158,9 +161,12 @@ class Arena:
         most = self._peak + self._peak // _SLACK // mmap.PAGESIZE * mmap.PAGESIZE
         while (surplus := self._in_use + self._with_pages.total() - most) > 0 and self._with_pages.runs:
             begin, end = self._with_pages.runs[-1]
-            begin = max(begin, end - surplus)
-            _libc().madvise(self.address + begin, end - begin, mmap.MADV_REMOVE)
-            self._with_pages.remove(begin, end)
+            self._remove_pages(max(begin, end - surplus), end)
+
+    def _remove_pages(self, begin: int, end: int) -> None:
+        """Give the pages of a free range back to the kernel."""
+        self._with_pages.remove(begin, end)
+        _libc().madvise(self.address + begin, end - begin, mmap.MADV_REMOVE)
 
     def trim(self) -> None:
         """Give the pages of free ranges back to the kernel."""
@@ -171,9 +177,12 @@ class Arena:
             finally:
                 self._lock.release()
 
-    def _give_back(self, begin: int, end: int) -> None:
-        """The last user of a range is gone. On any thread, and amid anything that this one does."""
-        self._returned.append((begin, end))
+    def _give_back(self, begin: int, end: int, has_pages: list[bool]) -> None:
+        """The last user of a range is gone. On any thread, and amid anything that this one does.
+
+        `has_pages` is false where `allocate` was refused or interrupted: then some of its pages may be missing.
+        """
+        self._returned.append((begin, end, has_pages[0]))
         if self.fd >= 0 and self._lock.acquire(blocking=False):
             try:
                 self._take_returned()
@@ -182,9 +191,12 @@ class Arena:
 
     def _take_returned(self) -> None:
         while self._returned:
-            begin, end = self._returned.popleft()
+            begin, end, has_pages = self._returned.popleft()
             self._free.add(begin, end)
-            self._with_pages.add(begin, end)
+            if has_pages:
+                self._with_pages.add(begin, end)
+            else:
+                self._remove_pages(begin, end)
             self._count(begin - end)
 
     def _populate(self, begin: int, size: int) -> None:
