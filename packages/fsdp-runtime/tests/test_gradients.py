@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,9 +92,9 @@ def test_no_gradient_is_kept_that_would_keep_a_larger_one_alive(ranks):
     kind = type(member_of(model).unit.groups[0].gradients)
     keep = kind.close
 
-    def closing(self):
+    def closing(self, **options):
         seen.append(len(self._kept))
-        return keep(self)
+        return keep(self, **options)
 
     with mock.patch.object(kind, "close", closing):
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
@@ -178,6 +179,22 @@ def test_ending_a_step_by_hand_is_asked_for_on_the_root_and_before_and_does_noth
         model.finalize_backward()
     assert record.kinds == []
     assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(4)
+def test_partial_sums_of_units_that_the_last_backward_does_not_reach_are_summed_over_replicas_in_it():
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
+    for ends_each in (True, False):
+        model, alone = shard(seeded(), mesh=mesh), seeded()
+        backward = member_of(model).passes.backward
+        backward.slow_wire = dist.get_rank() == 0  # the others may free a reduction earlier
+        for step, order in enumerate(([0, 1], [1, 2], [2])):
+            model.set_requires_all_reduce(step == 2)
+            model.set_is_last_backward(ends_each or step == 2)
+            loss_of(model, tokens(step), order=order).backward()
+            for rank in range(4):
+                (loss_of(alone, tokens(step, rank=rank), order=order) / 4).backward()
+        assert_same_gradients(model, alone)
 
 
 @on_ranks(4)

@@ -157,6 +157,26 @@ def test_freezing_what_only_some_ranks_run_next_follows_on_all():
 
 
 @on_ranks(2)
+def test_two_forwards_in_a_backward_reduce_the_same_on_all_ranks_however_late_each_frees_a_reduction():
+    model, reference, rank = sharded(made()), made(), dist.get_rank()
+    model.set_reduce_scatter_max_input_buffers(100)
+    backward: Any = member_of(model).passes.backward
+    if rank == 0:
+        backward.slow_wire = True
+    else:
+        backward.free_completed = lambda: [reduction.free() for reduction in backward._flying]
+    forwards: list[tuple[tuple[str, ...], ...]] = [((), ()), (("tower", "experts.0"), ("tower",))]
+
+    def loss(model, rank):
+        return sum(model(inputs(n, rank), parts[rank]).square().mean() for n, parts in enumerate(forwards))
+
+    loss(model, rank).backward()
+    for each in (0, 1):
+        (loss(reference, each) / 2).backward()
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
 def test_a_step_costs_one_small_all_reduce_for_each_unit_around():
     def counted(skippable):
         torch.manual_seed(0)

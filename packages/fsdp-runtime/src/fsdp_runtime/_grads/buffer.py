@@ -109,7 +109,7 @@ class GradBuffer:
         state: see `GradState`.
         options, scaling: the unit's options, and the resulting divisions; set by `scale`.
         written: numbers of the parameters whose gradients wait for their reduction.
-        used_anywhere: numbers of those that wait on any rank, if the ranks were asked; since the last `.grad`.
+        used_anywhere: numbers of those that wait on any rank, or are in the partial sum, if the ranks were asked.
         partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
     """
 
@@ -290,10 +290,13 @@ class GradBuffer:
         for index, grad in kept.items():
             self._put(index, grad)
 
-    def close(self) -> Closed:
+    def close(self, *, stays_partial: bool) -> Closed:
         """Zero the slots without a gradient, and hand the buffer to a reduction.
 
         Afterwards there is a shard for its result: a new one, or a partial sum to add to.
+
+        Args:
+            stays_partial: the result will not be summed over replicas.
         """
         if self.state not in WRITABLE:
             self.accept()
@@ -304,11 +307,20 @@ class GradBuffer:
         written, self.written = self.written, set()
         if not self.partial:
             slots.buffer.new_shard()
-        if len(written) == len(self._params):
-            return Closed(slots, self._params, [], self.used_anywhere, self.ledger.count)
-        if empty := [index for index in slots.indices if index not in written]:
-            compat.zero(slots.views(empty))
-        written |= self._in_partial
+        used, missing = self._params, []
+        if len(written) < len(self._params):
+            if empty := [index for index in slots.indices if index not in written]:
+                compat.zero(slots.views(empty))
+            used, missing = self._used_and_missing(slots, written | self._in_partial)
+        closed = Closed(slots, used, missing, self.used_anywhere, self.ledger.count)
+        # Now, not when the reduction has completed, which ranks may notice at different times.
+        self.partial = stays_partial
+        self._in_partial = frozenset([param.index for param in used]) if stays_partial else frozenset()
+        if not stays_partial:
+            self.used_anywhere = None
+        return closed
+
+    def _used_and_missing(self, slots: Slots, written: set[int]) -> tuple[Params, Params]:
         used: Params = []
         missing: Params = []
         for param in self._params:
@@ -316,7 +328,7 @@ class GradBuffer:
                 used.append(param)
             elif param.index in slots.indices and param.index in self.trained:
                 missing.append(param)
-        return Closed(slots, used, missing, self.used_anywhere, self.ledger.count)
+        return used, missing
 
     def reduction_of(
         self, buffers: list[DBuffer], transport: TransportChoice | None, separate: bool
@@ -354,14 +366,10 @@ class GradBuffer:
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 
-    def free(self, closed: Closed, *, partial: bool) -> None:
-        """Free the buffer after its reduce-scatter. `partial`: the shard is not yet summed over replicas."""
+    def free(self, closed: Closed) -> None:
+        """Free the buffer after its reduce-scatter."""
         closed.slots.buffer.release()
         self.state = GradState.IDLE
-        self.partial = partial
-        self._in_partial = frozenset([param.index for param in closed.used]) if partial else frozenset()
-        if not partial:
-            self.used_anywhere = None
 
     def publish(self, closed: Closed, unused: Collection[int]) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.

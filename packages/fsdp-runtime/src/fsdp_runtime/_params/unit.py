@@ -456,12 +456,17 @@ class Unit:
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def groups_to_reduce(self) -> list[Group]:
-        """Those whose gradients wait, and where unused parameters count, all that are trained.
+        """Those whose gradients or partial sums wait, and where unused parameters count, all that are trained.
 
         On several meshes unused ones count as soon as one of the unit's gradients waits: experts without a token on
         this rank have some on another.
         """
-        waiting = [group for group in self.groups if group.gradients.written]
+        complete = self.options.reduction.all_reduce
+        waiting = [
+            group
+            for group in self.groups
+            if group.gradients.written or (complete and group.gradients.partial)
+        ]
         if not (self.options.reduce_unused or (waiting and self.on_several_meshes)):
             return waiting
         return [

@@ -47,6 +47,7 @@ class Reduction:
 
     Attributes:
         unit, groups: those that are reduced.
+        stays_partial: whether there are replicas, and their sum is left to a later one.
         updates: whether parameters are updated as soon as their gradients are there.
         state: see `ReductionState`.
     """
@@ -69,13 +70,14 @@ class Reduction:
         for group in groups:
             gradients, data = group.gradients, group.plan.data
             key = (data, gradients.scaling, gradients.partial)
-            closed = gradients.close()
+            closed = gradients.close(stays_partial=data.hybrid and not self._options.all_reduce)
             self._closed.append(closed)
             if closed.missing:
                 self._publish_missing(group, closed)
             buffer = closed.slots.buffer
             calls.setdefault(key, (gradients, []))[1].append(buffer)
             (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
+        self.stays_partial = bool(self._replicated) and not self._options.all_reduce
         self._handles: list[Handle] = []
         with compat.label("post_backward_reduce", unit.name):
             for (_, _, partial), (first, buffers) in calls.items():
@@ -131,8 +133,7 @@ class Reduction:
             for handle in handles:
                 handle.wait()
             for group, closed in zip(self.groups, self._closed, strict=True):
-                partial = group.plan.data.hybrid and not self._options.all_reduce
-                group.gradients.free(closed, partial=partial)
+                group.gradients.free(closed)
             if self._options.hook is not None:
                 self._call_hook(self._options.hook, self._sharded)
             self._event = layer.record()
@@ -144,7 +145,7 @@ class Reduction:
             return
         self.free()
         self.state = ReductionState.REPLICATED
-        if not self._replicated or not self._options.all_reduce:
+        if not self._replicated or self.stays_partial:
             return
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), compat.label("post_backward_all_reduce", self.unit.name):
@@ -220,6 +221,7 @@ class Backward:
 
     Attributes:
         waiting: the units with gradients that no reduction has taken.
+        partial: the units with sums that wait to be taken over replicas (HSDP).
         is_last: whether the end of backward waits for all reductions and shows the gradients.
         by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
@@ -233,6 +235,7 @@ class Backward:
         self.max_reductions = 1
         self.slow_wire = False
         self.waiting: set[Unit] = set()
+        self.partial: set[Unit] = set()
         self._streams = streams
         self._run = _NO_RUN
         self._queue: list[Reduction] = []  # in the order of their launches
@@ -329,6 +332,7 @@ class Backward:
         while len(self._flying) >= self.max_reductions:
             self._flying.pop(0).replicate()
         reduction = Reduction(unit, groups, self._streams)
+        (self.partial.add if reduction.stays_partial else self.partial.discard)(unit)
         self._queue.append(reduction)
         self._flying.append(reduction)
         for group in groups:
@@ -366,5 +370,6 @@ class Backward:
         self._flying = []
         self._of_group.clear()
         self.waiting.clear()
+        self.partial.clear()
         for reduction in queue:
             reduction.abandon()

@@ -483,6 +483,7 @@ class Pass:
             unit in self._in_backward_of
             or (bool(unit.followers) and unit not in self._left_backward)
             or unit in self.backward.waiting
+            or (options.reduction.all_reduce and unit in self.backward.partial)
             or (options.reduce_unused and unit not in self._left_backward)
             or (options.reshard_after_backward and not unit.at_rest)
         )
