@@ -3,6 +3,7 @@
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import cut_twice, full, put
+from runs import Run, cut_twice, full, put
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -244,6 +245,20 @@ def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layou
             different = [n for n, p in expected.items() if not torch.equal(p, result[kind][n])]
             assert not different, (kind, number, different)
         print(f"\n| {kind} | {layout} | {world_size} ranks | equal |", end="")
+
+
+@on_ranks(2)
+def test_a_deep_copy_of_the_states_has_their_values_and_shapes_and_separate_memory():
+    for layout in ("shard", "replicate"):
+        run = Run(AdamW, layout, shapes=((8, 6), (), (4,), ()), lr=0.1).steps(0, 1)
+        states = run.optimizer.state_dict()["state"]
+        copied = copy.deepcopy(states)
+        before = {(i, name): full(value).clone() for i, state in states.items() for name, value in state.items()}
+        run.step(1)
+        assert before.keys() == {(i, name) for i, state in copied.items() for name in state}
+        assert all(torch.equal(full(copied[i][name]), value) for (i, name), value in before.items())
+        assert [copied[i]["exp_avg"].shape for i in range(4)] == [p.shape for p in run.params]
+        assert [p.shape for p in run.params] == list(run.shapes)
 
 
 def narrow_by_columns(model):

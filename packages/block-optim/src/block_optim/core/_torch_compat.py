@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import DISTRIBUTED
@@ -52,6 +53,21 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`local_of` of each."""
     result: list[torch.Tensor] = [t._local_tensor if isinstance(t, DISTRIBUTED) else t for t in tensors]
     return [t if type(t) in _PLAIN else _inside(t) for t in result]
+
+
+def dtensor_around(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """A DTensor on the memory of `local`, of a global shape. Communicates nothing.
+
+    `DTensor.from_local` would take over where `local` begins in its storage (torch 2.13), and `copy.deepcopy` of a
+    DTensor takes a storage of its own for granted where that is not 0.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    empty = local.new_empty(0 if shape else ())  # without dimensions `from_local` takes this one's shape
+    made = DTensor.from_local(empty, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made._local_tensor = local
+    return made
 
 
 def share_layout(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
-from block_optim.core._torch_compat import SHARDS, local_of, new_ordered_group
+from block_optim.core._torch_compat import SHARDS, dtensor_around, local_of, new_ordered_group
 from block_optim.core.pieces import Piece, pieces_of, run
 from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard, held_boxes
 
@@ -264,7 +264,4 @@ def wrap_local(
         return local
     if ragged:
         return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return dtensor_around(local, mesh, placements, torch.Size(shape))
