@@ -253,7 +253,9 @@ def test_a_deep_copy_of_the_states_has_their_values_and_shapes_and_separate_memo
         run = Run(AdamW, layout, shapes=((8, 6), (), (4,), ()), lr=0.1).steps(0, 1)
         states = run.optimizer.state_dict()["state"]
         copied = copy.deepcopy(states)
-        before = {(i, name): full(value).clone() for i, state in states.items() for name, value in state.items()}
+        before = {
+            (i, name): full(value).clone() for i, state in states.items() for name, value in state.items()
+        }
         run.step(1)
         assert before.keys() == {(i, name) for i, state in copied.items() for name in state}
         assert all(torch.equal(full(copied[i][name]), value) for (i, name), value in before.items())

@@ -179,6 +179,15 @@ class TestNoRace:
                 assert model.blocks[0].weight.device.type == "cpu"
                 train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
+    def test_when_shards_in_cpu_memory_are_changed_after_an_evaluation_or_a_reshard(self):
+        with device("late", device="cpu:0"):
+            model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=CPUOffloadPolicy())
+            for pass_of in (lambda: model(tokens()), lambda: (model.unshard(), model.reshard())):
+                with torch.no_grad():
+                    pass_of()
+                    for param in model.parameters():
+                        param.mul_(0.5)
+
     @pytest.mark.parametrize("completes", MOMENTS)
     @pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), 2])
     def test_with_units_on_two_meshes(self, completes, reshard):

@@ -176,6 +176,27 @@ def test_two_forwards_in_a_backward_reduce_the_same_on_all_ranks_however_late_ea
     assert_same_gradients(model, reference)
 
 
+@on_ranks(4)
+def test_after_a_failed_backward_ranks_that_skip_all_units_of_a_process_group_agree_with_those_that_run_them():
+    model, reference, rank = made(), made(), dist.get_rank()
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
+    for block in model.blocks:
+        for expert in block.experts:
+            fully_shard(expert, mesh=mesh, skippable=True, reshard_after_forward=False)
+    fully_shard(model)
+    hook: Any = model.head.register_full_backward_hook(lambda *gradients: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs(0, rank), PARTS).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    for step in range(3):
+        parts: list[tuple[str, ...]] = [PARTS if each == 2 else ("tower",) for each in range(4)]
+        model(inputs(step, rank), parts[rank]).square().mean().backward()
+        for each in range(4):
+            (reference(inputs(step, each), parts[each]).square().mean() / 4).backward()
+    assert_same_gradients(model, reference)
+
+
 @on_ranks(2)
 def test_a_step_costs_one_small_all_reduce_for_each_unit_around():
     def counted(skippable):

@@ -107,7 +107,10 @@ class FSDPModule(fsdp.FSDPModule):
 
     def reshard(self) -> None:
         """Free this unit's full parameters and put the sharded ones into the module."""
-        _unit(self).reshard()
+        member = _member(self)
+        member.unit.reshard()
+        if member.unit.offloaded:
+            member.passes.finish_copies()
 
     def reset_iter_state(self) -> None:
         """Clear away a forward or backward that raised; its gradients, accumulated ones included, are lost.

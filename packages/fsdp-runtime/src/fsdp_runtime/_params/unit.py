@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import dbuffer
 from dbuffer import Gather, Handle, TransportChoice
@@ -92,6 +93,7 @@ class Unit:
         keeps_slices: whether a slice of a smaller group is kept after forward.
         by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
         captured: whether its last gather was recorded into a graph.
+        offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
     """
@@ -123,6 +125,7 @@ class Unit:
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
         self.keeps_slices = request.neighbors is not None
+        self.offloaded = isinstance(request.offload, CPUOffloadPolicy)
         self.offloads_activations = (
             isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.activations
         )

@@ -267,6 +267,8 @@ class Pass:
         for follower in unit.followers:
             if follower.reshard_after_forward:
                 follower.reshard(keep_slices=True)
+            else:
+                _finish_gathering(follower)
         if unit.reshard_after_forward:
             unit.reshard(keep_slices=True)
             if self._nothing_ahead:
@@ -318,12 +320,21 @@ class Pass:
             free: free gathered memory, except of units that were asked to keep it after forward. Else it stays.
         """
         if self._root is None and not self.in_backward:
+            offloaded = False
             for unit in self.units:
+                offloaded = offloaded or unit.offloaded
                 if unit.state is UnitState.UNSHARDED:
                     if free and unit.options.reshard_after_forward is not False:
                         unit.reshard()
                     else:
                         unit.park()
+            if offloaded:
+                self.finish_copies()
+
+    def finish_copies(self) -> None:
+        """Let the host wait until gathers have read shards that are in CPU memory: users may write to them now."""
+        layer = self.streams.layer
+        layer.wait_on_host(layer.record(self.streams.gather))
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -400,7 +411,9 @@ class Pass:
         """Free units that ranks may skip, and reduce the gradients that any rank has of them."""
         groups: list[Group] = []
         for unit in followers:
-            if unit.options.reshard_after_backward and not unit.at_rest:
+            if not unit.options.reshard_after_backward:
+                _finish_gathering(unit)
+            elif not unit.at_rest:
                 unit.reshard()
             if unit.options.requires_gradient_sync:
                 groups += unit.groups
@@ -515,3 +528,9 @@ def _gather_followers(unit: Unit, *, backward: bool) -> None:
         follower.gather(_AT_ONCE)
         for group in follower.groups if not backward else ():
             group.follow_training()  # on ranks that skip it too: all reduce the same gradients
+
+
+def _finish_gathering(follower: Unit) -> None:
+    """Wait, on a rank that skipped it too: all take the same collectives for completed when they compare them."""
+    if follower.state is UnitState.GATHERING:
+        follower.unshard(_AT_ONCE)
