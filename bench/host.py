@@ -570,6 +570,9 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
         for _ in range(REPEATS):
             move()
 
+    def wait_for(start: Callable[[], Any]) -> None:
+        start().wait()
+
     for name, buffer in buffers.items():
         gather, reduce = Gather([buffer]).start, ReduceScatter([buffer], op="sum").start
         try:
@@ -578,7 +581,7 @@ def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]
             print(error, flush=True)
             continue
         for kind, start in (("gather", gather), ("reduce", reduce)):
-            moves[kind, name] = partial(repeat, lambda start=start: start().wait())
+            moves[kind, name] = partial(repeat, partial(wait_for, start))
     first, second = buffers.values()
     for kind, copies in copies_alone(first.shard[0], first.full[0], second.full[0]).items():
         moves[kind, ALONE] = partial(repeat, copies)

@@ -1,22 +1,29 @@
 """Random training scripts: what a user does with a model between two updates, in any order, sharded or in one process.
 
-Every rank draws the same program. In one process a rank's share of a batch is the whole batch.
+Every rank draws the same program. In one process the loss is the mean of all ranks' losses. `check_races` runs one rank
+of a program on the simulated device.
 """
 
 import contextlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_helpers import Net, mesh_of, seeded
+from runtime_helpers import Body, device, mesh_of, seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import block_optim
 import fsdp_runtime
-from fsdp_runtime import block_policies, fully_shard
+from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, block_policies, fully_shard
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 
 VOCABULARY, ROWS = 11, 2  # rows per rank
+DOUBLE = torch.float64  # sums that lose nothing can be compared with those of one process
+PRECISIONS = [(None, None), (DOUBLE, DOUBLE), (DOUBLE, torch.float32), (None, DOUBLE)]
+OFFLOADS = (OffloadPolicy(), CPUOffloadPolicy(), SelectiveOffloadPolicy(activations=True))
 POLICIES = (None, block_policies.rows(4), block_policies.tiles(3, 3), block_policies.whole())
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -27,8 +34,41 @@ ACTIONS = (
     *("train",) * 6, "accumulate", "accumulate_unreduced", "two_forwards", "two_losses", "other_blocks", "one_block",
     "clip", "look", "fail_in_forward", "fail_in_backward", "gather", "free", "keep_after_forward",
     "keep_after_backward", "freeze", "zero", "save_and_load", "move_away_and_back", "edit", "export", "prefetch",
-    "copy_late", "other_group", "new_optimizer",
+    "copy_late", "other_group", "new_optimizer", "accumulate_partial", "divide", "twice_through", "edit_gradients",
+    "edit_shards", "end_by_hand", "max_buffers", "keep_memory", "sum_only",
 )  # fmt: skip
+
+
+class Block(nn.Module):
+    """A layer, and experts of which a rank runs any, any number of times."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(()))
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        x = x + self.scale * torch.tanh(self.first(x))
+        for index in chosen:
+            x = x + torch.tanh(self.experts[index](x))
+        return x
+
+
+class Model(Body):
+    """Its middle can be recomputed, left out or broken."""
+
+    def __init__(self, recompute: bool, width: int, **options: Any):
+        super().__init__(width=width, **options)
+        self.recompute, self.fails = recompute, False
+        self.blocks = nn.ModuleList(Block(width) for _ in self.blocks)
+
+    def forward(self, tokens: torch.Tensor, chosen: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in map(self.blocks.__getitem__, order):
+            x = checkpoint(block, x, chosen, use_reentrant=False) if self.recompute else block(x, chosen)
+            if self.fails:
+                raise KeyError("on purpose")
+        return self.head(self.norm(x))
 
 
 class Program:
@@ -37,9 +77,10 @@ class Program:
     Args:
         seed: of all that is drawn: the model, how it is sharded, and the actions.
         sharded: whether it is; else this rank computes all by itself.
+        offload_policy: of units that no rank skips.
     """
 
-    def __init__(self, seed: int, sharded: bool):
+    def __init__(self, seed: int, sharded: bool, offload_policy: OffloadPolicy = OFFLOADS[0]):
         self.rng = rng = random.Random(seed)
         self.seed, self.sharded, self.batches = seed, sharded, 0
         self.ranks = dist.get_world_size()
@@ -49,14 +90,33 @@ class Program:
             "blocks": rng.choice((1, 2, 3)),
             "recompute": rng.random() < 0.3,
         }
-        self.model: Any = seeded(Net, seed, vocab=VOCABULARY, tied=rng.random() < 0.3, **options)
-        shape = (2, 2) if self.ranks == 4 and rng.random() < 0.5 else (self.ranks,)
-        reshard, policy = rng.choice((True, False, None)), rng.choice(POLICIES)
-        if sharded:
-            for unit in (*self.model.blocks, self.model):
-                fully_shard(unit, mesh=mesh_of(*shape), reshard_after_forward=reshard, block_policy=policy)
+        self.model: Any = seeded(Model, seed, vocab=VOCABULARY, tied=rng.random() < 0.3, **options)
+        self.skippable, self.failed = rng.random() < 0.5, False
+        self.units = self.shard(self.draw_units(), offload_policy)
         self.make_optimizer = OPTIMIZERS[rng.choice(list(OPTIMIZERS))]
         self.optimizer = self.make_optimizer(self.model.parameters())
+
+    def draw_units(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """The modules that become units, and the options of each."""
+        rng, wide = self.rng, self.ranks == 4
+        self.shape = rng.choice(((4,), (2, 2), (2, 2), (1, 4)) if wide else ((self.ranks,), (self.ranks, 1)))
+        precision = MixedPrecisionPolicy(*rng.choice(PRECISIONS))
+        among = [True, False, None] + [2] * (self.shape[-1] == 4)
+        units: list[tuple[nn.Module, dict[str, Any]]] = []
+        for block in self.model.blocks:
+            if self.skippable or rng.random() < 0.4:
+                units += [(expert, {"skippable": self.skippable}) for expert in block.experts]
+            units += [(block, {})] * (rng.random() < 0.85)
+        for _, own in (*units, (self.model, options := {})):
+            own |= {"reshard_after_forward": rng.choice(among), "block_policy": rng.choice(POLICIES)}
+            own["mp_policy"] = precision
+        return [*units, (self.model, options)]
+
+    def shard(self, units: list[tuple[nn.Module, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
+        for module, options in units if self.sharded else ():
+            kept = OFFLOADS[0] if options.get("skippable") else offload
+            fully_shard(module, mesh=mesh_of(*self.shape), offload_policy=kept, **options)
+        return [module for module, _ in units]
 
     def run(self, actions: int) -> None:
         for index in range(actions):
@@ -74,23 +134,31 @@ class Program:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             self.trace.append((f"{what} {name}", None if whole is None else whole.detach().clone()))
 
-    def mine(self, batch: torch.Tensor) -> torch.Tensor:
-        return batch.chunk(self.ranks)[dist.get_rank()] if self.sharded else batch
-
-    def loss(self, order: list[int] | None = None) -> torch.Tensor:
-        """The loss of the next batch, of this rank's rows if the model is sharded."""
+    def loss(self, order: Sequence[int] | None = None) -> torch.Tensor:
+        """The loss of the next batch: of this rank's rows if the model is sharded, else the mean of all ranks'."""
         self.batches += 1
-        draw = torch.Generator().manual_seed(1000 * self.seed + self.batches)
-        tokens, targets = torch.randint(0, VOCABULARY, (2, ROWS * self.ranks), generator=draw)
-        return nn.functional.cross_entropy(self.model(self.mine(tokens), order), self.mine(targets))
+        draw = random.Random(1000 * self.seed + self.batches)
+        order = range(len(self.model.blocks)) if order is None else order
+        rows, common = range(VOCABULARY), draw.choices(range(2), k=draw.randrange(4))
+        losses = []
+        for rank in range(self.ranks):
+            tokens, targets = (torch.tensor(draw.choices(rows, k=ROWS)) for _ in range(2))
+            chosen = draw.choices(range(2), k=draw.randrange(4)) if self.skippable else common
+            if not self.sharded or rank == dist.get_rank():
+                losses.append(nn.functional.cross_entropy(self.model(tokens, chosen, order), targets))
+        return torch.stack(losses).mean()
+
+    def trained(self) -> list[nn.Parameter]:
+        return [param for param in self.model.parameters() if param.grad is not None]
 
     def has_gradients(self) -> bool:
-        return any(param.grad is not None for param in self.model.parameters())
+        return bool(self.trained())
 
     # -- with gradients; an update may follow ------------------------------------------------------------------------
 
     def train(self) -> None:
         self.loss().backward()
+        self.failed = False
 
     def accumulate(self) -> None:
         self.train()
@@ -99,9 +167,8 @@ class Program:
     def accumulate_unreduced(self) -> None:
         others = self.rng.random() < 0.5
         for last in (False, False, True):
-            if self.sharded:
-                self.model.set_requires_gradient_sync(last)
-                self.model.set_is_last_backward(last or others)
+            self._set("set_requires_gradient_sync", last)
+            self._set("set_is_last_backward", last or others)
             self.train()
 
     def two_forwards(self) -> None:
@@ -119,10 +186,52 @@ class Program:
 
     def one_block(self) -> bool:
         block = self.rng.choice(self.model.blocks)
-        x = torch.ones(ROWS * self.ranks, block.weight.shape[1]).cumsum(0)
-        if trained := any(param.requires_grad for param in block.parameters()):
-            block(self.mine(x)).square().mean().backward()
-        return not trained
+        if usable := block in self.units and any(param.requires_grad for param in block.parameters()):
+            rows = torch.ones(self.ranks, ROWS, block.first.in_features).cumsum(0).unbind()
+            rows = rows[dist.get_rank() :][:1] if self.sharded else rows
+            torch.stack([block(x, (0, 1)).square().mean() for x in rows]).mean().backward()
+        return not usable
+
+    def accumulate_partial(self) -> None:
+        """HSDP: replicas are summed in the last microbatch only."""
+        others = self.rng.random() < 0.5
+        for last in (False, False, True):
+            self._set("set_requires_all_reduce", last)
+            self._set("set_is_last_backward", last or others)
+            self.train()
+
+    def divide(self) -> bool:
+        """Gradients are divided by twice the number of ranks."""
+        if held := self.has_gradients():
+            return held
+        for factor in (2.0 * self.ranks, float(self.ranks)):
+            for unit in self.units if self.sharded else ():
+                unit.set_gradient_divide_factor(factor)
+            if factor > self.ranks:
+                self.train()
+        for param in () if self.sharded else self.trained():
+            param.grad.mul_(0.5)
+        return False
+
+    def twice_through(self) -> None:
+        loss = self.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def edit_gradients(self) -> None:
+        self.train()
+        for param in self.trained():
+            param.grad.mul_(0.5)
+        self.train()
+
+    def end_by_hand(self) -> None:
+        by_hand = self.sharded and not self.failed  # else a backward is under way
+        if by_hand:
+            self.model.set_manual_backward_finalization(True)
+        self.accumulate()
+        if by_hand:
+            self.model.finalize_backward()
+            self.model.set_manual_backward_finalization(False)
 
     def clip(self) -> None:
         self.train()
@@ -152,17 +261,26 @@ class Program:
             self.loss().backward()
         hook.remove()
         self.optimizer.zero_grad()
+        self.failed = True
         return True
 
     def gather(self) -> bool:
-        unit = self.rng.choice((self.model, *self.model.blocks))
+        unit = self.rng.choice(self.units)
         if self.sharded:
             unit.unshard(async_op=True).wait()
         return True
 
     def free(self) -> bool:
-        for unit in (self.model, *self.model.blocks) if self.sharded else ():
+        for unit in self.units if self.sharded else ():
             unit.reshard()
+        return True
+
+    def edit_shards(self) -> bool:
+        """In place, as an average of weights is put in."""
+        self.free()
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.clamp_(-1.5, 1.5).mul_(0.99)
         return True
 
     def _set(self, method: str, value: Any) -> bool:
@@ -182,13 +300,27 @@ class Program:
     def copy_late(self) -> bool:
         return self._set("set_copy_gradients_late", self.rng.random() < 0.5)
 
+    def max_buffers(self) -> bool:
+        return self._set("set_reduce_scatter_max_input_buffers", self.rng.randrange(1, 4))
+
+    def keep_memory(self) -> bool:
+        return self._set("set_keep_unsharded_storage", self.rng.random() < 0.5)
+
+    def sum_only(self) -> bool:
+        enable = self.rng.random() < 0.5
+        for unit in self.units if self.sharded else ():
+            unit.set_force_sum_reduction_for_comms(enable)
+        return True
+
     def other_group(self) -> bool:
         return self._set("set_separate_reduce_scatter_group", self.rng.random() < 0.5)
 
     def freeze(self) -> bool:
-        """Freeze or unfreeze a block."""
+        """Freeze or unfreeze a block or a part of it."""
+        block = self.rng.choice(self.model.blocks)
+        part = self.rng.choice((block, block.first, block.experts[0]))
         if not self.has_gradients():
-            self.rng.choice(self.model.blocks).requires_grad_(self.rng.random() < 0.6)
+            part.requires_grad_(self.rng.random() < 0.6)
         return True
 
     def zero(self) -> bool:
@@ -245,3 +377,29 @@ def check_programs(seeds: list[int], actions: int = 14) -> None:
             if expected is not None:
                 text = f"{where}: {{}}".format
                 torch.testing.assert_close(value, expected, rtol=1e-4, atol=2e-5, msg=text)
+
+
+class Race(Program):
+    """A program whose values nobody compares: on the simulated device other ranks do not exist."""
+
+    def note(self, what: str, tensors: dict[str, Any]) -> None:
+        for tensor in tensors.values():
+            if tensor is not None:
+                _ = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() * 1
+
+    def export(self) -> bool:
+        return True
+
+
+def check_races(seed: int, actions: int = 16) -> None:
+    """Run a program as one rank on the simulated device, which raises where memory is used without an order."""
+    draw = random.Random(seed)
+    ranks = draw.choice((2, 3, 4, 4))
+    offload = draw.choice((OFFLOADS[0], *OFFLOADS))
+    where = {
+        "device": "cpu" if offload is OFFLOADS[0] else "cpu:0",
+        "ranks": ranks,
+        "rank": draw.randrange(ranks),
+    }
+    with device(draw.choice(("at once", "late", "at random")), **where):
+        Race(seed, sharded=True, offload_policy=offload).run(actions)

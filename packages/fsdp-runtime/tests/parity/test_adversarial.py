@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from adversarial_ends import train_all
 from adversarial_trees import train_many
-from random_programs import check_programs
+from random_programs import check_programs, check_races
 from runtime_helpers import assert_same_parameters
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +40,12 @@ def test_the_random_trees_that_fsdp2_can_shard_train_the_same_under_it() -> None
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_programs_have_the_values_of_one_process(ranks: int) -> None:
     run_ranks(ranks, check_programs, list(range(100 * ranks, 100 * ranks + 40)), timeout=240)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view")
+def test_random_programs_use_no_memory_without_an_order() -> None:
+    for seed in range(100):
+        check_races(seed)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

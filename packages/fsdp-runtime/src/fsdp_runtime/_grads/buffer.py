@@ -307,7 +307,8 @@ class GradBuffer:
         written, self.written = self.written, set()
         if not self.partial:
             slots.buffer.new_shard()
-        used, missing = self._params, []
+        used = self._params
+        missing: Params = []
         if len(written) < len(self._params):
             if empty := [index for index in slots.indices if index not in written]:
                 compat.zero(slots.views(empty))
