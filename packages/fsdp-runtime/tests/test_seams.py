@@ -103,10 +103,10 @@ def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
     seen = []
     close = type(group.gradients).close
 
-    def closing(gradients):
+    def closing(gradients, **options):
         if gradients is group.gradients:
             seen.append((len(gradients._kept), gradients.buffer.gathered.present))
-        return close(gradients)
+        return close(gradients, **options)
 
     with mock.patch.object(type(group.gradients), "close", closing):
         loss_of(model, tokens()).backward()

@@ -62,7 +62,7 @@ class Model(Body):
         self.recompute, self.fails = recompute, False
         self.blocks = nn.ModuleList(Block(width) for _ in self.blocks)
 
-    def forward(self, tokens: torch.Tensor, chosen: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, order: Any = None, chosen: Sequence[int] = ()) -> Any:
         x = self.embed(tokens)
         for block in map(self.blocks.__getitem__, order):
             x = checkpoint(block, x, chosen, use_reentrant=False) if self.recompute else block(x, chosen)
@@ -107,10 +107,11 @@ class Program:
             if self.skippable or rng.random() < 0.4:
                 units += [(expert, {"skippable": self.skippable}) for expert in block.experts]
             units += [(block, {})] * (rng.random() < 0.85)
-        for _, own in (*units, (self.model, options := {})):
+        units.append((self.model, {}))
+        for _, own in units:
             own |= {"reshard_after_forward": rng.choice(among), "block_policy": rng.choice(POLICIES)}
             own["mp_policy"] = precision
-        return [*units, (self.model, options)]
+        return units
 
     def shard(self, units: list[tuple[nn.Module, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
         for module, options in units if self.sharded else ():
@@ -145,7 +146,7 @@ class Program:
             tokens, targets = (torch.tensor(draw.choices(rows, k=ROWS)) for _ in range(2))
             chosen = draw.choices(range(2), k=draw.randrange(4)) if self.skippable else common
             if not self.sharded or rank == dist.get_rank():
-                losses.append(nn.functional.cross_entropy(self.model(tokens, chosen, order), targets))
+                losses.append(nn.functional.cross_entropy(self.model(tokens, order, chosen), targets))
         return torch.stack(losses).mean()
 
     def trained(self) -> list[nn.Parameter]:

@@ -334,7 +334,8 @@ class Pass:
     def finish_copies(self) -> None:
         """Let the host wait until gathers have read shards that are in CPU memory: users may write to them now."""
         layer = self.streams.layer
-        layer.wait_on_host(layer.record(self.streams.gather))
+        if not layer.capturing:  # then an error is on its way: see `_check_capture`
+            layer.wait_on_host(layer.record(self.streams.gather))
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
