@@ -77,6 +77,32 @@ class InRuns(Body):
         return self.head(x)
 
 
+class Scaled(Body):
+    """Multiplies what the embedding gives, and if it is told to, the result."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.scales = nn.Module()
+        self.scales.first, self.scales.last = (nn.Parameter(torch.ones(())) for _ in range(2))
+
+    def forward(self, batch, last=False):
+        x = torch.tanh(self.blocks[0](self.embed(batch) * self.scales.first))
+        x = self.head(self.norm(x))
+        return x * self.scales.last if last else x
+
+
+@on_ranks(2)
+@children_from(1)
+def test_nothing_is_freed_that_backward_still_needs_where_only_the_last_microbatch_uses_a_parameter():
+    model, alone = shard(seeded(Scaled, blocks=1)), seeded(Scaled, blocks=1)
+    for microbatch, last in enumerate((False, True)):
+        model.set_requires_gradient_sync(last)
+        loss_of(model, tokens(microbatch), last=last).backward()
+        for rank in range(2):
+            (loss_of(alone, tokens(microbatch, rank=rank), last=last) / 2).backward()
+    assert_same_gradients(model, alone)
+
+
 @on_ranks(2)
 def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     step(make=InRuns)

@@ -65,6 +65,19 @@ def assert_loss_of_codes(model):
     assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
 
 
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_come_first():
+    for fmt, cut in ((FP8, "whole"), (CUT, "shared"), (MXFP8, "whole")):
+        model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
+        with torch.inference_mode():
+            evaluated = loss_of(model, tokens())
+        loss = loss_of(model, tokens())
+        assert loss.equal(evaluated)
+        loss.backward()
+        descend(model.parameters())
+        assert not loss_of(model, tokens()).equal(loss)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @on_ranks("ranks")
 def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):

@@ -238,6 +238,7 @@ class Backward:
         self.partial: set[Unit] = set()
         self._streams = streams
         self._run = _NO_RUN
+        self._accumulating: set[Unit] = set()  # units with gradients from before this backward
         self._queue: list[Reduction] = []  # in the order of their launches
         self._flying: list[Reduction] = []  # those that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
@@ -246,6 +247,7 @@ class Backward:
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
         self._run = compat.backward_id()
+        self._accumulating = set(self.waiting)
         self.updated = set()
 
     def check_not_updated(self, unit: Unit) -> None:
@@ -274,7 +276,7 @@ class Backward:
             grad = grad.to_dense()
         group = param.group
         gradients = group.gradients
-        last = unit.around_others and self._is_last_of(group, param)
+        last = unit.around_others and self._is_last_of(unit, group, param)
         if last and unit.options.reshard_after_backward:
             unit.release_early(group)
         if gradients.state not in WRITABLE:
@@ -296,12 +298,13 @@ class Backward:
             complete = [each for each, own in gradients_of if own.written and own.trained <= own.written]
             self.reduce(unit, complete)
 
-    def _is_last_of(self, group: Group, param: Param) -> bool:
-        """Whether this is the last gradient that the group still waits for.
+    def _is_last_of(self, unit: Unit, group: Group, param: Param) -> bool:
+        """Whether this is the last gradient that the group still waits for, so that backward has used all of it.
 
-        Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come.
+        Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come. Nor where
+        gradients from before wait: those of the same parameters come again.
         """
-        if compat.backward_id() != self._run:
+        if compat.backward_id() != self._run or unit in self._accumulating:
             return False
         written, trained = group.gradients.written, group.gradients.trained
         if len(trained) > len(written) + 1:

@@ -240,6 +240,7 @@ class BlockEncoder(BlockDecoder):
             self._format.quantize(runs, shard, codes, self.scales, amax=amax)
         self._shards, self._versions = shards, versions
 
+    @torch.inference_mode(False)  # later gathers write to this memory too
     def _allocate(self) -> None:
         if self.codes:
             return
