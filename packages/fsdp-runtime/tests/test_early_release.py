@@ -104,6 +104,18 @@ def test_nothing_is_freed_that_backward_still_needs_where_only_the_last_microbat
 
 
 @on_ranks(2)
+@children_from(1)
+def test_a_frozen_parameter_is_kept_while_backward_may_need_it_after_the_last_gradient():
+    model, alone = shard(seeded(Scaled, blocks=1)), seeded(Scaled, blocks=1)
+    for each in (model, alone):
+        each.scales.first.requires_grad_(False)
+    loss_of(model, tokens(), last=True).backward()
+    for rank in range(2):
+        (loss_of(alone, tokens(rank=rank), last=True) / 2).backward()
+    assert_same_gradients(model, alone)
+
+
+@on_ranks(2)
 def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     step(make=InRuns)
 

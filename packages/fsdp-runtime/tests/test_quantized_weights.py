@@ -9,6 +9,7 @@ import torch.distributed as dist
 from quantized_steps import Plain, accumulate, assert_equal_bits, descend, read_back
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
@@ -76,6 +77,17 @@ def test_an_evaluation_in_inference_mode_may_come_first():
         loss.backward()
         descend(model.parameters())
         assert not loss_of(model, tokens()).equal(loss)
+
+
+@on_ranks(4)
+def test_tiles_are_cut_in_units_whose_equal_meshes_have_separate_process_groups():
+    model, plain = body(), Plain(body, partial(read_back, CUT))
+    for module in (*model.blocks, model):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(module, mesh=mesh, quantization_policy=QuantizationPolicy(weights=CUT, cut="shared"))
+    plain.bring_weights()
+    batch = tokens(rank=0)
+    assert loss_of(model, batch).equal(loss_of(plain.model, batch))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -277,8 +277,8 @@ class Backward:
         group = param.group
         gradients = group.gradients
         last = unit.around_others and self._is_last_of(unit, group, param)
-        if last and unit.options.reshard_after_backward:
-            unit.release_early(group)
+        if last and unit.options.reshard_after_backward and len(gradients.trained) == len(group.params):
+            unit.release_early(group)  # with frozen ones nobody knows when backward has used those
         if gradients.state not in WRITABLE:
             self._make_room(group)
             self.waiting.add(unit)

@@ -52,11 +52,11 @@ def share_amax(
     Returns:
         the events that a gather must still wait for.
     """
-    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # units may have separate, equal meshes
+    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # equal ones of units may have separate process groups
     for group in groups:
         buffer = group.buffer if isinstance(group, OnWireGroup) and group.shares_amax else None
         if buffer is not None and dbuffer.needs_amax(buffer):
-            by_mesh.setdefault(group.plan.data.mesh, []).append(buffer)
+            by_mesh.setdefault(buffer.mesh_view, []).append(buffer)
     if not by_mesh:
         return after
     with streams.layer.on(streams.gather, after):
