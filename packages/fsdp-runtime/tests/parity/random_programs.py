@@ -8,6 +8,7 @@ import contextlib
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import block_optim
 import fsdp_runtime
 from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, block_policies, fully_shard
+from fsdp_runtime._plan import group
 from fsdp_runtime.memory import SelectiveOffloadPolicy
 
 VOCABULARY, ROWS = 11, 2  # rows per rank
@@ -114,9 +116,11 @@ class Program:
         return units
 
     def shard(self, units: list[tuple[nn.Module, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
+        large = self.rng.choice((1, group.MIN_CHILD))  # elements of children that are freed and reduced early
         for module, options in units if self.sharded else ():
             kept = OFFLOADS[0] if options.get("skippable") else offload
-            fully_shard(module, mesh=mesh_of(*self.shape), offload_policy=kept, **options)
+            with mock.patch.object(group, "MIN_CHILD", large):
+                fully_shard(module, mesh=mesh_of(*self.shape), offload_policy=kept, **options)
         return [module for module, _ in units]
 
     def run(self, actions: int) -> None:
@@ -390,6 +394,10 @@ class Race(Program):
 
     def export(self) -> bool:
         return True
+
+    def save_and_load(self) -> bool:
+        self.model.reset_iter_state()  # a backward may have failed
+        return super().save_and_load()
 
 
 def check_races(seed: int, actions: int = 16) -> None:

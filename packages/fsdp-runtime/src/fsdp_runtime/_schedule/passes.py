@@ -517,6 +517,8 @@ class Pass:
             units.clear()
         for unit in self.units:
             unit.reset()
+        if any(unit.offloaded for unit in self.units):
+            self.finish_copies()
         with self._comparing:
             for order in self._compared:
                 order.discard()
