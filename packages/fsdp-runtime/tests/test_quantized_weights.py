@@ -68,7 +68,8 @@ def assert_loss_of_codes(model):
 
 @on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_come_first():
-    for fmt, cut in ((FP8, "whole"), (CUT, "shared"), (MXFP8, "whole")):
+    cases: tuple[tuple[Any, Any], ...] = ((FP8, "whole"), (CUT, "shared"), (MXFP8, "whole"))
+    for fmt, cut in cases:
         model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
         with torch.inference_mode():
             evaluated = loss_of(model, tokens())
