@@ -537,7 +537,7 @@ def main_buffer(parser: ArgumentParser, arguments: list[str]) -> None:
 def copies_alone(
     shard: torch.Tensor, full: torch.Tensor, other: torch.Tensor
 ) -> dict[str, Callable[[], None]]:
-    """What peer memory copies and adds up, in memory of this rank: no message, and nobody to wait for."""
+    """By kind: the copies or sums that peer memory makes for it, within this rank's own memory. No communication."""
     from dbuffer.transport.sums import Sum
 
     ranks = dist.get_world_size()

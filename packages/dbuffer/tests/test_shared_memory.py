@@ -184,7 +184,7 @@ def test_without_memory_it_raises_and_the_range_is_free_again(monkeypatch, error
     assert pages_of(arena) == again.nbytes
 
 
-def test_a_range_that_has_its_pages_costs_no_system_call(monkeypatch):
+def test_pages_of_a_range_that_has_them_are_not_allocated_again(monkeypatch):
     arena, calls = Arena(), []
     arena.allocate(8 * MIB)
     replace_populating(monkeypatch, lambda *call: calls.append(call))

@@ -169,10 +169,11 @@ class CollectiveOrder:
     def compare(self, layer: DeviceLayer, patience: float = 0.0) -> None:
         """End a sequence of collectives that every rank starts in one order, and check this and earlier ones.
 
-        Every rank calls this at the same points of its program. A sequence that is new takes five requests of the
-        process group's store (some hundred bytes, and the titles compressed), more while this waits, and one at each
-        further call until all ranks are known to have it; any other takes one. Nothing while a graph is captured, and
-        for new ones after 256: a model that draws new layers in each pass would fill the store.
+        Every rank calls this at the same points of its program, and after a failed pass only when it has waited for
+        the same collectives as the others. A sequence that is new takes five requests of the process group's store
+        (some hundred bytes, and the titles compressed), more while this waits, and one at each further call until all
+        ranks are known to have it; any other takes one. Nothing while a graph is captured, and for new ones after 256:
+        a model that draws new layers in each pass would fill the store.
 
         Args:
             layer: of the device that the collectives run on.

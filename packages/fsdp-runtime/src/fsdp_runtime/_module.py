@@ -106,7 +106,10 @@ class FSDPModule(fsdp.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters and put the sharded ones into the module."""
+        """Free this unit's full parameters and put the sharded ones into the module.
+
+        With `CPUOffloadPolicy` the host waits until they have been copied to the device, so that they may be changed.
+        """
         member = _member(self)
         member.unit.reshard()
         if member.unit.offloaded:

@@ -66,7 +66,7 @@ class Model(Body):
 
     def forward(self, tokens: torch.Tensor, order: Any = None, chosen: Sequence[int] = ()) -> Any:
         x = self.embed(tokens)
-        for block in map(self.blocks.__getitem__, order):
+        for block in map(self.blocks.__getitem__, order or range(len(self.blocks))):
             x = checkpoint(block, x, chosen, use_reentrant=False) if self.recompute else block(x, chosen)
             if self.fails:
                 raise KeyError("on purpose")
@@ -143,7 +143,6 @@ class Program:
         """The loss of the next batch: of this rank's rows if the model is sharded, else the mean of all ranks'."""
         self.batches += 1
         draw = random.Random(1000 * self.seed + self.batches)
-        order = range(len(self.model.blocks)) if order is None else order
         rows, common = range(VOCABULARY), draw.choices(range(2), k=draw.randrange(4))
         losses = []
         for rank in range(self.ranks):
@@ -207,8 +206,8 @@ class Program:
 
     def divide(self) -> bool:
         """Gradients are divided by twice the number of ranks."""
-        if held := self.has_gradients():
-            return held
+        if self.has_gradients():
+            return True
         for factor in (2.0 * self.ranks, float(self.ranks)):
             for unit in self.units if self.sharded else ():
                 unit.set_gradient_divide_factor(factor)
@@ -281,7 +280,7 @@ class Program:
         return True
 
     def edit_shards(self) -> bool:
-        """In place, as an average of weights is put in."""
+        """Change shards in place, as loading averaged weights does."""
         self.free()
         with torch.no_grad():
             for param in self.model.parameters():

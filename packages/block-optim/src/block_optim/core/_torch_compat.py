@@ -60,8 +60,8 @@ def dtensor_around(
 ) -> DTensor:
     """A DTensor on the memory of `local`, of a global shape. Communicates nothing.
 
-    `DTensor.from_local` would take over where `local` begins in its storage (torch 2.13), and `copy.deepcopy` of a
-    DTensor takes a storage of its own for granted where that is not 0.
+    `DTensor.from_local` copies the storage offset of `local` (torch 2.13), and `copy.deepcopy` fails for a DTensor
+    whose offset is not 0.
     """
     stride = torch.empty(shape, device="meta").stride()
     empty = local.new_empty(0 if shape else ())  # without dimensions `from_local` takes this one's shape

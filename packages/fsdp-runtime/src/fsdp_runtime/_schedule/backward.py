@@ -278,7 +278,7 @@ class Backward:
         gradients = group.gradients
         last = unit.around_others and self._is_last_of(unit, group, param)
         if last and unit.options.reshard_after_backward and len(gradients.trained) == len(group.params):
-            unit.release_early(group)  # with frozen ones nobody knows when backward has used those
+            unit.release_early(group)  # frozen ones get no gradient that tells when they are used up
         if gradients.state not in WRITABLE:
             self._make_room(group)
             self.waiting.add(unit)

@@ -334,7 +334,7 @@ class Pass:
     def finish_copies(self) -> None:
         """Let the host wait until gathers have read shards that are in CPU memory: users may write to them now."""
         layer = self.streams.layer
-        if not layer.capturing:  # then an error is on its way: see `_check_capture`
+        if not layer.capturing:  # else `_check_capture` has raised
             layer.wait_on_host(layer.record(self.streams.gather))
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -534,6 +534,6 @@ def _gather_followers(unit: Unit, *, backward: bool) -> None:
 
 
 def _finish_gathering(follower: Unit) -> None:
-    """Wait, on a rank that skipped it too: all take the same collectives for completed when they compare them."""
+    """Wait for its gather, on ranks that skipped it too: `CollectiveOrder.compare` needs that on all ranks."""
     if follower.state is UnitState.GATHERING:
         follower.unshard(_AT_ONCE)
