@@ -16,7 +16,7 @@ _wrap = RaggedDTensor._wrap
 _AS_THE_OTHER = (
     "redistribute or distribute_like it first. States of an optimizer that torch's distribute_tensor or "
     "set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or with "
-    "broadcast_from_rank0=True"
+    "broadcast_from_rank0=True unless the parameter is a scalar"
 )
 
 
