@@ -192,25 +192,6 @@ def test_interleaved_rows_are_gathered_group_by_group():
     assert v.ranges == ((5, 6), (11, 12))
 
 
-@given(
-    st.lists(st.integers(0, 72), min_size=0, max_size=4), st.sampled_from(["auto", "heads:3", "rows:4,1,1*2"])
-)
-@settings(max_examples=60, deadline=None)
-def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
-    cuts = [0, *sorted(cuts), 72]
-    for matrix in matrices_of("w", (12, 6), how):
-        holding = held_runs(cuts)
-        seen = []
-        for rank in range(len(cuts) - 1):
-            pieces = matrix.pieces(holding, rank)
-            seen += [(p.first, cuts[rank] + p.local, p.numel) for p in pieces]
-            assert dict(holding.holders(*matrix.ranges)).get(rank, 0) == sum(p.numel for p in pieces)
-        elements = [e for ends in matrix.ranges for e in range(*ends)]
-        for offset, first, length in seen:
-            assert elements[offset : offset + length] == list(range(first, first + length))
-        assert sorted(o for o, _, n in seen for o in range(o, o + n)) == list(range(matrix.numel))
-
-
 @pytest.mark.parametrize(
     ("shape", "how", "message"),
     [

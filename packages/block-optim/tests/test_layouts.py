@@ -59,7 +59,7 @@ def trained(case, layout="plain", mesh_shape=()):
     return run.result()
 
 
-def in_layouts(case, expected, every=True):
+def in_layouts(case, expected, every):
     """Compare in every layout, and on two axes, or in every second layout."""
     for layout in CASES[case] if every else CASES[case][::2]:
         same(trained(case, layout), expected)
@@ -67,17 +67,12 @@ def in_layouts(case, expected, every=True):
         same(trained(case, CASES[case][0], (2, 2)), expected)
 
 
+@pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 3, 4), marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES)
-def test_on_three_ranks_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case):
-    run_ranks(3, in_layouts, case, trained(case), every=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-def test_at_every_world_size_every_layout_gives_the_bits_of_one_process(case):
+def test_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case, world_sizes):
     expected = trained(case)
-    for ranks in (1, 2, 3, 4):
-        run_ranks(ranks, in_layouts, case, expected, timeout=200.0)
+    for ranks in world_sizes:
+        run_ranks(ranks, in_layouts, case, expected, every=len(world_sizes) > 1, timeout=200.0)
 
 
 def one_hot(mesh):

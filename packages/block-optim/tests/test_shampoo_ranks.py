@@ -40,9 +40,10 @@ def test_bytes_are_twice_what_owners_do_not_hold():
     assert ranks[0][2] == 2 * (8 + 2 * 8) * 4
 
 
+@pytest.mark.parametrize("kind", ["SOAP", "Muon"])
 @on_ranks(3)
-def test_a_moving_gradient_that_is_missing_on_some_ranks_counts_as_zero_there():
-    single, run = (run_of("SOAP", layout, shapes=((9, 4), (6, 5))) for layout in ("plain", "shard"))
+def test_a_moving_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(kind):
+    single, run = (run_of(kind, layout, shapes=((9, 4), (6, 5))) for layout in ("plain", "shard"))
     for number in range(4):
         run.step(number, without=(1,) if dist.get_rank() else (), grad_norm=1.0)
         single.give(number)
