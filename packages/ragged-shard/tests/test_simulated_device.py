@@ -283,9 +283,8 @@ def everything(device, folder):
     assert start.cpu().to_local().device.type == "cpu"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_everything_works_on_cpu_with_gloo(ranks, tmp_path):
-    run_ranks(ranks, everything, "cpu", tmp_path)
+def test_everything_works_on_cpu_with_gloo(tmp_path):
+    run_ranks(3, everything, "cpu", tmp_path)
 
 
 @pytest.mark.gpu
