@@ -88,10 +88,12 @@ def local_part(buffer, name, full):
 
 
 def assert_locals_equal(buffer, tensors):
+    """This rank's slices are those of full tensors, and padding is zero."""
     for name, view in buffer.local_views.items():
         torch.testing.assert_close(
             view, local_part(buffer, name, tensors[name]).to(view), rtol=0, atol=0, msg=name
         )
+    assert not any(gap.any() for gap in buffer.shard_memory.gaps)
 
 
 def assert_views_equal(buffer, tensors):
