@@ -112,10 +112,11 @@ def test_nothing_is_allocated_after_the_first_step(case):
 @every_kind
 @pytest.mark.parametrize("narrow", ["", ", stochastic rounding"])
 def test_chunks_change_no_bit(case, narrow, monkeypatch):
-    expected = run_of(case + narrow).steps(0, 3).result()
+    shapes = ((12, 20), (6, 8), (9,))  # several tiles from left to right
+    expected = run_of(case + narrow, shapes=shapes).steps(0, 3).result()
     for chunk in ("core.scratch", "adam.q8.rule"):
         monkeypatch.setattr(f"block_optim.{chunk}.CPU_CHUNK", 32)  # whole vectors
-    same(run_of(case + narrow).steps(0, 3).result(), expected)
+    same(run_of(case + narrow, shapes=shapes).steps(0, 3).result(), expected)
 
 
 @every_kind

@@ -60,23 +60,6 @@ def decoded(module, ema):
         return full_values({name: p.detach() for name, p in module.named_parameters()})
 
 
-def drifting():
-    """A module whose first column sets the scales of codes, 1 / 64 for a code, and stays."""
-    module = nn_of([torch.ones(64, 256)])
-    module.p0.data[:, 0] = 127 / 64
-    return module
-
-
-def reference(module, decay, numbers, dtype=torch.float32):
-    """Averages by torch's lerp, tensor by tensor."""
-    result = {name: p.detach().to(dtype, copy=True) for name, p in module.named_parameters()}
-    for number in numbers:
-        move(module, number)
-        for name, p in module.named_parameters():
-            result[name].lerp_(p.detach().to(dtype), 1 - decay)
-    return result
-
-
 class Calls(TorchDispatchMode):
     """Names and list lengths of the ops that run inside."""
 
@@ -98,10 +81,14 @@ def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
     ema = EMA(module, 0.9)
     wide = torch.promote_types(dtype, torch.float32)
     assert all(value.dtype == wide for value in averages(ema).values())
+    expected = {name: p.detach().to(wide, copy=True) for name, p in other.named_parameters()}
     for number in range(4):
         move(module, number)
         ema.update()
-    same(averages(ema), reference(other, 0.9, range(4), wide))
+        move(other, number)
+        for name, p in other.named_parameters():
+            expected[name].lerp_(p.detach().to(wide), 1 - 0.9)
+    same(averages(ema), expected)
 
 
 def test_averages_take_one_lerp_and_gaps_between_neighbors_in_memory_are_left(monkeypatch):
@@ -133,7 +120,8 @@ def test_warmup_follows_new_weights_faster_at_first():
     ("dtype", "ratio", "tolerance"), [(BF16, 2**-4.5, 0.3), (torch.int8, 0.063, 0.1)], ids=["bf16", "int8"]
 )
 def test_a_narrow_average_strays_from_that_in_fp32_as_the_readme_says(dtype, ratio, tolerance):
-    module = drifting()
+    module = nn_of([torch.ones(64, 256)])
+    module.p0.data[:, 0] = 127 / 64  # sets the scales of codes, 1 / 64 for a code, and stays
     narrow, wide = (EMA(module, 0.99, dtype=d) for d in (dtype, torch.float32))
     ratios = []
     for number in range(600):

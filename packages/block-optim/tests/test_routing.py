@@ -66,31 +66,20 @@ def test_every_kind_of_parameter_goes_where_the_table_says():
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("reason", "names"),
     [
-        ("lm_head", "head"),
-        ("model.lm_head", "head"),
-        ("head", "head"),
-        ("output", "head"),
-        ("module.output", "head"),
-        ("attn.output", "matrix"),
-        ("blocks.0.head", "matrix"),
-        ("wte", "embedding"),
-        ("model.embed_tokens", "embedding"),
-        ("tok_embeddings", "embedding"),
-        ("unembedded", "head"),
-        ("blocks.0.up", "matrix"),
+        ("head", ("lm_head", "model.lm_head", "head", "output", "module.output", "unembedded")),
+        ("embedding", ("wte", "model.embed_tokens", "tok_embeddings")),
+        ("matrix", ("attn.output", "blocks.0.head", "blocks.0.up")),
     ],
 )
-def test_embeddings_and_heads_are_known_by_name_too(name, reason):
-    model = nn.Module()
-    inner = model
-    *path, last = name.split(".")
-    for part in path:
-        inner.add_module(part, nn.Module())
-        inner = getattr(inner, part)
-    inner.add_module(last, nn.Linear(4, 6, bias=False))
-    assert where(model) == {f"{name}.weight": ("muon" if reason == "matrix" else "adamw", reason)}
+def test_embeddings_and_heads_are_known_by_name_too(reason, names):
+    for name in names:
+        model: nn.Module = nn.Linear(4, 6, bias=False)
+        for part in reversed(name.split(".")):
+            inner, model = model, nn.Module()
+            model.add_module(part, inner)
+        assert where(model) == {f"{name}.weight": ("muon" if reason == "matrix" else "adamw", reason)}
 
 
 class Layer(nn.Module):

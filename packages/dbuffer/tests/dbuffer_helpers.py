@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dbuffer import DBuffer
+from dbuffer import BlockQuantizedTensor, DBuffer, RowRun
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
@@ -61,6 +61,32 @@ def full_tensors(seed=0, dtype=torch.float32):
     """Small whole numbers: sums of them are exact in every dtype in use, so results can be compared by bits."""
     generator = torch.Generator().manual_seed(seed)
     return {spec.name: torch.randint(-8, 9, spec.shape, generator=generator).to(dtype) for spec in SPECS}
+
+
+def random_tensors(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def quantized_whole(fmt, tensor, element=0, noise=None):
+    """Codes, scales and values of a whole tensor."""
+    grid = fmt.grid(tuple(tensor.shape))
+    run = RowRun(grid, 0, grid.rows, element=element)
+    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
+    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
+    fmt.quantize([run], tensor.reshape(-1), codes, scales, noise=noise)
+    values = torch.zeros(tensor.numel())
+    fmt.dequantize([run], codes, scales, values)
+    return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
+
+
+def quantized_tensor(fmt, values):
+    """The same as a tensor of codes."""
+    codes, scales, _ = quantized_whole(fmt, values)
+    grid = fmt.grid(tuple(values.shape))
+    return BlockQuantizedTensor(
+        codes.view(-1), scales, fmt, RowRun(grid, 0, grid.rows), values.shape, values.dtype
+    )
 
 
 def load(buffer, tensors):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
-from test_blocks_on_wire import FORMATS, Broken, layout_for, quantized_whole, tensors
+from dbuffer_helpers import load, mesh_of, quantized_whole
+from test_blocks_on_wire import FORMATS, Broken, layout_for, tensors
 
 import dbuffer
 from dbuffer import (

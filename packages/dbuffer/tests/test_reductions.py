@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SPECS, assert_locals_equal, fill_views, make, mesh_of
+from dbuffer_helpers import SPECS, assert_locals_equal, fill_views, make, mesh_of, random_tensors
 
 import dbuffer
 from dbuffer import CastReduction, Recycler, ReduceScatter
@@ -14,9 +14,8 @@ from ragged_shard.testing import on_ranks, record_collectives
 BF16 = CastReduction()
 
 
-def gradients(rank, seed=0):
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in SPECS}
+def gradients(rank):
+    return random_tensors({spec.name: spec.shape for spec in SPECS}, rank)
 
 
 def expected(world_size, dtype, on_wire, scale):
