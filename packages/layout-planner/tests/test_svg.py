@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from layout_planner import Layout, Rows, Segment, TensorSpec, Whole, plan
-from layout_planner._svg import colours, fitting, text_width
+from layout_planner._svg import colours, text_width
 from layout_planner.models import load_model
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -167,11 +167,3 @@ def test_legend_cells_of_one_line_do_not_overlap():
         cells.sort()
         for (x, wide), (following, _) in itertools.pairwise(cells):
             assert x + wide <= following + 1
-
-
-def test_fitting_shortens_in_the_middle():
-    short = fitting("model.layers.0.weight", 60, 11)
-    assert text_width(short, 11) <= 60
-    assert short.startswith("mod")
-    assert short.endswith("ght")
-    assert "…" in short
