@@ -21,15 +21,10 @@ from ragged_shard.testing import OnItsWay
 SHAPES = [(40, 70), (64, 64), (2, 20, 24)]
 
 
-def use(kernels):
-    """From now on optimizers take kernels, or torch ops."""
-    for module in (launch, rule, q8_rule):
-        vars(module)["has_triton"] = lambda device: kernels
-
-
 def run(kernels, make, dtype, skip=False):
     """Parameters and states after three steps, the last one to be skipped if ``skip``."""
-    use(kernels)
+    for module in (launch, rule, q8_rule):
+        vars(module)["has_triton"] = lambda device: kernels
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
@@ -99,7 +94,8 @@ def run_extremes(kernels, make, dtype):
 
     Of three rows each, one has an extreme in some gradients, one in some weights, one in its states.
     """
-    use(kernels)
+    for module in (launch, rule, q8_rule):
+        vars(module)["has_triton"] = lambda device: kernels
     values, generator = extreme_values(dtype), torch.Generator().manual_seed(0)
     shape = (3 * len(values), 256)
     p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
@@ -143,7 +139,8 @@ def huge_gradients(make):
     """Raise unless both ways move weights by Adam's step where gradients are too large for their squares."""
     found = []
     for kernels in (False, True):
-        use(kernels)
+        for module in (launch, rule, q8_rule):
+            vars(module)["has_triton"] = lambda device, kernels=kernels: kernels
         p = torch.nn.Parameter(torch.zeros(16, 256))
         optimizer = make([("p", p)])
         for huge in (1.0, 1e20, -3e38, 1.0):

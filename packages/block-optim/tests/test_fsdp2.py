@@ -109,14 +109,14 @@ def replicated(model):
 
 
 LAYOUTS = {
-    "Shard(0)": (rows, 3),
-    "CPUOffloadPolicy": (cpu_offload, 3),
-    "experts by Shard(1)": (expert_columns, 3),
-    "HSDP": (hsdp, 4),
-    "tensor parallel": (tensor_parallel, 4),
-    "expert parallel": (expert_parallel, 4),
-    "DDP": (plain, 3),
-    "Replicate": (replicated, 3),
+    "Shard(0)": (rows, (1, 2, 3, 4)),
+    "CPUOffloadPolicy": (cpu_offload, (3,)),
+    "experts by Shard(1)": (expert_columns, (3,)),
+    "HSDP": (hsdp, (4,)),
+    "tensor parallel": (tensor_parallel, (4,)),
+    "expert parallel": (expert_parallel, (4,)),
+    "DDP": (plain, (2, 3, 4)),
+    "Replicate": (replicated, (3,)),
 }
 
 
@@ -218,7 +218,8 @@ def trained(layout, kind):
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
-USUAL = ("Shard(0)", "tensor parallel", "DDP")
+CUT_TWICE = {"tensor parallel": [cut_twice], "expert parallel": [cut_twice]}
+USUAL = (("Shard(0)", 3), ("tensor parallel", 4), ("DDP", 3))
 
 
 def all_trained(layout):
@@ -227,14 +228,16 @@ def all_trained(layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "world_size"),
     [
-        pytest.param(n, marks=[cut_twice] * ("parallel" in n) + [pytest.mark.long] * (n not in USUAL))
-        for n in LAYOUTS
+        pytest.param(
+            layout, n, marks=[*CUT_TWICE.get(layout, []), *[pytest.mark.long] * ((layout, n) not in USUAL)]
+        )
+        for layout, (_, sizes) in LAYOUTS.items()
+        for n in sizes
     ],
 )
-def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layout):
-    world_size = LAYOUTS[layout][1]
+def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layout, world_size):
     on_ranks = run_ranks(world_size, all_trained, layout)
     for kind in OPTIMIZERS:
         expected = trained(layout, kind)

@@ -147,15 +147,6 @@ def test_what_fits_nothing_is_refused():
         Mixed.block_policy()
 
 
-def test_what_went_where_is_printed_with_layers_folded(capsys):
-    mixed_optimizer_for(make_model(tied=True))
-    text = capsys.readouterr().out
-    assert "tok.weight = to_logits.weight" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("blocks.*.up.weight")]
-    assert line.split() == ["blocks.*.up.weight", "24x8", "2", "muon", "matrix"]
-    assert text.splitlines()[-1].startswith("adamw: 12 tensors, ")
-
-
 @pytest.mark.parametrize("others", ["adamw", "adamw8bit"])
 def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
     model = make_model(dim=16)

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import BlockQuantizedTensor, DBuffer, RowRun
+from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
 from ragged_shard.testing import rank_mesh, simulated_ranks
 
+can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 SIZE = 1 << 16  # elements of a small exchange
 SPECS = (
     TensorSpec("weight", (13, 6), Rows(1)),
@@ -173,12 +175,11 @@ def peers_of(timeout=30.0):
     return PeerMemory(peers, timeout)
 
 
-def swap(mover, gives, takes, label="x"):
-    """Start an exchange with all other ranks; `takes` is one tensor for each."""
+def swap(mover, gives, takes):
+    """Start an exchange, x, with all other ranks; `takes` is one tensor for each."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    return mover.exchange(
-        label, {r: [gives] for r in others}, {r: [t] for r, t in zip(others, takes, strict=True)}
-    )
+    receives = {r: [t] for r, t in zip(others, takes, strict=True)}
+    return mover.exchange("x", {r: [gives] for r in others}, receives)
 
 
 def build_large(name="unit", group=None, transport="peer_memory", rows=1024, **options):

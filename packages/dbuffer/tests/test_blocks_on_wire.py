@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of, quantized_whole, random_tensors
+from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole, random_tensors
 
 import dbuffer
 from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
@@ -149,7 +149,7 @@ class Broken:
         raise RuntimeError("a peer died")
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+@can_swap
 @on_ranks(2)
 def test_codes_of_a_failed_gather_are_never_written_again():
     broken, recycler = Broken(), Recycler("cpu")

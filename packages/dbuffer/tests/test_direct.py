@@ -60,10 +60,8 @@ def all_ways(full_dtype, op):
 
 def test_from_rank_to_rank_the_values_are_those_of_the_collectives():
     for full_dtype in (torch.float32, torch.bfloat16):
-        for op in ("sum", "avg"):
-            slow, read, auto = run_ranks(4, all_ways, full_dtype, op)[
-                0
-            ]  # a third is rounded at another place
+        for op in ("sum", "avg"):  # a third would be rounded at another place
+            slow, read, auto = run_ranks(4, all_ways, full_dtype, op)[0]
             assert {"all_gather", "reduce_scatter"} <= set(slow)
             assert not {"all_gather", "reduce_scatter"} & set(read)
             assert auto == read
@@ -167,16 +165,15 @@ def odd_sums(transport, op, dtype, piece=PIECE_BYTES):
     return [torch.equal(mine, right) for mine, right in zip(receives, expected, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("world", "arguments"),
-    [
-        (2, ("peer_memory", "avg", torch.bfloat16)),
-        (3, ("peer_memory", "sum", torch.float32)),
-        *(pytest.param(n, ("auto", "avg", torch.float32, 1 << 16), marks=pytest.mark.long) for n in (8, 16)),
-    ],
-)
-def test_slices_of_any_length_are_added_in_one_order_to_the_bit(world, arguments):
-    assert run_ranks(world, odd_sums, *arguments) == [[True] * 3] * world
+@pytest.mark.parametrize(("ranks", "op", "dtype"), [(2, "avg", torch.bfloat16), (3, "sum", torch.float32)])
+def test_slices_of_any_length_are_added_in_one_order_to_the_bit(ranks, op, dtype):
+    assert run_ranks(ranks, odd_sums, "peer_memory", op, dtype) == [[True] * 3] * ranks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_many_ranks_read_and_add_in_that_order_too(ranks):
+    assert run_ranks(ranks, odd_sums, "auto", "avg", torch.float32, 1 << 16) == [[True] * 3] * ranks
 
 
 def logged(transport, most=choice.MAX_RANKS):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from dbuffer_helpers import can_swap
 
 from dbuffer import Recycler
-from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.memory import huge_pages
 from dbuffer.memory.geometry import geometry_of
 from dbuffer.memory.shard import ShardMemory
@@ -63,9 +63,7 @@ def test_only_whole_pages_inside_the_memory_are_asked_for(asked):
         assert address + nbytes - page < begin + size <= address + nbytes
 
 
-@pytest.mark.skipif(
-    not CAN_SWAP, reason="this torch cannot exchange memory between storages, so none is parked"
-)
+@can_swap  # else none is parked
 def test_a_recycler_asks_for_new_blocks_and_not_for_parked_ones(asked):
     recycler = Recycler("cpu")
     storage = torch.UntypedStorage(0)

@@ -6,18 +6,14 @@ import gc
 import threading
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import build_large, error_of, zero
+from dbuffer_helpers import build_large, can_swap, error_of, zero
 
 from dbuffer import Gather, Recycler, ReduceScatter
-from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import direct, peer_memory, transport_of
 from dbuffer.transport.sums import Sum
 from ragged_shard.testing import on_ranks
-
-can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from dbuffer_helpers import (
     assert_locals_equal,
     assert_views_equal,
+    can_swap,
     fill_views,
     full_tensors,
     load,
@@ -18,10 +19,7 @@ from dbuffer_helpers import (
 )
 
 from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter, shared_recycler
-from dbuffer._torch_compat import CAN_SWAP
 from ragged_shard.testing import on_ranks, run_ranks
-
-can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 
 
 @pytest.mark.parametrize("layout", ["planned", "split"])

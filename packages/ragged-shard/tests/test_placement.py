@@ -75,9 +75,6 @@ def test_torch_finds_a_shard_whose_dim_compares_with_none_and_names_the_way_out(
 def test_bad_dims_and_shares_raise(dims, units, error, message):
     with pytest.raises(error, match=message):
         RaggedShard(dims, units)
-
-
-def test_a_strided_placement_needs_at_least_two_slices():
     with pytest.raises(ValueError, match="at least 2"):
         StridedRaggedShard((0,), (1, 1), split_factor=1)
 
