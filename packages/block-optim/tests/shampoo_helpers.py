@@ -4,14 +4,12 @@ import torch
 from shampoo_reference import blocks_of
 
 
-def gradients(shape, count=14, seed=0, scale=1.0):
+def gradients(shape, count=14, seed=0):
     """Correlated gradients, so that factors have structure."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(shape[-1], shape[-1], generator=generator) / shape[-1] ** 0.5
-    return [
-        scale * torch.randn(shape, generator=generator) @ (mix + 0.3 * torch.eye(shape[-1]))
-        for _ in range(count)
-    ]
+    mix += 0.3 * torch.eye(shape[-1])
+    return [torch.randn(shape, generator=generator) @ mix for _ in range(count)]
 
 
 def train(params, grads, optimizer):

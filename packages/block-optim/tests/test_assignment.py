@@ -134,7 +134,7 @@ def test_an_assignment_is_a_value_and_its_fingerprint_tells_others_apart():
     assert 0 <= a.fingerprint < 2**62
 
 
-def test_an_assignment_prints_owner_bytes_flops_and_imbalance():
+def test_an_assignment_prints_owner_bytes_flops_and_imbalance_and_as_many_lines_as_are_asked_for():
     matrix = Matrix(4, 6, ((0, 24),))
     holding = held_runs((0, 18, 24))
     matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(*matrix.ranges), 2000)]
@@ -148,12 +148,9 @@ def test_an_assignment_prints_owner_bytes_flops_and_imbalance():
         "  matrix               shape  bucket  owner  holds      FLOP   moved B",
         "  blocks.0.wq            4x6       0      0    75%    2.00 k       24 ",
     ]
-
-
-def test_a_long_assignment_is_cut_short_when_printed():
-    text = assign_domain(llama_8b(64), 64, 32 << 20).describe(10)
-    assert "... and 54 more ranks" in text
-    assert "... and 214 more matrices" in text
+    long = assign_domain(llama_8b(64), 64, 32 << 20).describe(10)
+    assert "... and 54 more ranks" in long
+    assert "... and 214 more matrices" in long
 
 
 # ------------------------------------------------------------------ matrices of a tensor
@@ -190,25 +187,6 @@ def test_interleaved_rows_are_gathered_group_by_group():
     assert q.ranges == ((0, 4), (6, 10))
     assert k.ranges == ((4, 5), (10, 11))
     assert v.ranges == ((5, 6), (11, 12))
-
-
-@given(
-    st.lists(st.integers(0, 72), min_size=0, max_size=4), st.sampled_from(["auto", "heads:3", "rows:4,1,1*2"])
-)
-@settings(max_examples=60, deadline=None)
-def test_pieces_of_all_ranks_together_are_the_matrix(cuts, how):
-    cuts = [0, *sorted(cuts), 72]
-    for matrix in matrices_of("w", (12, 6), how):
-        holding = held_runs(cuts)
-        seen = []
-        for rank in range(len(cuts) - 1):
-            pieces = matrix.pieces(holding, rank)
-            seen += [(p.first, cuts[rank] + p.local, p.numel) for p in pieces]
-            assert dict(holding.holders(*matrix.ranges)).get(rank, 0) == sum(p.numel for p in pieces)
-        elements = [e for ends in matrix.ranges for e in range(*ends)]
-        for offset, first, length in seen:
-            assert elements[offset : offset + length] == list(range(first, first + length))
-        assert sorted(o for o, _, n in seen for o in range(o, o + n)) == list(range(matrix.numel))
 
 
 @pytest.mark.parametrize(

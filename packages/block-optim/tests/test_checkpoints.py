@@ -48,7 +48,7 @@ def checkpoint_run(case, layout="plain", cuts=0):
     return run_of(case, layout, shapes=shapes, cuts=cuts)
 
 
-def checkpoint(run, options):
+def checkpoint(run, options=None):
     weights = {name: p.detach() for name, p in run.module.named_parameters()}
     return {
         "model": weights,

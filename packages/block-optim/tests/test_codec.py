@@ -11,8 +11,7 @@ from block_optim import AdamW8bit
 from block_optim.adam.q8 import codec
 from block_optim.adam.q8.codec import FIRST, FIRST_TOP, SECOND, SECOND_TOP
 from block_optim.adam.q8.ops import BUFFERS
-from block_optim.core.grid import Grid
-from block_optim.core.tiles import Stretch, TileScratch, merged
+from block_optim.core.tiles import Stretch, TileScratch
 from layout_planner import Elements, Tile
 from ragged_shard.testing import on_ranks, rank_mesh
 
@@ -102,18 +101,6 @@ def test_columns_of_any_size_keep_updates_small(block):
         assert (p.detach() - before).abs().max() < 10
 
 
-def test_blocks_of_zeros_stay_zero_and_huge_gradients_do_not_spread():
-    p = torch.nn.Parameter(torch.zeros(64, 256))
-    optimizer = AdamW8bit([p], lr=0.1, weight_decay=0.0)
-    for value in (0.0, 1e30, 1.0):
-        p.grad = torch.zeros(64, 256)
-        p.grad[0, :3] = value
-        optimizer.step()
-    assert p.isfinite().all()
-    assert not p[1:].any()
-    assert all(t.isfinite().all() for t in optimizer.state[p].values())
-
-
 @pytest.mark.parametrize(
     ("block", "shape", "full"),
     [(Tile(32, 32), (40, 70), (64, 96)), (Elements(96), (30, 95), (31, 95))],
@@ -136,30 +123,6 @@ def test_a_short_block_is_as_if_zeros_followed(block, shape, full):
         big.grad[: shape[0], : shape[1]] = small.grad
         optimizer.step()
     assert torch.equal(small, big[: shape[0], : shape[1]])
-
-
-@pytest.mark.parametrize(
-    ("shape", "block", "scales", "cuts"),
-    [
-        ((5, 6), Tile(2, 4), (3, 2), {0: 0, 12: 2, 24: 4, 30: 6}),
-        ((2, 3, 4), Tile(2, 4), (2, 2, 1), {0: 0, 8: 1, 12: 2, 20: 3, 24: 4}),
-        ((10,), Elements(4), (3,), {0: 0, 4: 1, 8: 2, 10: 3}),
-    ],
-)
-def test_scales_before_a_cut_are_counted_and_other_places_are_no_cuts(shape, block, scales, cuts):
-    grid = Grid(shape, block)
-    assert grid.scale_shape == scales
-    numel = torch.Size(shape).numel()
-    assert {i: n for i in range(numel + 1) if (n := grid.scales_before(i)) is not None} == cuts
-
-
-def test_whole_tiles_of_neighbours_are_one_stretch_and_short_ones_are_not():
-    full, more, other = (Stretch(s, 4, 8, (2, 4), c) for s, c in ((0, 0), (32, 4), (70, 8)))
-    assert merged([full, more, other]) == [Stretch(0, 8, 8, (2, 4), 0), other]
-    short = Stretch(0, 3, 8, (2, 4), 0)
-    assert merged([short, Stretch(24, 4, 8, (2, 4), 4)]) == [short, Stretch(24, 4, 8, (2, 4), 4)]
-    assert short.num_scales == 4
-    assert short.bands(1, 1) == Stretch(16, 1, 8, (2, 4), 2)
 
 
 @on_ranks(3)

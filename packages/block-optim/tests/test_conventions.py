@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from runs import KINDS, SHAPES, run_of, same, tensors
-from test_edits import CASES, every_kind, rebuild
+from test_edits import CASES, every_kind
 
-from block_optim import AdamW, AdamW8bit, BlockOptimizer, Mixed, Muon
+from block_optim import AdamW, AdamW8bit, Mixed, Muon
 
 schedulers = torch.optim.lr_scheduler
 
@@ -63,10 +63,6 @@ def test_an_argument_that_does_not_exist_is_a_type_error(case):
             kind([("p0", parameter())], **{option: True})
 
 
-def options_of(optimizer, *names):
-    return [optimizer.param_groups[0][name] for name in names]
-
-
 # ---------------------------------------------------------------- loading torch's AdamW
 
 
@@ -104,9 +100,10 @@ def test_what_applies_of_torchs_state_dict_is_taken_and_what_it_does_not_know_st
         optimizer = AdamW([parameter()], seed=5, fused=fused)
         optimizer.load_state_dict(reference.state_dict())
         betas = reference.param_groups[0]["betas"]
-        assert options_of(optimizer, "betas", "maximize", "seed", "fused") == [betas, True, 5, fused]
-        assert options_of(optimizer, "max_lr") == [1.0]
-        assert "foreach" not in optimizer.param_groups[0]
+        (group,) = optimizer.param_groups
+        chosen = {"betas": betas, "maximize": True, "seed": 5, "fused": fused, "max_lr": 1.0}
+        assert chosen.items() <= group.items()
+        assert "foreach" not in group
         found, expected = (o.state_dict()["state"][0]["exp_avg"] for o in (optimizer, reference))
         assert found.equal(expected)
 
@@ -151,14 +148,9 @@ def test_hooks_of_steps_and_state_dicts_are_called(case):
     assert calls == ["before step", "after step", "before saving", "before loading", "after loading"]
 
 
-@pytest.mark.parametrize(
-    ("case", "tensor_lr"),
-    [*((case, False) for case in CASES), ("AdamW", True), ("Muon", True), ("Mixed", True)],
-)
-def test_torchs_schedulers_drive_it(case, tensor_lr):
+@every_kind
+def test_torchs_schedulers_drive_it(case):
     run, twin = run_of(case), run_of(case)
-    if tensor_lr:
-        rebuild(run, case, lr=torch.tensor(0.1))
     scheduler = schedulers.SequentialLR(
         run.optimizer,
         [
@@ -180,17 +172,15 @@ def test_torchs_schedulers_drive_it(case, tensor_lr):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "Mixed"])
 def test_one_cycle_moves_momentum_or_the_first_beta_too(case):
-    run, plain = run_of(case), run_of(case)
+    run = run_of(case)
     scheduler = schedulers.OneCycleLR(run.optimizer, max_lr=0.1, total_steps=6)
+    key = "betas" if "betas" in run.optimizer.defaults else "momentum"
+    before = run.optimizer.param_groups[0][key]
     for step in range(3):
         run.step(step)
         scheduler.step()
-        for group, own in zip(plain.optimizer.param_groups, run.optimizer.param_groups, strict=True):
-            group["lr"] = own["lr"]
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    run_of(case).optimizer.load_state_dict(saved)
-    key = "betas" if "betas" in run.optimizer.defaults else "momentum"
-    assert run.optimizer.param_groups[0][key] != plain.optimizer.param_groups[0][key]
+    assert run.optimizer.param_groups[0][key] != before
+    run_of(case).optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
 
 def test_options_of_algorithms_in_mixed_groups_cannot_be_cycled_by_torchs_scheduler_which_says_so():
@@ -259,20 +249,11 @@ def test_torchs_default_dtype_changes_nothing(case):
 
 @every_kind
 def test_sparse_gradients_are_refused_by_name(case):
-    optimizer, p = make(case, [("p0", parameter())]), None
-    p = optimizer.param_groups[0]["params"][0]
+    p = parameter()
+    optimizer = make(case, [("p0", p)])
     p.grad = torch.ones_like(p).to_sparse()
     with pytest.raises(RuntimeError, match="p0: sparse gradients"):
         optimizer.step()
-
-
-@every_kind
-def test_it_prints_and_keeps_its_public_attributes_when_copied(case):
-    optimizer = run_of(case).optimizer
-    assert type(optimizer).__name__ in repr(optimizer)
-    public = {key for key in vars(optimizer) if not key.startswith("_")}
-    assert public == {key for key in vars(copy.deepcopy(optimizer)) if not key.startswith("_")}
-    assert isinstance(optimizer, BlockOptimizer)
 
 
 @every_kind

@@ -141,16 +141,6 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-def test_notes_of_the_user_in_a_state_cost_no_new_plan():
-    run = run_of("Muon").steps(0, 2)
-    engine = run.optimizer._build()
-    run.optimizer.state[run.params[0]]["note"] = torch.zeros(3)
-    run.steps(2, 4)
-    run.optimizer.state[run.params[0]]["note"] = torch.ones(3)
-    run.steps(4, 5)
-    assert run.optimizer._build() is engine
-
-
 @pytest.mark.parametrize(
     ("case", "more"),
     [*((case, {}) for case in CASES), ("AdamW", {"dtype": torch.bfloat16, "master_weights": True})],

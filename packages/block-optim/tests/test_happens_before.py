@@ -38,13 +38,8 @@ def test_asking_which_ranks_have_a_gradient_has_an_order(kind):
 @pytest.mark.parametrize(
     ("kind", "overlap", "layout"),
     [
-        *((Shampoo, True, layout) for layout in ("planned", "elements")),
-        *(
-            (SOAP, True, "planned"),
-            (SOAP, True, "elements"),
-            (SOAP, False, "elements"),
-            (Shampoo, False, "planned"),
-        ),
+        *((kind, True, layout) for kind in (Shampoo, SOAP) for layout in ("planned", "elements")),
+        *((SOAP, False, "elements"), (Shampoo, False, "planned")),
     ],
 )
 def test_refreshes_next_to_the_step_have_an_order(kind, overlap, layout):

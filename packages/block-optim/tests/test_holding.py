@@ -1,15 +1,13 @@
 """Who holds what: one answer for every placement, the same as the tensors' own."""
 
 import math
-import random
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from runs import cut_twice, held_runs, placed, put, world_mesh
+from runs import cut_twice, put, world_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -51,20 +49,6 @@ def spanned(holding):
 
 def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_on_one_axis_ranks_hold_what_their_tensors_have(world_size):
-    mesh = world_mesh()
-    for shape in ((8, 3), (5, 4), (2, 3, 2), (7,), (1, 4)):
-        for layout in ("elements", "rows", "whole", "shard"):
-            for seed in range(3):
-                holding = agrees(placed(numbered(*shape), mesh, layout, random.Random(seed)))
-                assert holding.num_ranks == mesh.size()
-                assert spanned(holding) == torch.Size(shape).numel()
-                assert holding.group is not None
-        assert agrees(placed(numbered(*shape), mesh, "replicate", None)).group is None
 
 
 EXPERTS = [[(e * 6, (e + 1) * 6)] for e in range(4)]  # of a tensor (4, 3, 2)
@@ -123,14 +107,6 @@ def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_i
 
 
 @on_ranks(2)
-def test_an_axis_of_size_one_cuts_nothing():
-    mesh = rank_mesh(2, 1)
-    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
-        weight = torch.nn.Parameter(torch_distribute(numbered(8, 32), mesh, placements))
-        assert agrees(weight).axes == (0,)
-
-
-@on_ranks(2)
 def test_placements_that_are_not_known_are_refused_by_name():
     by_torch = torch.nn.Parameter(
         DTensor.from_local(torch.ones(2, 6), world_mesh(), [Partial()], run_check=False), requires_grad=False
@@ -151,13 +127,3 @@ def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
         assert spanned(agrees(layer.weight.detach())) == 3 * rows
     with pytest.raises(ValueError, match=r"strided Shard is known only with the number of ranks"):
         held_boxes((8, 3), (2, 2), [_StridedShard(0, split_factor=4), Shard(0)], (0, 0))
-
-
-def test_holders_of_a_range_are_found_with_what_each_has_of_it():
-    holding = held_runs((0, 3, 3, 7, 10))
-    assert holding.holders((0, 3)) == ((0, 3),)
-    assert holding.holders((2, 8)) == ((0, 1), (2, 4), (3, 1))
-    assert holding.holders((3, 7)) == ((2, 4),)
-    assert holding.holders((0, 1), (8, 10)) == ((0, 1), (3, 2))
-    assert holding.holders((5, 5)) == ()
-    assert holding.numel == 3

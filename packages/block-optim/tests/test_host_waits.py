@@ -31,37 +31,26 @@ def memory(run):
     return [*run.params, *(p.grad for p in run.params), *states]
 
 
-def scaled(run, found_inf):
-    """What `GradScaler` leaves at the optimizer."""
-    run.optimizer.found_inf, run.optimizer.grad_scale = torch.tensor(found_inf), torch.tensor(4.0)
-
-
-def steps_of(run, how, count=7, bad=4, watched=7):
-    """Steps, of which one is skipped; the waits in those from ``watched`` on, when plans and roots are made."""
+def steps_of(run, how, watched=7):
+    """Seven steps, of which one is skipped; the waits in those from ``watched`` on, when plans and roots are made."""
     waits = []
-    for number in range(count):
+    for number in range(7):
         run.give(number)
-        give(run, how, number == bad)
-        norm = torch.tensor(torch.nan if number == bad else 1.0) if how == "grad_norm" else None
-        tensors = memory(run) if number >= watched else []
-        if tensors and norm is not None:
-            tensors.append(norm)
-        if tensors and how == "scaler":
-            tensors += [run.optimizer.found_inf, run.optimizer.grad_scale]
-        with host_waits(tensors) as found:
+        norm = None
+        if number == 4:
+            local_of(run.params[0].grad).view(-1)[:1] = torch.inf
+        if how == "grad_norm":
+            norm = torch.tensor(torch.nan if number == 4 else 1.0)
+        elif how == "scaler":  # as `GradScaler` leaves it
+            for p in run.params:
+                local_of(p.grad).mul_(4)
+            run.optimizer.found_inf = torch.tensor(float(number == 4))
+            run.optimizer.grad_scale = torch.tensor(4.0)
+        given = [norm, getattr(run.optimizer, "found_inf", None), getattr(run.optimizer, "grad_scale", None)]
+        with host_waits([*memory(run), *(t for t in given if t is not None)]) as found:
             run.optimizer.step(grad_norm=norm)
-        waits += found.lines if tensors else []
+        waits += found.lines if number >= watched else []
     return waits, run.optimizer.skipped_steps, run.result()
-
-
-def give(run, how, bad):
-    """Make a step's gradients bad, and say so as the kind of check has it."""
-    if bad:
-        local_of(run.params[0].grad).view(-1)[:1] = torch.inf
-    if how == "scaler":
-        for p in run.params:
-            local_of(p.grad).mul_(4)
-        scaled(run, 1.0 if bad else 0.0)
 
 
 def check(case, layout, how):

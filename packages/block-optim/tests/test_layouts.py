@@ -1,5 +1,6 @@
 """Every optimizer in every layout: the bits of one process, what is sent, and steps that all ranks skip."""
 
+import contextlib
 import logging
 
 import pytest
@@ -59,7 +60,7 @@ def trained(case, layout="plain", mesh_shape=()):
     return run.result()
 
 
-def in_layouts(case, expected, every=True):
+def in_layouts(case, expected, every):
     """Compare in every layout, and on two axes, or in every second layout."""
     for layout in CASES[case] if every else CASES[case][::2]:
         same(trained(case, layout), expected)
@@ -67,17 +68,12 @@ def in_layouts(case, expected, every=True):
         same(trained(case, CASES[case][0], (2, 2)), expected)
 
 
+@pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 3, 4), marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES)
-def test_on_three_ranks_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case):
-    run_ranks(3, in_layouts, case, trained(case), every=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-def test_at_every_world_size_every_layout_gives_the_bits_of_one_process(case):
+def test_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case, world_sizes):
     expected = trained(case)
-    for ranks in (1, 2, 3, 4):
-        run_ranks(ranks, in_layouts, case, expected, timeout=200.0)
+    for ranks in world_sizes:
+        run_ranks(ranks, in_layouts, case, expected, every=len(world_sizes) > 1, timeout=200.0)
 
 
 def one_hot(mesh):
@@ -117,26 +113,17 @@ def test_every_optimizer_takes_axes_that_cut_nothing(cases):
 # ---------------------------------------------------------------- gradients that are not finite
 
 
-class Messages(logging.Handler):
+@contextlib.contextmanager
+def messages():
     """The messages that are logged inside a ``with``."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record):
-        self.found.append(record.getMessage())
-
-    def __enter__(self):
-        logger = logging.getLogger("block_optim")
-        logger.setLevel(logging.WARNING)
-        logger.addHandler(self)
-        logger.propagate = False
-        return self
-
-    def __exit__(self, *error):
-        logging.getLogger("block_optim").removeHandler(self)
-        logging.getLogger("block_optim").propagate = True
+    logger, handler, found = logging.getLogger("block_optim"), logging.Handler(), []
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield found
+    logger.removeHandler(handler)
+    logger.propagate = True
 
 
 BAD: list[tuple[str, str, float]] = [
@@ -160,14 +147,14 @@ def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(ca
     holds = local.numel() > 0 and (layout != "replicas" or dist.get_rank() == 1)
     if holds:
         local[-1] = bad
-    with Messages() as messages:
+    with messages() as found:
         for _ in range(2):
             run.optimizer.step()
         run.optimizer.step(grad_norm=bad)
     same(run.result(), before)
-    assert run.optimizer.skipped_steps == len(messages.found) == 3
-    assert ("p1" in messages.found[0]) == holds
-    assert "3 skipped" in messages.found[2]
+    assert run.optimizer.skipped_steps == len(found) == 3
+    assert ("p1" in found[0]) == holds
+    assert "3 skipped" in found[2]
     same(run.steps(3, 5).result(), run_of(case).steps(0, 2).steps(3, 5).result())
     held = torch.tensor(float(holds))
     dist.all_reduce(held)
@@ -181,9 +168,9 @@ def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(ca
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks("world_size")
 def test_where_blocks_are_whole_a_step_sends_four_bytes_for_its_own_check_and_else_nothing(case, world_size):
-    with record_collectives() as building, Messages() as messages:
+    with record_collectives() as building, messages() as found:
         run = run_of(case, "planned")
-    assert building.kinds == messages.found == []
+    assert building.kinds == found == []
     assert getattr(run.optimizer, "bytes_per_step", 0) == 0
     run.give(0)
     with record_collectives() as record:

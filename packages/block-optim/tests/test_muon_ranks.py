@@ -121,24 +121,6 @@ def test_whole_matrices_need_gradients_only_where_they_are():
         assert torch.equal(found[i], twin.detach())
 
 
-@on_ranks(3)
-def test_parameters_without_gradient_on_some_or_all_ranks():
-    """A rank without gradient counts as zeros; a parameter that nobody has a gradient for stays."""
-    results = []
-    for absent in (False, True):
-        run = Run(Muon, "shard", shapes=((8, 6), (9, 5), (6, 8)), lr=0.1)
-        before = run.result()
-        for number in range(3):
-            run.give(number, without=(2,))
-            if dist.get_rank() == 1 and number == 1:
-                run.params[0].grad = None if absent else torch.zeros_like(run.params[0])
-            run.optimizer.step()
-        results.append(run.result())
-        for key in ("p2", "p2 momentum_buffer"):
-            assert torch.equal(results[-1][key], before[key])
-    same(*results)
-
-
 @pytest.mark.parametrize(
     ("option", "values"), [("ns_steps", (4, 5)), ("ns_coefficients", ("keller", "quintic"))]
 )

@@ -142,6 +142,7 @@ def test_packing_changes_no_bit(kind):
         (Shampoo, {"kl": True, "exponent": 0.25}, "leave it None"),
         (Shampoo, {"root_method": "newton", "exponent": 0.3}, "integer order"),
         (Shampoo, {"root_method": "svd"}, "svd"),
+        (Shampoo, {"root_epsilon": 0.0}, "0 < root_epsilon"),
         (Shampoo, {"start_preconditioning_step": 0}, "start_preconditioning_step=0"),
         (SOAP, {"betas": (0.9, 1.0)}, r"betas\[1\]"),
         (SOAP, {"shampoo_beta": 1.5}, "shampoo_beta=1.5"),

@@ -116,15 +116,6 @@ def test_a_failed_eigh_falls_back_in_fp64_and_then_to_the_last_root(monkeypatch)
     assert torch.equal(found.roots[2], last[2])
 
 
-@pytest.mark.parametrize("dim", [1, 6, 33])
-def test_packing_keeps_a_symmetric_matrix(dim):
-    batch = factors(3, dim, dim)
-    batch = (batch + batch.mT) / 2
-    packed = linalg.pack(batch)
-    assert packed.shape == (3, linalg.packed_numel(dim, True)) == (3, dim * (dim + 1) // 2)
-    assert torch.equal(linalg.unpack(packed, dim), batch)
-
-
 def test_bases_diagonalise_in_descending_order():
     batch = factors(3, 12, 20)
     found = eigenbases(batch, torch.zeros_like(batch)).roots
@@ -151,20 +142,3 @@ def test_a_basis_of_a_bad_factor_stays_and_is_counted():
     assert torch.equal(result.roots[:2], last[:2])
     assert torch.equal(order[:2], torch.arange(6).expand(2, 6))
     assert (result.counts.kept, result.counts.zero) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "lu"}, "eigh, newton"),
-        ({"epsilon": 0.0}, "0 < root_epsilon"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        RootOptions(0.25, **options)
-
-
-def test_newton_refuses_an_exponent_that_is_no_integer_root():
-    with pytest.raises(ValueError, match="integer order"):
-        roots(factors(1, 4, 4), 0.3, "newton")

@@ -9,16 +9,14 @@ from shampoo_reference import SoapMatrix, blocks_of
 
 from block_optim import SOAP
 
-STEPS = 14
 
-
-def gradients(shape, count=STEPS, seed=0, scale=1.0):
+def gradients(shape, count=14):
     """Of clearly different size along rows and columns, so that eigenvalues lie apart."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [torch.logspace(0, -1.5, n) for n in shape[-2:]]
-    mixes = [torch.linalg.qr(torch.randn(n, n, generator=generator))[0] for n in shape[-2:]]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [torch.logspace(0, -1.5, n) for n in shape]
+    mixes = [torch.linalg.qr(torch.randn(n, n, generator=generator))[0] for n in shape]
     return [
-        scale * mixes[0] @ (sizes[0][:, None] * torch.randn(shape, generator=generator) * sizes[1]) @ mixes[1]
+        mixes[0] @ (sizes[0][:, None] * torch.randn(shape, generator=generator) * sizes[1]) @ mixes[1]
         for _ in range(count)
     ]
 

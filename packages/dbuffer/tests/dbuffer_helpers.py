@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dbuffer import DBuffer
+from dbuffer import BlockQuantizedTensor, DBuffer, RowRun
+from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport.handshake import connect
 from dbuffer.transport.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
 from ragged_shard.testing import rank_mesh, simulated_ranks
 
+can_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
 SIZE = 1 << 16  # elements of a small exchange
 SPECS = (
     TensorSpec("weight", (13, 6), Rows(1)),
@@ -63,6 +65,32 @@ def full_tensors(seed=0, dtype=torch.float32):
     return {spec.name: torch.randint(-8, 9, spec.shape, generator=generator).to(dtype) for spec in SPECS}
 
 
+def random_tensors(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def quantized_whole(fmt, tensor, element=0, noise=None):
+    """Codes, scales and values of a whole tensor."""
+    grid = fmt.grid(tuple(tensor.shape))
+    run = RowRun(grid, 0, grid.rows, element=element)
+    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
+    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
+    fmt.quantize([run], tensor.reshape(-1), codes, scales, noise=noise)
+    values = torch.zeros(tensor.numel())
+    fmt.dequantize([run], codes, scales, values)
+    return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
+
+
+def quantized_tensor(fmt, values):
+    """The same as a tensor of codes."""
+    codes, scales, _ = quantized_whole(fmt, values)
+    grid = fmt.grid(tuple(values.shape))
+    return BlockQuantizedTensor(
+        codes.view(-1), scales, fmt, RowRun(grid, 0, grid.rows), values.shape, values.dtype
+    )
+
+
 def load(buffer, tensors):
     """Copy this rank's slices of full tensors into the shard. Returns the buffer."""
     for name, view in buffer.local_views.items():
@@ -88,10 +116,12 @@ def local_part(buffer, name, full):
 
 
 def assert_locals_equal(buffer, tensors):
+    """This rank's slices are those of full tensors, and padding is zero."""
     for name, view in buffer.local_views.items():
         torch.testing.assert_close(
             view, local_part(buffer, name, tensors[name]).to(view), rtol=0, atol=0, msg=name
         )
+    assert not any(gap.any() for gap in buffer.shard_memory.gaps)
 
 
 def assert_views_equal(buffer, tensors):
@@ -145,12 +175,11 @@ def peers_of(timeout=30.0):
     return PeerMemory(peers, timeout)
 
 
-def swap(mover, gives, takes, label="x"):
-    """Start an exchange with all other ranks; `takes` is one tensor for each."""
+def swap(mover, gives, takes):
+    """Start an exchange, x, with all other ranks; `takes` is one tensor for each."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    return mover.exchange(
-        label, {r: [gives] for r in others}, {r: [t] for r, t in zip(others, takes, strict=True)}
-    )
+    receives = {r: [t] for r, t in zip(others, takes, strict=True)}
+    return mover.exchange("x", {r: [gives] for r in others}, receives)
 
 
 def build_large(name="unit", group=None, transport="peer_memory", rows=1024, **options):

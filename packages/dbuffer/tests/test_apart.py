@@ -24,33 +24,24 @@ from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 
 
-def through_another_device(layout, dtype, full_dtype):
-    buffer = make(layout, dtype=dtype, full_dtype=full_dtype, shard_device="cpu:0")
-    assert buffer.offloaded
-    assert not buffer.aliased
-    tensors = full_tensors()
-    load(buffer, tensors)
-    Gather([buffer]).start().wait()
-    assert_views_equal(buffer, tensors)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    each = [full_tensors(seed=r + 1) for r in range(size)]
-    total = {name: sum(one[name] for one in each) for name in tensors}
-    for times, accumulate in ((1, False), (2, True)):
-        fill_views(buffer, each[rank])
-        ReduceScatter([buffer], op="sum", divide=2).start(accumulate=accumulate).wait()
-        assert_locals_equal(buffer, {name: t * times / 2 for name, t in total.items()})
-        padding = sum(float(shard.abs().sum()) for shard in buffer.shard) - sum(
-            float(view.abs().sum()) for view in buffer.local_views.values()
-        )
-        assert padding == 0
-    buffer.release()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
 def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, layout):
+    tensors, each = full_tensors(), [full_tensors(seed=r + 1) for r in range(world_size)]
+    total = {name: sum(one[name] for one in each) for name in tensors}
     for dtype, full_dtype in PAIRS:
-        run_ranks(world_size, through_another_device, layout, dtype, full_dtype)
+        buffer = make(layout, dtype=dtype, full_dtype=full_dtype, shard_device="cpu:0")
+        assert buffer.offloaded
+        assert not buffer.aliased
+        load(buffer, tensors)
+        Gather([buffer]).start().wait()
+        assert_views_equal(buffer, tensors)
+        for times, accumulate in ((1, False), (2, True)):
+            fill_views(buffer, each[dist.get_rank()])
+            ReduceScatter([buffer], op="sum", divide=2).start(accumulate=accumulate).wait()
+            assert_locals_equal(buffer, {name: t * times / 2 for name, t in total.items()})
+        buffer.release()
 
 
 @on_ranks(4)
@@ -60,10 +51,7 @@ def test_shards_on_another_device_reduce_over_replicas():
     fill_views(buffer, each[dist.get_rank()])
     ReduceScatter([buffer], op="sum").start().wait()
     AllReduce([buffer], op="sum").start().wait()
-    total = {name: sum(one[name] for one in each) for name in each[0]}
-    for name, view in buffer.local_views.items():
-        start, stop = buffer.layout.local_range(name, buffer.mesh_view.rank)
-        assert torch.equal(view.reshape(-1), total[name].reshape(-1)[start:stop])
+    assert_locals_equal(buffer, {name: sum(one[name] for one in each) for name in each[0]})
 
 
 def test_a_shard_device_that_is_neither_the_buffers_nor_the_cpu_is_refused():

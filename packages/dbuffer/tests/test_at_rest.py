@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
-from test_blocks_on_wire import quantized_whole
+from dbuffer_helpers import load, mesh_of, quantized_tensor, quantized_whole, random_tensors
 
 import dbuffer
 from dbuffer import (
@@ -41,9 +40,7 @@ def layout_for(fmt, world_size):
     return plan(specs, world_size, align=16)
 
 
-def tensors():
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+tensors = functools.partial(random_tensors, SHAPES)
 
 
 def make(fmt, full_dtype=torch.bfloat16, **options):
@@ -126,13 +123,8 @@ def test_copying_quantizes_and_any_other_write_is_refused():
     assert buffer.shard[0]._version > version
 
 
-def a_tensor(fmt=FORMATS[0], shape=(6, 130)):
-    grid = fmt.grid(shape)
-    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    run = dbuffer.RowRun(grid, 0, grid.rows)
-    made = BlockQuantizedTensor(codes, torch.zeros(grid.num_scales), fmt, run, shape, torch.float32)
-    made.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
-    return made
+def a_tensor(fmt=FORMATS[0]):
+    return quantized_tensor(fmt, torch.randn(6, 130, generator=torch.Generator().manual_seed(1)))
 
 
 def test_reading_gives_values():

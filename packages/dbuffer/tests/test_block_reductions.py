@@ -5,12 +5,12 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import mesh_of
+from dbuffer_helpers import mesh_of, quantized_whole, random_tensors
 
 import dbuffer
-from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter, RowRun
+from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter
 from layout_planner import Elements, Rows, TensorSpec, plan
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 SPECS = (
     TensorSpec("matrix", (37, 300)),
@@ -21,8 +21,7 @@ STOCHASTIC, NEAREST = BlockInt8(256, rounding="stochastic"), BlockInt8(64)
 
 
 def gradients(rank):
-    generator = torch.Generator().manual_seed(rank)
-    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in SPECS}
+    return random_tensors({spec.name: spec.shape for spec in SPECS}, rank)
 
 
 def make(form, specs=SPECS, **options):
@@ -30,18 +29,9 @@ def make(form, specs=SPECS, **options):
     return DBuffer(layout, mesh_of(), dtype=torch.float32, reduction=form, name="g", alias=False, **options)
 
 
-def read_back(fmt, tensor, offset, noise):
-    """What a whole tensor becomes that is quantized by itself."""
-    grid = fmt.grid(tuple(tensor.shape))
-    run = RowRun(grid, 0, grid.rows, element=offset)
-    codes, scales = torch.zeros(tensor.numel(), dtype=torch.uint8), torch.zeros(grid.num_scales)
-    fmt.quantize([run], tensor.reshape(-1).contiguous(), codes, scales, noise=noise)
-    values = torch.zeros(tensor.numel())
-    fmt.dequantize([run], codes, scales, values)
-    return values.view(tensor.shape)
-
-
-def reduce(fmt):
+@pytest.mark.parametrize("fmt", [NEAREST, STOCHASTIC], ids=str)
+@on_ranks(3)
+def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(fmt):
     size, rank = dist.get_world_size(), dist.get_rank()
     buffer = make(BlockReduction(fmt))
     for step in (1, 2):
@@ -58,17 +48,11 @@ def reduce(fmt):
             total = None
             for sender in range(size):
                 noise = Noise(zlib.crc32(b"g"), step, sender) if fmt.needs_noise else None
-                one = read_back(fmt, gradients(sender)[name], buffer.layout.offset(name), noise)
+                one = quantized_whole(fmt, gradients(sender)[name], buffer.layout.offset(name), noise)[2]
                 total = one if total is None else total + one
             start, stop = buffer.layout.local_range(name, rank)
             assert view.reshape(-1).equal(total.reshape(-1)[start:stop]), name
         assert not any(gap.any() for gap in buffer.shard_memory.gaps)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_contribution_is_quantized_once_and_summed_in_the_order_of_ranks(ranks):
-    for fmt in (NEAREST, STOCHASTIC):
-        run_ranks(ranks, reduce, fmt)
 
 
 @on_ranks(2)

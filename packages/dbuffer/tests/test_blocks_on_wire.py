@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
+from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole, random_tensors
 
 import dbuffer
 from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
@@ -30,21 +30,7 @@ def layout_for(fmt, world_size, cut):
     )
 
 
-def tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def quantized_whole(fmt, tensor):
-    """Codes, scales and values of a whole tensor."""
-    grid = fmt.grid(tuple(tensor.shape))
-    run = dbuffer.RowRun(grid, 0, grid.rows)
-    codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
-    fmt.quantize([run], tensor.reshape(-1), codes, scales)
-    values = torch.zeros(tensor.numel())
-    fmt.dequantize([run], codes, scales, values)
-    return codes.view(grid.rows, -1), scales, values.view(tensor.shape)
+tensors = functools.partial(random_tensors, SHAPES)
 
 
 def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
@@ -163,7 +149,7 @@ class Broken:
         raise RuntimeError("a peer died")
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+@can_swap
 @on_ranks(2)
 def test_codes_of_a_failed_gather_are_never_written_again():
     broken, recycler = Broken(), Recycler("cpu")

@@ -232,28 +232,19 @@ def test_while_a_graph_is_captured_nothing_is_told():
 
 
 def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
-    one, two = ranks_of(2)
-    layer = Layer()
-    for model in "12":
-        for order in (one, two):
+    ranks, layer, titles = ranks_of(2), Layer(), ["gather a", "gather b"]
+    for model in "123":
+        for order in ranks:
             order.begin(model)
-            run(order, ["gather a", "gather b"])
-        for order in (one, two):
-            order.compare(layer)
-    for order in (one, two):
-        order.begin("3")
-    errors = pass_of_all((one, two), layer, ["gather a", "gather b"], ["gather b", "gather a"])
-    assert all("as number 1 of a pass" in error for error in errors)
+        errors = pass_of_all(ranks, layer, titles, titles[::-1] if model == "3" else titles)
+        assert all(("as number 1 of a pass" in error) == (model == "3") for error in errors)
 
 
 def test_a_model_whose_order_is_new_in_each_pass_does_not_fill_the_store(caplog):
     ranks, layer = ranks_of(2), Layer()
     sizes = []
     for step in range(300):
-        for order in ranks:
-            run(order, [f"gather {step}"])
-        for order in ranks:
-            order.compare(layer)
+        assert not any(pass_of_all(ranks, layer, [f"gather {step}"], [f"gather {step}"]))
         sizes.append(ranks[0]._store.num_keys())
     assert sizes[255] == sizes[-1] > sizes[254]
     assert len(ranks[0]._scopes[""].agreed) == 256
@@ -293,18 +284,10 @@ def test_a_rank_that_runs_what_no_other_has_run_raises_by_the_next_segment(segme
     segments = segments[: at + 1]
     if other in segments:
         return
-    errors = []
-    for index, titles in enumerate([*segments, ["end"]]):
-        for place, order in enumerate(ranks):
-            last = index == len(segments) - 1
-            start(order, other if place == 1 and last else titles)
-        for place, order in enumerate(ranks):
-            order.completed = (order.number, None)
-            try:
-                order.compare(layer)
-            except RuntimeError:
-                errors.append(place)
-    assert 1 in errors
+    errors = [pass_of_all(ranks, layer, titles, titles, titles) for titles in segments[:-1]]
+    errors.append(pass_of_all(ranks, layer, segments[-1], other, segments[-1]))
+    errors.append(pass_of_all(ranks, layer, *[["end"]] * 3))
+    assert any(second for _, second, _ in errors)
 
 
 @unhurried
@@ -317,20 +300,11 @@ def test_every_rank_raises_at_the_end_of_the_pass_in_which_one_leaves_all_orders
     if any(titles[: len(other)] == other for titles in segments):
         return
     for titles in [*segments, segments[-1]]:
-        for order in ranks:
-            start(order, titles)
-        for order in ranks:
-            order.completed = (order.number, None)
-            order.compare(layer)
+        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
     usual = (segments[-1] * 2)[: len(other)] if len(segments[-1]) < len(other) else segments[-1]
     if tuple(usual) not in ranks[0]._scopes[""].told:
         return
-    for place, order in enumerate(ranks):
-        start(order, other if place == 1 else usual)
-    for order in ranks:
-        order.completed = (order.number, None)
-        with pytest.raises(RuntimeError, match="do not agree"):
-            order.compare(layer)
+    assert all("do not agree" in error for error in pass_of_all(ranks, layer, usual, other, usual))
 
 
 def test_a_rank_that_is_ahead_in_an_order_that_is_new_to_all_is_no_error():

@@ -160,6 +160,21 @@ def test_several_collectives_may_be_waited_for_in_every_order(full_dtype):
             buffers[index].release()
 
 
+@on_ranks(2)
+def test_on_a_cpu_collectives_take_streams_and_events_which_mean_nothing():
+    buffer, tensors = make(), full_tensors()
+    layer = buffer.layer
+    stream = layer.new_stream()
+    assert stream is layer.current_stream() is None
+    load(buffer, tensors)
+    handle = Gather([buffer]).start(stream=stream, after=[layer.record()])
+    with layer.on(stream):
+        handle.wait()
+    layer.wait(layer.record(stream), stream)
+    layer.synchronize()
+    assert_views_equal(buffer, tensors)
+
+
 @on_ranks(3)
 def test_buffers_of_several_dtypes_and_segments_travel_in_one_call():
     mesh = mesh_of()

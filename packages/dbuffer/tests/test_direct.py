@@ -58,11 +58,10 @@ def all_ways(full_dtype, op):
     return kinds
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_from_rank_to_rank_the_values_are_those_of_the_collectives(ranks):
+def test_from_rank_to_rank_the_values_are_those_of_the_collectives():
     for full_dtype in (torch.float32, torch.bfloat16):
-        for op in ("sum", "avg") if ranks != 3 else ("sum",):  # a third is rounded at another place
-            slow, read, auto = run_ranks(ranks, all_ways, full_dtype, op)[0]
+        for op in ("sum", "avg"):  # a third would be rounded at another place
+            slow, read, auto = run_ranks(4, all_ways, full_dtype, op)[0]
             assert {"all_gather", "reduce_scatter"} <= set(slow)
             assert not {"all_gather", "reduce_scatter"} & set(read)
             assert auto == read

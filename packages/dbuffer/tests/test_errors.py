@@ -34,16 +34,13 @@ def build(layouts, shape=(), dtypes=(torch.float32,), **options):
 
 
 def test_a_layout_for_another_number_of_ranks_also_on_one_rank_only():
-    raised_by_all(2, "planned for 3 ranks, mesh axis 0 has 2; plan with world_size=2", build, [layout_for(3)])
-    raised_by_all(3, "planned for 2 ranks", build, [layout_for(3), layout_for(2), layout_for(3)])
+    message = "planned for 2 ranks, mesh axis 0 has 3; plan with world_size=3"
+    for layouts in ([layout_for(2)], [layout_for(3), layout_for(2), layout_for(3)]):
+        raised_by_all(3, message, build, layouts)
 
 
 def changed(**change):
-    specs = [
-        TensorSpec(spec.name, change.get(spec.name, (spec.shape, spec.block))[0],
-                   change.get(spec.name, (spec.shape, spec.block))[1]) for spec in SPECS
-    ]  # fmt: skip
-    return plan(specs, 2)
+    return plan([TensorSpec(s.name, *change.get(s.name, (s.shape, s.block))) for s in SPECS], 2)
 
 
 @pytest.mark.parametrize(

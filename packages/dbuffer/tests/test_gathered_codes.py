@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
-from test_blocks_on_wire import FORMATS, Broken, layout_for, quantized_whole, tensors
+from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole
+from test_blocks_on_wire import FORMATS, Broken, layout_for, tensors
 
 import dbuffer
 from dbuffer import (
@@ -17,7 +17,6 @@ from dbuffer import (
     Recycler,
     ReduceScatter,
 )
-from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
@@ -94,7 +93,7 @@ def test_neighbors_gather_the_codes_that_they_kept():
     assert_views_are_codes_of_whole_tensors(buffer, FORMATS[0], full)
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange memory between storages")
+@can_swap
 @on_ranks(2)
 def test_a_failed_gather_leaves_no_memory_to_the_views():
     broken = Broken()

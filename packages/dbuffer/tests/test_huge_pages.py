@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from dbuffer_helpers import can_swap
 
 from dbuffer import Recycler
-from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.memory import huge_pages
 from dbuffer.memory.geometry import geometry_of
 from dbuffer.memory.shard import ShardMemory
@@ -63,15 +63,7 @@ def test_only_whole_pages_inside_the_memory_are_asked_for(asked):
         assert address + nbytes - page < begin + size <= address + nbytes
 
 
-def test_small_memory_is_left_alone(asked):
-    Recycler("cpu").allocate(torch.UntypedStorage(0), LARGE - 1)
-    new_shard(LARGE // 4 - 1)
-    assert asked == []
-
-
-@pytest.mark.skipif(
-    not CAN_SWAP, reason="this torch cannot exchange memory between storages, so none is parked"
-)
+@can_swap  # else none is parked
 def test_a_recycler_asks_for_new_blocks_and_not_for_parked_ones(asked):
     recycler = Recycler("cpu")
     storage = torch.UntypedStorage(0)
@@ -86,16 +78,15 @@ def new_shard(elements=LARGE // 4):
     return ShardMemory(geometry_of(layout, 0), torch.float32, torch.device("cpu"), None)
 
 
-def test_a_shard_asks_each_time_that_it_is_allocated(asked):
+def test_a_shard_asks_each_time_that_it_is_allocated_unless_it_is_small(asked):
+    assert not new_shard(LARGE // 4 - 1).flats[0].any()
+    Recycler("cpu").allocate(torch.UntypedStorage(0), LARGE - 1)
+    assert asked == []
     shard = new_shard()
-    assert len(asked) == 1
+    assert not shard.flats[0].any()
     shard.give()
     shard.allocate()
     assert len(asked) == 2
-
-
-def test_a_new_shard_is_zero():
-    assert not new_shard().flats[0].any()
 
 
 @needs_linux
@@ -112,14 +103,12 @@ def test_a_kernel_that_refuses_changes_nothing(monkeypatch):
     assert storage.nbytes() == LARGE
 
 
-@pytest.mark.parametrize("value", ["0", ""])
-def test_the_variable_turns_it_off(monkeypatch, value):
-    monkeypatch.setenv(huge_pages.VARIABLE, value)
-    assert huge_pages._advise.__wrapped__() is None
-
-
-def test_a_c_library_without_the_call_changes_nothing(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *given: object())
+@pytest.mark.parametrize("value", ["0", "", None])
+def test_the_variable_or_a_c_library_without_the_call_turns_it_off(monkeypatch, value):
+    if value is None:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *given: object())
+    else:
+        monkeypatch.setenv(huge_pages.VARIABLE, value)
     assert huge_pages._advise.__wrapped__() is None
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, Interrupted, build_large, error_of, load, peers_of, swap, zero
+from dbuffer_helpers import SIZE, Interrupted, build_large, can_swap, error_of, load, peers_of, swap, zero
 
 import dbuffer
 from dbuffer import Gather, HandleState, ReduceScatter, _handle, _order, watch_order
@@ -243,7 +243,7 @@ def waits_for_completed_exchanges_are_interrupted(transport):
     return said
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot give a buffer other memory after an interrupt")
+@can_swap  # else a buffer gets no other memory after an interrupt
 @pytest.mark.parametrize("transport", ["peer_memory", pytest.param("collectives", marks=pytest.mark.long)])
 def test_a_handlers_error_when_an_exchange_completes_is_not_taken_for_its_failure(transport):
     said = run_ranks(2, waits_for_completed_exchanges_are_interrupted, transport)

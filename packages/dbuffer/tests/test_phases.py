@@ -1,10 +1,11 @@
 """Gathers that move the codes of one phase: MXFP8's of rows for forward, of columns for backward."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import load, mesh_of
-from test_blocks_on_wire import quantized_whole
+from dbuffer_helpers import load, mesh_of, quantized_whole, random_tensors
 
 import dbuffer
 from dbuffer import BlockFP8, BlockInt8, CodePlanes, DBuffer, Gather, PhasesOnWire, Recycler
@@ -15,10 +16,7 @@ ROWS, COLUMNS = BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0")
 SHAPES = {"short": (75, 50), "wide": (64, 100), "stack": (3, 40, 40)}
 
 
-def tensors():
-    return {
-        name: torch.randn(shape) for name, shape in SHAPES.items()
-    }  # the same on every rank: see on_ranks
+tensors = functools.partial(random_tensors, SHAPES)
 
 
 def make(cut="whole", **options):

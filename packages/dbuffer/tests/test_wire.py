@@ -63,15 +63,3 @@ def test_a_quantizing_wire_form_plugs_in(layout):
 def test_what_travels_takes_part_in_the_alignment_check():
     with pytest.raises(ValueError, match=r"in torch\.int8; plan with align=16"):
         make(align=8, full_dtype=torch.bfloat16, wire=Quantized())
-
-
-@on_ranks(1)
-def test_a_gather_sends_shards_themselves_if_dtypes_agree():
-    for full_dtype in (torch.float32, torch.bfloat16):
-        buffer = make(full_dtype=full_dtype, alias=False)
-        buffer.materialize()
-        buffer.gathered.own[0].fill_(1)
-        ((receive, send),) = buffer.begin_gather()
-        assert receive is buffer.gathered.raw[0]
-        assert send is (buffer.shard[0] if full_dtype == torch.float32 else buffer.gathered.own[0])
-        assert not send.any()

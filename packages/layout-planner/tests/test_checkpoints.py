@@ -68,20 +68,12 @@ def test_layers_are_grouped_by_number_with_embeddings_and_head_apart(tmp_path):
     assert model.groups[1].tensors == (ShapeEntry("mlp.up.weight", (6, 4)), ShapeEntry("norm.weight", (4,)))
 
 
-def test_an_index_reads_all_its_files(tmp_path):
-    model = read_checkpoint(write_index(tmp_path, TWO_FILES))
-    assert summary(model) == [("embed", 1, 1), ("model.layers.0-11", 12, 2), ("head", 1, 2)]
-
-
-def test_a_folder_is_read_by_its_index(tmp_path):
-    write_index(tmp_path, TWO_FILES)
-    assert read_checkpoint(tmp_path).numel == 12 * 28 + 76
-    assert read_checkpoint(tmp_path).name == tmp_path.name
-
-
-def test_a_folder_is_read_by_its_only_file(tmp_path):
-    write(tmp_path / "model.safetensors", layers([0]))
-    assert read_checkpoint(str(tmp_path)).numel == 28
+def test_an_index_or_its_folder_reads_all_its_files(tmp_path):
+    for path in (write_index(tmp_path, TWO_FILES), tmp_path, str(tmp_path)):
+        model = read_checkpoint(path)
+        assert summary(model) == [("embed", 1, 1), ("model.layers.0-11", 12, 2), ("head", 1, 2)]
+        assert model.numel == 12 * 28 + 76
+    assert model.name == tmp_path.name
 
 
 def test_layers_of_other_shapes_are_groups_of_their_own_in_order_of_number(tmp_path):
@@ -95,18 +87,14 @@ def test_numbers_of_experts_inside_a_layer_are_no_layers(tmp_path):
     assert summary(read_checkpoint(tmp_path)) == [("layers.0", 1, 3)]
 
 
-def test_stacked_experts_are_recognised(tmp_path):
-    write(
-        tmp_path / "m.safetensors",
-        {"layers.0.mlp.experts.down_proj": (3, 6, 4), "layers.0.conv.weight": (3, 6, 4)},
-    )
-    stacked = {entry.name: entry.experts for entry in read_checkpoint(tmp_path).groups[0].tensors}
-    assert stacked == {"mlp.experts.down_proj": 3, "conv.weight": 1}
-
-
-def test_scalars_are_tensors(tmp_path):
-    write(tmp_path / "m.safetensors", {"scale": ()})
-    assert read_checkpoint(tmp_path).groups[0].tensors[0].shape == ()
+def test_stacked_experts_are_recognised_and_scalars_are_tensors(tmp_path):
+    shapes = {"mlp.experts.down_proj": (3, 6, 4), "conv.weight": (3, 6, 4), "scale": ()}
+    write(tmp_path / "m.safetensors", {f"layers.0.{name}": shape for name, shape in shapes.items()})
+    entries = read_checkpoint(tmp_path).groups[0].tensors
+    assert {entry.name: entry.shape for entry in entries} == shapes
+    assert {entry.name: entry.experts for entry in entries if entry.experts > 1} == {
+        "mlp.experts.down_proj": 3
+    }
 
 
 def test_only_headers_are_read(tmp_path):
@@ -157,11 +145,8 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_its_name_and_what_is_wrong(t
     refused(tmp_path / name, rf"{re.escape(name)}: .*{match}" if make else match)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+def test_a_folder_without_a_checkpoint_or_with_several_files_without_an_index_is_refused(tmp_path):
     refused(tmp_path, r"holds no \.safetensors and no")
-
-
-def test_several_files_without_an_index_are_refused(tmp_path):
     write(tmp_path / "a.safetensors", layers([0]))
     write(tmp_path / "b.safetensors", layers([1]))
     refused(tmp_path, r"holds 2 files \*\.safetensors \(a\.safetensors, b\.safetensors\)")

@@ -74,27 +74,9 @@ def test_rows_printed_one_by_one_align_with_the_head():
     assert {len(line) for line in (*table.head().split("\n"), table.row(["x", "1"]))} == {18}
 
 
-@pytest.mark.parametrize(
-    ("ratio", "text"),
-    [
-        (0, "0 %"),
-        (0.00001, "<0.01 %"),
-        (0.0123, "1.23 %"),
-        (0.09999, "10.0 %"),
-        (0.5, "50.0 %"),
-        (31.2, "3,120 %"),
-    ],
-)
-def test_percent_shows_the_digits_that_tell(ratio, text):
-    assert percent(ratio) == text
-
-
-def test_percent_of_a_negative_ratio_keeps_its_sign():
-    assert percent(-0.036) == "-3.60 %"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(12, "12 B"), (1500, "1.50 kB"), (25.2e6, "25.2 MB"), (1.83e11, "183 GB")]
-)
-def test_size_is_in_the_largest_unit_there_is_one_of(count, text):
-    assert size(count) == text
+def test_ratios_show_the_digits_that_tell_and_bytes_the_largest_unit_there_is_one_of():
+    ratios = {0: "0 %", 1e-5: "<0.01 %", 0.0123: "1.23 %", 0.09999: "10.0 %", 0.5: "50.0 %", 31.2: "3,120 %"}
+    ratios[-0.036] = "-3.60 %"
+    assert {ratio: percent(ratio) for ratio in ratios} == ratios
+    counts = {12: "12 B", 1000: "1.00 kB", 1500: "1.50 kB", 25.2e6: "25.2 MB", 1.83e11: "183 GB"}
+    assert {count: size(count) for count in counts} == counts

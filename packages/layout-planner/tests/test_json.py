@@ -14,12 +14,6 @@ given, st = hypothesis.given, hypothesis.strategies
 unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
-def test_text_that_is_not_a_layout_is_refused():
-    for text in ("", "[]", "null", '{"format": 1}'):
-        with pytest.raises(ValueError, match="this is not a layout"):
-            Layout.from_json(text)
-
-
 def small_layout():
     specs = [
         TensorSpec("a", (4, 8), Rows(2)),
@@ -68,12 +62,17 @@ def test_a_tampered_layout_is_refused_on_reading(change, says):
         Layout.from_json(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"format": ' + "[" * 100_000, '{"format": ' + "9" * 100_000]
-)
-def test_text_nested_too_deeply_or_with_too_long_a_number_is_refused(text):
-    with pytest.raises(ValueError, match="not a layout"):
-        Layout.from_json(text)
+def test_text_that_is_not_a_layout_nested_too_deeply_or_with_too_long_a_number_is_refused():
+    for text in (
+        "",
+        "[]",
+        "null",
+        '{"format": 1}',
+        "[" * 100_000,
+        *('{"format": ' + c * 100_000 for c in "[9"),
+    ):
+        with pytest.raises(ValueError, match="not a layout"):
+            Layout.from_json(text)
 
 
 JSON = st.recursive(

@@ -134,19 +134,6 @@ def test_an_order_that_fits_is_found_where_the_given_one_does_not():
     assert layout.gap == 0
 
 
-def test_a_period_keeps_each_expert_on_a_block_grid_of_its_own():
-    experts = TensorSpec("experts", (4, 3, 8), Rows(2), period=24)
-    layout = plan([experts], 4, align=1)
-    starts = {layout.local_range("experts", rank)[0] for rank in range(4)}
-    assert starts <= {0, 16, 24, 40, 48, 64, 72, 88, 96}
-
-
-def test_whole_with_a_period_keeps_each_expert_on_one_rank():
-    layout = plan([TensorSpec("experts", (6, 3, 5), Whole(), period=15)], 4, align=1)
-    assert layout.local_units("experts") == (1, 1, 1, 0)
-    check(layout)
-
-
 def test_units_and_dims_are_what_a_ragged_placement_takes():
     layout = plan([TensorSpec("w", (6, 5), Rows(2)), TensorSpec("scale", ())], 2, align=1)
     assert layout.local_dims("w") == (0,)
@@ -169,13 +156,6 @@ def test_one_rank_holds_everything_without_padding_beyond_alignment():
     layout = plan([TensorSpec("a", (7,)), TensorSpec("b", (5, 3), Whole())], 1)
     assert layout.padded_numel == 24
     assert layout.local_units("a") == (1,)
-
-
-@pytest.mark.parametrize("align", [1, 8, 16, 64])
-def test_every_slice_and_offset_is_aligned(align):
-    layout = plan([TensorSpec(f"t{size}", (size, 3), Rows(5)) for size in (7, 31, 64, 97)], 3, align=align)
-    (segment,) = layout.segments
-    assert all(value % align == 0 for value in (segment.shard_size, *segment.offsets))
 
 
 def test_the_lower_bound_knows_that_ranks_hold_whole_blocks():

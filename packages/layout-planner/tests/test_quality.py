@@ -204,12 +204,8 @@ def test_lcm_rule_is_the_least_shard_that_is_a_multiple_of_all_chunks(specs, wor
 
 
 def test_at_one_row_even_rows_is_what_fsdp2_pads_each_tensor_to():
-    specs = [TensorSpec("a", (10, 3)), TensorSpec("b", (7,)), TensorSpec("c", (3, 2, 2))]
-    assert even_rows(specs, 4) == 4 * (3 * 3 + 2 + 1 * 4)
-
-
-def test_a_scalar_is_one_row():
-    assert even_rows([TensorSpec("a", ())], 4) == 4
+    specs = [TensorSpec("a", (10, 3)), TensorSpec("b", (7,)), TensorSpec("c", (3, 2, 2)), TensorSpec("d", ())]
+    assert even_rows(specs, 4) == 4 * (3 * 3 + 2 + 1 * 4 + 1)
 
 
 @pytest.mark.parametrize(

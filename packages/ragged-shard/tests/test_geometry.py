@@ -37,16 +37,6 @@ def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
     assert len(boxes) <= max(1, 2 * len(sizes) - 1)
 
 
-@unhurried
-@given(st.integers(0, 20), st.integers(1, 6))
-def test_chunks_are_those_of_torch(size, parts):
-    import torch
-
-    wanted = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
-    wanted += [0] * (parts - len(wanted))
-    assert [b - a for a, b in (geo.chunk_range(size, parts, i) for i in range(parts))] == wanted
-
-
 @st.composite
 def shardings(draw):
     """A shape, a mesh shape and placements that go together, one of them ragged."""
@@ -81,19 +71,6 @@ def test_regions_of_all_ranks_cover_the_tensor_exactly_once_for_each_replica(cas
     assert (counted == replicas).all()
 
 
-@unhurried
-@given(shardings())
-def test_extents_along_an_axis_agree_with_their_boxes(case):
-    shape, mesh_shape, placements = case
-    base = geo.shard_box((Replicate(), placements[1]), mesh_shape, shape, (0, 0)).sizes
-    index = np.arange(math.prod(base)).reshape(base)
-    for part in geo.axis_extents(base, placements[0], mesh_shape[0]):
-        elements = [int(i) for box in part.boxes for i in index[box.slices()].reshape(-1)]
-        assert part.flat is not None
-        assert elements == list(range(*part.flat))
-        assert math.prod(part.shape) == len(elements)
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (4, 0, 2)])
 def test_tensors_without_elements_have_empty_extents(shape):
     placements = (RaggedShard((0,), (1, 1)),)
@@ -102,13 +79,6 @@ def test_tensors_without_elements_have_empty_extents(shape):
         held = region(placements, (2,), shape, (rank,))
         assert held.local_shape == (shape[0] // 2, *shape[1:])
         assert held.boxes() == ()
-
-
-def test_a_0d_tensor_lies_on_one_rank():
-    placements = (RaggedShard((), (0, 1)),)
-    validate(placements, (2,), ())
-    assert [region(placements, (2,), (), (r,)).local_shape for r in range(2)] == [(0,), (1,)]
-    assert region(placements, (2,), (), (1,)).boxes() == (geo.Box((), ()),)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_norms_over_different_ranks_are_not_stacked():
 
 
 NAMES = {
-    "torch": torch, "F": F, "get_total_norm": get_total_norm, "parameters_to_vector": parameters_to_vector,
+    "torch": torch, "F": F, "INF": float("inf"), "get_total_norm": get_total_norm,
+    "parameters_to_vector": parameters_to_vector,
 }  # fmt: skip
 # Of a weight w (6, 4), its gradient g, a bias b (12,), its gradient h and a stack of matrices e (3, 4, 2).
 ANSWERED = """
@@ -184,7 +185,9 @@ w.median() w.quantile(0.5) w.flatten().topk(3) b.topk(2) b.sort() b.cumsum(0) w.
 w.flatten().quantile(0.9) F.normalize(w,dim=1) w[:,0] w[:,:2] w[...,0] w[::2] w.t() w.T.norm() w.transpose(0,1)
 w.mT w.permute(1,0) torch.cat([w,g]) torch.cat([w.flatten(),b]) torch.stack([w,g]) torch.stack([w,g]).mean(0)
 parameters_to_vector([w,b]) torch.cat([b,h]).norm() w.tolist() w@g.t() torch.mm(w,g.t()) w.trace() w.diagonal()
-w.tril() torch.outer(b,h)
+w.tril() torch.outer(b,h) F.linear(g,w) w.sort(0) w.topk(2,0) torch.rand_like(w) w.bernoulli()
+w.bernoulli_(torch.full((6,4),0.5)) torch.sum(w,0,out=torch.empty_like(w)) w.detach().resize_(3) w.new_zeros(3)
+F.embedding(torch.tensor([0]),w) w.view(6,2,2,1).clone(memory_format=torch.channels_last) w.expand(2,6,4)
 """.split()  # noqa: SIM905
 
 
@@ -194,17 +197,14 @@ def values():
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-# Shares of the rows of w, b and e, or of their elements, on 2 and 3 ranks.
-ROWS = {2: ((1, 5), (3, 9), (1, 0)), 3: ((2, 0, 4), (5, 0, 7), (1, 2, 0))}
-ELEMENTS = {2: ((5, 19), (3, 9), (24, 0)), 3: ((7, 0, 17), (5, 0, 7), (10, 14, 0))}
+# Shares of the rows of w, b and e, or of their elements.
+ROWS = ((2, 0, 4), (5, 0, 7), (1, 2, 0))
+ELEMENTS = ((7, 0, 17), (5, 0, 7), (10, 14, 0))
 
 
 def tensors(layout):
-    ranks = dist.get_world_size()
-    w, b, e = (ELEMENTS if layout == "elements" else ROWS)[ranks]
-    mesh, others = rank_mesh(ranks), []
-    if layout == "hybrid":
-        mesh, others = rank_mesh(1, ranks), [Replicate()]
+    w, b, e = ELEMENTS if layout == "elements" else ROWS
+    mesh, others = (rank_mesh(1, 3), [Replicate()]) if layout == "hybrid" else (rank_mesh(3), [])
     shares = {"w": w, "g": w, "b": b, "h": b, "e": e}
     made = {}
     for name, value in values().items():
@@ -225,21 +225,26 @@ def right(expression, arguments, plain):
     torch.testing.assert_close(answer, expected, rtol=1e-2 if "bfloat16" in expression else 1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_statistics_are_those_of_plain_tensors_or_refused_by_name(ranks):
+@on_ranks(3)
+def test_statistics_are_those_of_plain_tensors_or_refused_by_name():
     plain, arguments = values(), {layout: tensors(layout) for layout in ("rows", "hybrid", "elements")}
-    for number, expression in enumerate(ANSWERED):
+    for expression in ANSWERED:
         right(expression, arguments["rows"], plain)
-        if number % 4 == 0 or ranks == 2:
-            with torch.no_grad():
-                right(expression, arguments["hybrid"], plain)
+        with torch.no_grad():
+            right(expression, arguments["hybrid"], plain)
     for expression in ANSWERED:  # where cuts lie inside rows, some are refused; none is wrong
         with contextlib.suppress(NotImplementedError, ValueError):
             right(expression, arguments["elements"], plain)
-    for expression in REFUSED:
-        with pytest.raises((NotImplementedError, ValueError, RuntimeError), match=r"aten|not supported"):
-            eval(expression, NAMES, arguments["rows"])
+    with torch.no_grad():
+        for expression in REFUSED:
+            with (
+                record_collectives() as record,
+                pytest.raises((NotImplementedError, ValueError, RuntimeError), match=r"aten|not supported"),
+            ):
+                pytest.fail(f"{expression}: {eval(expression, NAMES, arguments['rows'])}")
+            assert record.kinds == [], expression
+    with pytest.raises(NotImplementedError, match=r"aten\.t\.default.*ragged.*full_tensor\(\)"):
+        arguments["rows"]["w"].t()
 
 
 @on_ranks(3)
@@ -266,6 +271,8 @@ def test_rows_are_views_and_writes_through_views_count_as_writes_of_the_tensor()
 NAN, INF = float("nan"), float("inf")
 SPECIAL = [
     [1.0, NAN, 2.0],
+    [NAN, 1.0, 2.0],
+    [1.0, 2.0, NAN],
     [INF, 1.0, INF],
     [-INF, -INF, -INF],
     [2.0, 2.0, 2.0],
@@ -275,14 +282,14 @@ SPECIAL = [
 OF_SPECIAL = """
 x.argmax() x.argmin() x.max(0) x.min(0) x.std() x.var() x.prod() x.logsumexp(0) x.softmax(0) x.log_softmax(0)
 x.nansum() x.count_nonzero() x.aminmax() x[0].item() x[2].item() torch.var_mean(x,0)[0] torch.dot(x,x)
+x.max() x.min() x.sum() (x/1e20).norm() x.norm(INF) torch._foreach_norm([x/1e20])[0] torch._foreach_norm([x],INF)[0]
+x.amax(0)
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_statistics_of_special_numbers_are_those_of_plain_tensors(ranks):
-    ranks = dist.get_world_size()
-    mesh, units = rank_mesh(ranks), (2, 1) if ranks == 2 else (1, 0, 2)
+@on_ranks(3)
+def test_statistics_of_special_numbers_are_those_of_plain_tensors():
+    mesh, units = rank_mesh(3), (1, 0, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for row in SPECIAL:
             plain = torch.tensor(row, dtype=dtype)

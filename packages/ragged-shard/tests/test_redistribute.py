@@ -143,10 +143,9 @@ def test_a_ragged_cut_inside_the_slices_of_a_shard_to_its_left_keeps_the_full_te
     check_pairs((2, 2), shape, pairs)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@on_ranks("ranks")
-def test_redistribute_moves_only_bytes_that_change_rank(ranks):
-    mesh = rank_mesh(ranks)
+@on_ranks(3)
+def test_redistribute_moves_only_bytes_that_change_rank():
+    ranks, mesh = 3, rank_mesh(3)
     rank = dist.get_rank()
     full = full_of((12, 5))
     itemsize = full.element_size()
@@ -191,17 +190,11 @@ def test_redistribute_moves_only_bytes_that_change_rank(ranks):
     assert counted(one_hot, Replicate()) == (["broadcast"], (ranks - 1) * total if rank == ranks - 1 else 0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@on_ranks("ranks")
-def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank(ranks):
-    mesh = rank_mesh(ranks)
-    full = full_of((4, 6, 5))
-    rank = dist.get_rank()
-    units = {2: (1, 3), 3: (1, 2, 1), 4: (1, 0, 2, 1)}[ranks]
-    rows = dict(enumerate(torch.arange(4).split([u * 4 // sum(units) for u in units])))
-    columns = list(torch.arange(6).chunk(ranks))
-    columns += [torch.arange(0)] * (ranks - len(columns))
-    tensor = place(full, mesh, [RaggedShard((0,), units)])
+@on_ranks(3)
+def test_ragged_and_shard_d_exchange_only_bytes_that_change_rank():
+    full, rank = full_of((4, 5, 5)), dist.get_rank()
+    rows, columns = dict(enumerate(torch.arange(4).split([1, 3, 0]))), torch.arange(5).chunk(3)
+    tensor = place(full, rank_mesh(3), [RaggedShard((0,), (1, 3, 0))])
     with record_collectives() as record:
         moved = tensor.redistribute(placements=[Shard(1)])
     elsewhere = sum(len(c) for r, c in enumerate(columns) if r != rank)
@@ -420,13 +413,11 @@ def saved_and_loaded(tensor):
 
 
 @pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper makes none")
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing(ranks):
-    mesh = rank_mesh()
-    units = (0, 1, 5)[-dist.get_world_size() :]
-    meta = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [RaggedShard((0,), units)])
-    assert meta.placements == (RaggedShard((0,), units),)
+@on_ranks(3)
+def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing():
+    mesh, ragged = rank_mesh(3), RaggedShard((0,), (0, 1, 5))
+    meta = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [ragged])
+    assert meta.placements == (ragged,)
     assert meta.placements != (Shard(0),)
     full = torch.arange(24.0).view(6, 4)
     like = distribute_tensor(full, mesh, meta.placements, src_data_rank=None)

@@ -231,21 +231,15 @@ def test_every_rank_and_every_call_starts_from_the_same_seed():
     assert {value for value, _ in run_ranks(3, draw, seed=7)} == {torch.rand(1).item()}
 
 
-def test_a_function_that_cannot_be_sent_raises_before_any_rank_runs():
-    with pytest.raises(TypeError, match="top-level function"):
-        run_ranks(2, lambda: None)
-
-
 def unpicklable():
     return threading.Lock()
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+def test_bad_arguments_and_what_cannot_be_sent_or_pickled_raise():
+    with pytest.raises(TypeError, match="top-level function"):
+        run_ranks(2, lambda: None)
     with pytest.raises(RankError, match="cannot pickle"):
         run_ranks(2, unpicklable)
-
-
-def test_bad_arguments_raise():
     with pytest.raises(ValueError, match="at least 1 rank"):
         run_ranks(0, process)
     with pytest.raises(ValueError, match="'cpu' or an accelerator"):

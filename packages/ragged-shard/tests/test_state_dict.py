@@ -30,6 +30,10 @@ from ragged_shard import (
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
+seen_by_torch = pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
+)
+
 
 def values():
     return {
@@ -158,9 +162,7 @@ def test_without_strict_the_common_names_are_loaded():
     assert not module.uneven.full_tensor().any()
 
 
-@pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
+@seen_by_torch
 @on_ranks(3)
 def test_torchs_own_gathering_of_full_state_dicts_works_too():
     module = model()
@@ -207,9 +209,7 @@ def states_of_weight():
     return get_optimizer_state_dict(plain, optimizer)
 
 
-@pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
+@seen_by_torch
 @on_ranks(3)
 def test_torchs_functions_that_slice_full_tensors_give_right_values():
     for name in PLACEMENTS:
@@ -246,9 +246,7 @@ def torch_refuses(kind, name, from_rank0):
         set_model_state_dict(module, given(OF_WEIGHT, from_rank0), options=options)
 
 
-@pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
+@seen_by_torch
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

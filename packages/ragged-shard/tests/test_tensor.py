@@ -20,22 +20,16 @@ from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
-UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
+
+def make(requires_grad=False):
+    full = torch.arange(24.0).view(8, 3).requires_grad_(requires_grad)
+    return full, distribute_tensor(full, rank_mesh(3), [RaggedShard((0,), (3, 0, 1))])
 
 
-def make(ranks, shape=(8, 3), dims=(0,), requires_grad=False):
-    mesh = rank_mesh(ranks)
-    full = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_(requires_grad)
-    return full, distribute_tensor(full, mesh, [RaggedShard(dims, UNITS[ranks])])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@on_ranks("ranks")
-def test_each_rank_holds_its_run_of_rows(ranks):
-    full, tensor = make(ranks)
-    first, last = tensor.placements[0].unit_range(dist.get_rank())
-    unit = 8 // tensor.placements[0].total_units
-    assert torch.equal(tensor.to_local(), full[unit * first : unit * last])
+@on_ranks(3)
+def test_each_rank_holds_its_run_of_rows():
+    full, tensor = make()
+    assert torch.equal(tensor.to_local(), (full[:6], full[6:6], full[6:])[dist.get_rank()])
     assert tensor.shape == (8, 3)
     assert tensor.is_contiguous()
     assert isinstance(tensor, DTensor) == SUBCLASSES_DTENSOR
@@ -210,10 +204,9 @@ def test_a_rank_outside_of_the_mesh_cannot_hold_a_part():
         RaggedDTensor.from_local(torch.zeros(2), mesh, [RaggedShard((0,), (1, 1))], shape=(4,))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@on_ranks("ranks")
-def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements(ranks):
-    full, tensor = make(ranks, requires_grad=True)
+@on_ranks(3)
+def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements():
+    full, tensor = make(requires_grad=True)
     param: Any = nn.Parameter(tensor)
     param.grad = torch.ones_like(param)
     twin: Any = copy.deepcopy(param)
@@ -229,10 +222,9 @@ def test_deepcopy_gives_a_tensor_of_its_own_with_the_same_placements(ranks):
     assert tied[0] is tied[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@on_ranks("ranks")
-def test_torch_save_and_pickle_bring_a_tensor_back(ranks):
-    full, tensor = make(ranks)
+@on_ranks(3)
+def test_torch_save_and_pickle_bring_a_tensor_back():
+    full, tensor = make()
     buffer = io.BytesIO()
     torch.save({"w": tensor, "p": nn.Parameter(tensor)}, buffer)
     buffer.seek(0)
@@ -251,7 +243,7 @@ def test_torch_save_and_pickle_bring_a_tensor_back(ranks):
 
 @on_ranks(3)
 def test_modules_with_ragged_parameters_cast_load_and_freeze():
-    _, tensor = make(3)
+    _, tensor = make()
     module: Any = nn.Module()
     module.weight = nn.Parameter(tensor)
     module.to(torch.bfloat16)
@@ -295,7 +287,7 @@ def test_hsdp_placements_are_made_from_a_full_tensor():
 
 @on_ranks(3)
 def test_data_can_be_written_and_replaced():
-    full, tensor = make(3, requires_grad=True)
+    full, tensor = make(requires_grad=True)
     param: Any = nn.Parameter(tensor)
     assert isinstance(param.data, RaggedDTensor)
     assert param.data.to_local().data_ptr() == param.to_local().data_ptr()
