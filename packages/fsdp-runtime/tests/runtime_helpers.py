@@ -174,6 +174,26 @@ def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6, what=""):
         torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
 
 
+def loss_of_rank(model, step, rank):
+    return loss_of(model, tokens(step, rank=rank))
+
+
+def check_training(make, wrap, loss=loss_of_rank, accumulate=1, **close):
+    """Two steps of the model that `wrap` shards end where those of one process with all ranks' batches end."""
+    model, plain, ranks = wrap(seeded(make)), seeded(make), dist.get_world_size()
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, plain))
+    for step in range(2):
+        for micro in range(accumulate):
+            model.set_requires_gradient_sync(micro == accumulate - 1)
+            loss(model, 10 * step + micro, dist.get_rank()).backward()
+            for rank in range(ranks):
+                (loss(plain, 10 * step + micro, rank) / ranks).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, plain, **close)
+
+
 class BrokenTransport:
     """A transport whose gathers fail, after which something may still read the memory that was sent."""
 

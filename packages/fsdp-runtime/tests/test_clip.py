@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
-from fsdp_runtime.optim.clip import runs_of
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
 
@@ -198,20 +197,6 @@ def test_what_cannot_be_clipped_is_refused():
         with pytest.raises(ValueError, match=r"norm_type is 0\.0; expected a positive number"):
             model.clip_grad_norm_(1.0, 0.0)
         assert model.clip_grad_norm_(1.0) == 0
-
-
-def test_runs_end_where_memory_or_the_dtype_does():
-    flat, other = torch.arange(12.0), torch.ones(3)
-    a, b, gap, c = flat.split((4, 2, 1, 5))
-    found = runs_of([c, other, b, a.view(2, 2), gap[:0]])
-    assert sorted(tuple(run.flatten().tolist()) for run in found) == [
-        (0.0, 1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 1.0, 1.0), (7.0, 8.0, 9.0, 10.0, 11.0),
-    ]  # fmt: skip
-    words = torch.zeros(4)
-    assert [run.dtype for run in runs_of([words[:2], words[2:].view(torch.int32)])] == [
-        torch.float32,
-        torch.int32,
-    ]
 
 
 def stage(number):

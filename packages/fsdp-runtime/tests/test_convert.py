@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import llama, seeded, shard
+from runtime_helpers import seeded, shard
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_runtime.checkpoint import STACKED_EXPERTS, Fused, Rename, Split, convert_checkpoint
@@ -146,17 +146,6 @@ def test_converting_takes_little_memory_in_both_directions(tmp_path):
     (file,) = (tmp_path / "again").glob("*.safetensors")
     loaded = safetensors.load_file(file)
     assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
-
-
-def test_transformers_loads_the_result(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    model = llama()
-    safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
-    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "dcp", entry="model")
-    convert_checkpoint(tmp_path / "dcp", tmp_path / "files")
-    model.config.save_pretrained(tmp_path / "files")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "files").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_elements_that_files_have_twice_do_not_stand_for_those_that_are_missing(tmp_path):

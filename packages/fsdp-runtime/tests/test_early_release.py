@@ -120,16 +120,6 @@ def test_a_child_used_in_several_reentrant_checkpoints_is_kept_and_summed():
     step(make=InRuns)
 
 
-@on_ranks(2)
-@children_from(1)
-def test_a_second_backward_through_one_graph_gathers_what_the_first_freed():
-    model = shard(seeded(Body), reshard_after_forward=True)
-    loss = loss_of(model, tokens())
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert_same_gradients(model, plain_backward(seeded(Body)), scale=2)
-
-
 @on_ranks(1)
 @children_from(1)
 def test_own_buffers_change_neither_names_nor_their_order():

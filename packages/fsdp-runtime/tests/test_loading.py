@@ -3,12 +3,13 @@
 import contextlib
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import BF16, loss_of, on_meta, seeded, shard, step_of, tokens
+from runtime_helpers import BF16, assert_same_parameters, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +24,7 @@ import block_optim
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
+    block_policies,
     full_params,
     fully_shard,
     get_full_state_dict,
@@ -31,7 +33,6 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from layout_planner import Elements
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
@@ -39,68 +40,56 @@ FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
 
 
-def options_of(kind):
-    if kind == "mixed precision":
-        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    if kind == "hybrid":
-        ranks = dist.get_world_size()
-        shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
-        return {"mesh": rank_mesh(*shape, names=("replicate", "shard"))}
-    if kind == "elements":
-        return {"block_policy": lambda name, param: Elements(3)}
-    return {}
-
-
 def model_of(kind, device="cpu", seed=1):
-    # 5 rows of embeddings: on 3 ranks there are uneven and empty shards.
+    options: dict[str, Any] = {}
+    if kind == "hybrid":
+        options["mesh"] = rank_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+    elif kind == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    elif kind == "elements":
+        options["block_policy"] = block_policies.elements(3)
     with torch.device(device):
-        model = seeded(seed=seed, vocab=5, tied=kind == "tied")
-    return shard(model, **options_of(kind))
+        model = seeded(seed=seed, vocab=5, tied=kind == "tied")  # 5 rows: there are uneven and empty shards
+    return shard(model, **options)
 
 
 def full_values(kind):
     return seeded(vocab=5, tied=kind == "tied").state_dict()
 
 
-def assert_loaded(model, kind):
-    for name, value in get_full_state_dict(model).items():
-        assert torch.equal(value, full_values(kind)[name]), (kind, name)
-    loss_of(model, tokens(vocab=5)).backward()
+def assert_same_values(model, wanted):
+    torch.testing.assert_close(get_full_state_dict(model), dict(wanted), rtol=0, atol=0)
 
 
-def assigned(kind, device):
-    model = model_of(kind, device)
+def assign(model, values):
     own = model.state_dict()
-    sharded = {
+    placed = {
         name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, own[name].placements))
-        for name, value in full_values(kind).items()
+        for name, value in values.items()
     }
-    model.load_state_dict(sharded, assign=True)
-    assert_loaded(model, kind)
+    model.load_state_dict(placed, assign=True)
 
 
-def by_torch(kind, device, options):
-    model = model_of(kind, device)
-    values = full_values(kind) if options is ON_ALL or dist.get_rank() == 0 else {}
-    set_model_state_dict(model, values, options=options)
-    assert_loaded(model, kind)
+def by_torch(options, model, values):
+    given = values if options is ON_ALL or dist.get_rank() == 0 else {}
+    set_model_state_dict(model, given, options=options)
 
 
-CASES = [
+CASES = (
     ("plain", "meta"), ("mixed precision", "cpu"), ("hybrid", "meta"), ("hybrid", "cpu"), ("tied", "meta"),
-]  # fmt: skip
+    ("elements", "cpu"), ("elements", "meta"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-@on_ranks("ranks")
-def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
+@on_ranks(4)
+def test_full_state_dicts_load_as_in_fsdp2s_tutorial():
     for kind, device in CASES:
-        assigned(kind, device)
-        by_torch(kind, device, ON_ALL)
-        by_torch(kind, device, FROM_RANK0)
-    for device in ("cpu", "meta"):
-        assigned("elements", device)
-        by_torch("elements", device, ON_ALL)
+        for load_into in (assign, partial(by_torch, ON_ALL), partial(by_torch, FROM_RANK0)):
+            if kind != "elements" or getattr(load_into, "args", ()) != (FROM_RANK0,):
+                model = model_of(kind, device)
+                load_into(model, full_values(kind))
+                assert_same_values(model, full_values(kind))
+                loss_of(model, tokens(vocab=5)).backward()
 
 
 class Odd(nn.Module):
@@ -129,11 +118,8 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
     expected = odd().state_dict()
     for options in (FROM_RANK0, ON_ALL):
         model = fully_shard(odd("meta"))
-        values = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
-        set_model_state_dict(model, values, options=options)
-        for name, value in get_full_state_dict(model).items():
-            assert value.dtype == expected[name].dtype
-            assert torch.equal(value, expected[name]), name
+        by_torch(options, model, odd().state_dict())
+        assert_same_values(model, expected)
         model(torch.randn(4, 3)).backward()
         torch.optim.AdamW(model.parameters()).step()
     model = fully_shard(odd("meta"))
@@ -157,14 +143,11 @@ def adamw(model, **options):
 
 def states_from_rank0(kind, foreach, together):
     """`together`: torch's set_state_dict, which takes an empty dict for one of an optimizer alone."""
-    plain = seeded(vocab=5, tied=kind == "tied")
-    theirs = adamw(plain)
+    plain, model = seeded(vocab=5, tied=kind == "tied"), model_of(kind)
+    theirs, ours = adamw(plain), adamw(model, foreach=foreach)
     trained(plain, theirs, range(2))
-    full = get_optimizer_state_dict(plain, theirs)
-    model = model_of(kind)
-    ours = adamw(model, foreach=foreach)
-    rank0 = dist.get_rank() == 0
-    values, state = copy.deepcopy((plain.state_dict(), full)) if rank0 or together else ({}, {})
+    both = copy.deepcopy((plain.state_dict(), get_optimizer_state_dict(plain, theirs)))
+    values, state = both if dist.get_rank() == 0 or together else ({}, {})
     if together:
         set_state_dict(model, ours, model_state_dict=values, optim_state_dict=state, options=FROM_RANK0)
     else:
@@ -172,8 +155,7 @@ def states_from_rank0(kind, foreach, together):
         set_optimizer_state_dict(model, ours, state, options=FROM_RANK0)
     trained(model, ours, range(2, 4))
     trained(plain, theirs, range(2, 4))
-    for name, value in get_full_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    assert_same_parameters(model, plain)
 
 
 torchs_helper = pytest.mark.skipif(
@@ -184,12 +166,7 @@ torchs_helper = pytest.mark.skipif(
 @torchs_helper
 @on_ranks(3)
 def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial():
-    for case in (
-        ("plain", True, True),
-        ("hybrid", False, False),
-        ("tied", True, False),
-        ("tied", False, True),
-    ):
+    for case in (("plain", True, True), ("tied", True, False), ("tied", False, True)):
         states_from_rank0(*case)
 
 
@@ -200,10 +177,8 @@ def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_w
     for device in ("cpu", "meta"):
         with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
             set_model_state_dict(model_of("elements", device), dict(values), options=FROM_RANK0)
-    model = model_of("plain")
-    optimizer = adamw(model)
-    plain = seeded(vocab=5)
-    theirs = adamw(plain)
+    model, plain = model_of("plain"), seeded(vocab=5)
+    optimizer, theirs = adamw(model), adamw(plain)
     trained(plain, theirs, range(1))
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
     with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
@@ -255,11 +230,8 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
     model, wanted = shard(seeded()), seeded().state_dict()
     for rank0_only in (False, True):
         found = get_full_state_dict(model, rank0_only=rank0_only, cpu_offload=True)
-        if rank0_only and dist.get_rank():
-            assert found == {}
-        else:
-            assert found.keys() == wanted.keys()
-            assert all(found[name].equal(value) for name, value in wanted.items())
+        expected = {} if rank0_only and dist.get_rank() else dict(wanted)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
         other = shard(on_meta())
         for values, message in (
             ({**found, "blocks.0.weight": torch.zeros(2)}, r"blocks.0.weight: a tensor of shape"),
@@ -324,25 +296,26 @@ def uncounted(_, params, factor):
 WRITES = {
     "in place": lambda _, params, factor: [p.mul_(factor) for p in params],
     "through .data": lambda _, params, factor: [p.data.mul_(factor) for p in params],
-    "copy_": lambda _, params, factor: [p.copy_(p * factor) for p in params],
     "the local tensor": lambda _, params, factor: [p.to_local().mul_(factor) for p in params],
     "foreach": lambda _, params, factor: torch._foreach_mul_(params, factor),
     "load_state_dict": load,
     "a write that torch does not count": uncounted,
 }
-CUTS: dict[str, Any] = {
-    "codes of whole tiles": "whole",
-    "codes of shared tiles": "shared",
-    "units that stay gathered": None,
-}
 
 
-@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
+            for cut in ("whole", "shared")
+        ),
+        {"reshard_after_forward": False},
+    ],
+    ids=["codes of whole tiles", "codes of shared tiles", "units that stay gathered"],
+)
 @on_ranks(3)
-def test_a_write_outside_training_is_seen_by_the_next_forward(kind):
-    options: dict[str, Any] = {"reshard_after_forward": False}
-    if CUTS[kind] is not None:
-        options = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=CUTS[kind])}
+def test_a_write_outside_training_is_seen_by_the_next_forward(options):
     model, wanted = shard(seeded(width=24), **options), seeded(width=24)
     params = list(model.parameters())  # sharded: what an optimizer has
     with torch.no_grad():

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dbuffer import Collectives
 from dbuffer._torch_compat import CAN_SWAP
 from fsdp_runtime import fully_shard
-from fsdp_runtime._params.unit import not_at_rest
 from fsdp_runtime._schedule.model import member_of
 from layout_planner import plan
-from ragged_shard.testing import on_ranks, rank_mesh, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class Counting:
@@ -70,9 +69,9 @@ def test_a_planner_of_the_callers_packs_every_group():
         seen.append([spec.name for spec in tensors])
         return plan(tensors, world_size, align=4 * align)
 
-    model = shard(seeded(blocks=1), planner=planner)
+    model = shard(seeded(blocks=2), planner=planner)  # of equal blocks too
     loss_of(model, tokens()).backward()
-    assert seen == [["weight", "bias"], ["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
+    assert seen == [["weight", "bias"]] * 2 + [["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
     assert member_of(model).unit.groups[0].plan.layout.align == 32
     with pytest.raises(
         TypeError, match=r"planner is 'best'; expected a function such as layout_planner.plan"
@@ -111,35 +110,6 @@ def test_while_gradients_wait_to_be_copied_their_buffer_has_no_memory():
     with mock.patch.object(type(group.gradients), "close", closing):
         loss_of(model, tokens()).backward()
     assert seen == [(2, False)]
-
-
-def test_equal_units_share_a_layout_but_a_planner_of_the_users_is_asked_each_time():
-    asked = []
-
-    def planner(tensors, world_size, *, align):
-        asked.append(len(tensors))
-        return plan(tensors, world_size, align=align)
-
-    with simulated_ranks(4):
-        one, *others = (member_of(block).unit.groups[0].plan.layout for block in shard(seeded()).blocks)
-        assert all(other is one for other in others)
-        shard(seeded(), planner=planner)
-    assert asked[:3] == [2, 2, 2]
-
-
-@pytest.mark.filterwarnings("ignore:.*returned a view")
-def test_a_unit_is_known_to_be_gathered_while_it_holds_more_than_its_shards():
-    with simulated_ranks(4):
-        model = shard(seeded(blocks=2))
-        unit = member_of(model.blocks[0]).unit
-        assert unit not in not_at_rest
-        model.blocks[0].unshard()
-        assert unit in not_at_rest
-        model.blocks[0].reshard()
-        assert unit not in not_at_rest
-        loss_of(model, tokens(rank=0)).backward()
-        assert unit.at_rest
-        assert unit not in not_at_rest
 
 
 # -- a gather that cannot start ----------------------------------------------------------------------------------------

@@ -249,25 +249,6 @@ def test_tensor_parallelism_and_experts_with_replicas_train_as_with_fsdp2(tmp_pa
         assert mine == pytest.approx(theirs, rel=close), name
 
 
-@on_ranks(2)
-def test_training_goes_on_from_a_checkpoint_and_fsdp2_reads_it_too(tmp_path):
-    from torchtitan.components.checkpoint import CheckpointManager
-
-    on_cpu()
-    saving = {"checkpoint": CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)}
-    trainer = trainer_of(tmp_path, spec_of("llama3", "ours"), **saving)
-    trainer.steps(2)
-    trainer.checkpointer.save(2)
-    expected = trainer.steps(2)
-    trainer.close()
-    for system, close in (("ours", 0), ("fsdp2", 1e-5)):
-        again = trainer_of(tmp_path, spec_of("llama3", system), seed=5, **saving)
-        assert again.checkpointer.load()
-        assert again.step == 2
-        assert again.steps(2) == pytest.approx(expected, rel=close, abs=0), system
-        again.close()
-
-
 def nothing(model, *, parallel_dims):
     return model
 

@@ -96,23 +96,6 @@ def history(trainer):
     return [e[key] for e in entries for key in ("loss", "grad_norm", "eval_loss") if key in e]
 
 
-@on_ranks(3)
-def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
-    found = {}
-    for system in ("fsdp2", "ours"):
-        options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-        trainer = trainer_for(system, tmp_path / system, llama(), **options)
-        trainer.train()
-        found[system] = history(trainer)
-        assert [bool(count) for count in trainer.reductions] == [False, True] * 4
-    assert len(found["ours"]) == 10
-    assert found["ours"] == pytest.approx(found["fsdp2"], rel=1e-5)
-    assert FSDPModule in type(trainer.model).__mro__
-    trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
-    own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
-
-
 @on_ranks(2)
 def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
     from safetensors.torch import load_file
