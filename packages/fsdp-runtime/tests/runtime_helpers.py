@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
@@ -170,8 +171,8 @@ def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
 
 def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6, what=""):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        text = f"{what}{name}: {{}}".format
-        torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
+        text, found = f"{what}{name}: {{}}".format, full(param).to(wanted.device)
+        torch.testing.assert_close(found, wanted.detach(), rtol=rtol, atol=atol, msg=text)
 
 
 def loss_of_rank(model, step, rank):
@@ -209,6 +210,18 @@ class BrokenTransport:
 
     def wait(self):
         raise RuntimeError("a peer died")
+
+
+class Ops(TorchDispatchMode):
+    """Inside, calls `note(op, args)` for each op."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.note(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 class Watch(torch.autograd.Function):

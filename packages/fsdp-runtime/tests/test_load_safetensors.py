@@ -261,13 +261,12 @@ def test_a_rule_that_does_not_fit_is_an_error_by_name(change, message, tmp_path)
 @on_ranks(2)
 def test_a_tied_parameter_is_loaded_under_either_name_and_refused_under_two_that_differ(tmp_path):
     tensors = seeded(tied=True).state_dict()
-    names = {"embed.weight", "head.weight"}
     for left_out in ({"head.weight"}, {"embed.weight"}, set()):
         path = tmp_path / "-".join(("m", *left_out))
         write_once(path / "m.safetensors", {n: t for n, t in tensors.items() if n not in left_out})
         model = shard(on_meta(tied=True))
         load_safetensors(model, path)
-        assert full(model.head.weight).equal(tensors["embed.weight"]), names - left_out
+        assert full(model.head.weight).equal(tensors["embed.weight"]), left_out
         assert model.head.weight is model.embed.weight
     differ = {**tensors, "head.weight": tensors["head.weight"] + torch.eye(12, 8)}
     write_once(tmp_path / "differ" / "m.safetensors", differ)
@@ -278,45 +277,35 @@ def test_a_tied_parameter_is_loaded_under_either_name_and_refused_under_two_that
 # -- what is refused, on all ranks, before anything is changed ---------------------------------------------------------
 
 
-def refuse(path, message, kind):
+def refuse(path, message):
     model = shard(seeded(seed=1))
     before = full_values(model)
-    with pytest.raises(kind, match=message):
+    with pytest.raises((ValueError, TypeError, OSError), match=message):
         load_safetensors(model, path)
     assert_values(model, before)
 
 
 @on_ranks(2)
 def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_path):
-    for number, (value, message, kind) in enumerate(
-        (
-            (None, r"missing \['norm.bias'\], unexpected \[\]", ValueError),
-            (torch.zeros(9), r"norm.bias has shape \(9,\); norm.bias expects \(8,\)", ValueError),
-            (torch.zeros(8).int(), "norm.bias is torch.int32; norm.bias expects", TypeError),
-            (torch.zeros(8).to(torch.float8_e4m3fn), "and there is no norm.bias_scale_inv", ValueError),
-        )
-    ):
+    for number, (value, message) in enumerate((
+        (None, r"missing \['norm.bias'\], unexpected \[\]"),
+        (torch.zeros(9), r"norm.bias has shape \(9,\); norm.bias expects \(8,\)"),
+        (torch.zeros(8).int(), "norm.bias is torch.int32; norm.bias expects"),
+        (torch.zeros(8).to(torch.float8_e4m3fn), "and there is no norm.bias_scale_inv"),
+    )):  # fmt: skip
         path = tmp_path / str(number)
         tensors = {**seeded().state_dict(), "norm.bias": value}
         write_once(path / "m.safetensors", {n: t for n, t in tensors.items() if t is not None})
-        refuse(path, message, kind)
+        refuse(path, message)
 
 
 DAMAGES: Any = {  # what is done to the file of rank 1, and what all ranks say
-    "cut": (
-        lambda file, content: file.write_bytes(content[:-1]),
-        "not a safetensors file, or damaged",
-        ValueError,
-    ),
-    "empty": (lambda file, content: file.write_bytes(b""), "not a safetensors file, or damaged", ValueError),
-    "fifo": (lambda file, _: os.mkfifo(file), "m.safetensors: a FIFO; expected a file", OSError),
-    "folder": (lambda file, _: file.mkdir(), "m.safetensors: a folder; expected a file", OSError),
-    "index": (
-        lambda file, _: os.mkfifo(f"{file}.index.json"),
-        "index.json: a FIFO; expected a file",
-        OSError,
-    ),
-    "none": (lambda *_: None, r"has no \*.safetensors", OSError),
+    "cut": (lambda file, content: file.write_bytes(content[:-1]), "not a safetensors file, or damaged"),
+    "empty": (lambda file, content: file.write_bytes(b""), "not a safetensors file, or damaged"),
+    "fifo": (lambda file, _: os.mkfifo(file), "m.safetensors: a FIFO; expected a file"),
+    "folder": (lambda file, _: file.mkdir(), "m.safetensors: a folder; expected a file"),
+    "index": (lambda file, _: os.mkfifo(f"{file}.index.json"), "index.json: a FIFO; expected a file"),
+    "none": (lambda *_: None, r"has no \*.safetensors"),
 }
 
 
@@ -324,51 +313,27 @@ DAMAGES: Any = {  # what is done to the file of rank 1, and what all ranks say
 def test_a_problem_of_one_rank_is_raised_by_all(tmp_path):
     whole, rank = tmp_path / "whole", dist.get_rank()
     write_once(whole / "m.safetensors", seeded().state_dict())
-    for name, (damage, message, kind) in DAMAGES.items():
+    for name, (damage, message) in DAMAGES.items():
         own = tmp_path / name
         if rank == 1:
             own.mkdir()
             damage(own / "m.safetensors", (whole / "m.safetensors").read_bytes())
-        refuse(own if rank == 1 else whole, rf"on rank 1: .*{name}.*{message}", kind)
+        refuse(own if rank == 1 else whole, rf"on rank 1: .*{name}.*{message}")
     other = seeded().to(torch.bfloat16).state_dict()
     write_once(tmp_path / "other" / "m.safetensors", dict(reversed(other.items())))
-    refuse(tmp_path / "other" if rank == 1 else whole, "ranks do not agree on the checkpoint at", ValueError)
+    refuse(tmp_path / "other" if rank == 1 else whole, "ranks do not agree on the checkpoint at")
 
 
-def header(entries, data=b"\0" * 64, text=None):
-    text = json.dumps(entries).encode() if text is None else text
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(shape=(4,), dtype="F32", offsets=(0, 16)):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        header({"a": entry(offsets=(0, 12))}),
-        header({"a": entry(offsets=(60, 76))}),
-        header({"a": entry(), "b": entry(offsets=(8, 24))}),
-        header({"a": entry(dtype="F4")}),
-        header({"a": entry(shape=(-4,))}),
-        header({"a": entry(shape=(True,) * 4)}),
-        header({"a": entry(shape=[10**4000] * 1000)}),
-        header({"a": [1]}),
-        header(None, text=b"[1, 2]"),
-        header(None, text=b"{"),
-        header(None, text=b"{" * 100000),
-        (1 << 62).to_bytes(8, "little") + b"{}",
-        b"abc",
-    ],
-)
-def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(content, tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(content)
-    model = nn.Module()
-    model.a = nn.Parameter(torch.zeros(4))
-    with pytest.raises(ValueError, match=r"m.safetensors: not a safetensors file, or damaged: .") as caught:
-        load_safetensors(model, tmp_path)
-    assert len(str(caught.value)) < 1000
+def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(tmp_path):
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}
+    for header in (json.dumps({"a": entry}), json.dumps({"a": {**entry, "dtype": "F" * 4000}}), "{" * 100000):
+        content = len(header).to_bytes(8, "little") + header.encode() + bytes(64)
+        (tmp_path / "m.safetensors").write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"m.safetensors: not a safetensors file, or damaged: ."
+        ) as caught:
+            load_safetensors(nn.Linear(2, 2), tmp_path)
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
