@@ -3,28 +3,22 @@
 import contextlib
 import copy
 import itertools
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import BF16, assert_same_parameters, loss_of, on_meta, seeded, shard, step_of, tokens
+from runtime_helpers import BF16, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.tensor import distribute_tensor
 
 import block_optim
 from fsdp_runtime import (
-    MixedPrecisionPolicy,
     QuantizationPolicy,
-    block_policies,
     full_params,
     fully_shard,
     get_full_state_dict,
@@ -34,77 +28,30 @@ from fsdp_runtime import (
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, record_collectives
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
-
-
-def model_of(kind, device="cpu", seed=1):
-    options: dict[str, Any] = {}
-    if kind == "hybrid":
-        options["mesh"] = rank_mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
-    elif kind == "mixed precision":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    elif kind == "elements":
-        options["block_policy"] = block_policies.elements(3)
-    with torch.device(device):
-        model = seeded(seed=seed, vocab=5, tied=kind == "tied")  # 5 rows: there are uneven and empty shards
-    return shard(model, **options)
-
-
-def full_values(kind):
-    return seeded(vocab=5, tied=kind == "tied").state_dict()
 
 
 def assert_same_values(model, wanted):
     torch.testing.assert_close(get_full_state_dict(model), dict(wanted), rtol=0, atol=0)
 
 
-def assign(model, values):
-    own = model.state_dict()
-    placed = {
-        name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, own[name].placements))
-        for name, value in values.items()
-    }
-    model.load_state_dict(placed, assign=True)
-
-
-def by_torch(options, model, values):
-    given = values if options is ON_ALL or dist.get_rank() == 0 else {}
-    set_model_state_dict(model, given, options=options)
-
-
-CASES = (
-    ("plain", "meta"), ("mixed precision", "cpu"), ("hybrid", "meta"), ("hybrid", "cpu"), ("tied", "meta"),
-    ("elements", "cpu"), ("elements", "meta"),
-)  # fmt: skip
-
-
-@on_ranks(4)
-def test_full_state_dicts_load_as_in_fsdp2s_tutorial():
-    for kind, device in CASES:
-        for load_into in (assign, partial(by_torch, ON_ALL), partial(by_torch, FROM_RANK0)):
-            if kind != "elements" or getattr(load_into, "args", ()) != (FROM_RANK0,):
-                model = model_of(kind, device)
-                load_into(model, full_values(kind))
-                assert_same_values(model, full_values(kind))
-                loss_of(model, tokens(vocab=5)).backward()
-
-
 class Odd(nn.Module):
-    """Five rows, one element, bf16 next to fp32, and buffers."""
+    """Five rows, which are tied, one element, bf16 next to fp32, and buffers."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 5)
+        self.linear, self.tied = nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.linear.weight
         self.scale = nn.Parameter(torch.randn(1))
         self.narrow = nn.Parameter(torch.randn(2, 2, dtype=torch.bfloat16))
         self.norm = nn.BatchNorm1d(5)
         self.register_buffer("table", torch.randn(4))
 
     def forward(self, x):
-        return self.norm(self.linear(x)).sum() * self.scale + self.narrow.float().sum()
+        return self.norm(self.linear(x) + self.tied(x)).sum() * self.scale + self.narrow.float().sum()
 
 
 def odd(device="cpu", seed=0):
@@ -118,7 +65,8 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
     expected = odd().state_dict()
     for options in (FROM_RANK0, ON_ALL):
         model = fully_shard(odd("meta"))
-        by_torch(options, model, odd().state_dict())
+        given = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
+        set_model_state_dict(model, given, options=options)
         assert_same_values(model, expected)
         model(torch.randn(4, 3)).backward()
         torch.optim.AdamW(model.parameters()).step()
@@ -130,59 +78,16 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
     assert model.linear.bias.is_meta
 
 
-def trained(model, optimizer, steps):
-    for step in steps:
-        loss_of(model, tokens(step, vocab=5, rank=0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-
-def states_from_rank0(kind, foreach, together):
-    """`together`: torch's set_state_dict, which takes an empty dict for one of an optimizer alone."""
-    plain, model = seeded(vocab=5, tied=kind == "tied"), model_of(kind)
-    theirs, ours = adamw(plain), adamw(model, foreach=foreach)
-    trained(plain, theirs, range(2))
-    both = copy.deepcopy((plain.state_dict(), get_optimizer_state_dict(plain, theirs)))
-    values, state = both if dist.get_rank() == 0 or together else ({}, {})
-    if together:
-        set_state_dict(model, ours, model_state_dict=values, optim_state_dict=state, options=FROM_RANK0)
-    else:
-        set_model_state_dict(model, values, options=FROM_RANK0)
-        set_optimizer_state_dict(model, ours, state, options=FROM_RANK0)
-    trained(model, ours, range(2, 4))
-    trained(plain, theirs, range(2, 4))
-    assert_same_parameters(model, plain)
-
-
-torchs_helper = pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
-
-
-@torchs_helper
-@on_ranks(3)
-def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial():
-    for case in (("plain", True, True), ("tied", True, False), ("tied", False, True)):
-        states_from_rank0(*case)
-
-
-@torchs_helper
+@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's helper sees no DTensor")
 @on_ranks(2)
-def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
-    values = full_values("plain") if dist.get_rank() == 0 else {}
-    for device in ("cpu", "meta"):
-        with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
-            set_model_state_dict(model_of("elements", device), dict(values), options=FROM_RANK0)
-    model, plain = model_of("plain"), seeded(vocab=5)
-    optimizer, theirs = adamw(model), adamw(plain)
-    trained(plain, theirs, range(1))
+def test_full_optimizer_states_that_torch_leaves_whole_raise_at_the_next_step_with_the_way_out():
+    """What torch slices and what it slices wrongly: tests of ragged-shard."""
+    model, plain = shard(seeded()), seeded()
+    optimizer, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, plain))
+    step_of(plain, theirs)
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
     with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
-        trained(model, optimizer, range(1))
+        step_of(model, optimizer)
 
 
 @on_ranks(3)
