@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_steps import Plain, accumulate, assert_equal_bits, descend
 from runtime_helpers import loss_of, same_bits, seeded, shard, tokens
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
@@ -12,21 +11,6 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 BF16 = QuantizationPolicy(gradients="bf16")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "microbatches"), [(3, 1), (4, 1), pytest.param(3, 2, id="added up before they are rounded")]
-)
-@on_ranks("ranks")
-def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks, microbatches):
-    plain, model = Plain(seeded), shard(seeded(), quantization_policy=BF16)
-    for step in range(2):
-        plain.step(step)  # of two equal microbatches the sum is exact, and the mean is the gradient itself
-        accumulate(model, step, microbatches)
-        for name, param in model.named_parameters():
-            assert param.grad.full_tensor().equal(plain.gradients[name]), name
-        descend(model.parameters())
-    assert_equal_bits(model, plain.masters)
 
 
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
