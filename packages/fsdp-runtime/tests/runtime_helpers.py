@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
@@ -24,6 +25,15 @@ with_examples = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are n
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
+    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
+    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
+    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
+}
 
 
 class Body(nn.Module):
@@ -158,6 +168,11 @@ def locals_of(model):
 def same_bits(one, two):
     """Whether two lists have equal tensors."""
     return all(a.equal(b) for a, b in zip(one, two, strict=True))
+
+
+def assert_same_values(found, wanted):
+    """Two dicts have the same keys and equal tensors."""
+    torch.testing.assert_close(dict(found), dict(wanted), rtol=0, atol=0)
 
 
 def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):

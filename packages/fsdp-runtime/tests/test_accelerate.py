@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import example_script, llama, tokens, with_examples
+from runtime_helpers import assert_same_values, example_script, llama, tokens, with_examples
 from torch import nn
 
 from fsdp_runtime.integrations import accelerate as ours
@@ -21,16 +21,24 @@ pytest.importorskip("accelerate", reason="accelerate is not installed (the extra
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
 
 
-def accelerator_for(accumulate=1, **options):
-    """An accelerator whose ranks are FSDP2's, on CPU."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
+def fresh_state():
+    """Of Accelerate, with what torchrun says."""
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def accelerator_for(accumulate=1, **options):
+    """An accelerator whose ranks are FSDP2's, on CPU."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    fresh_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # a trainer's job on this rank may have left it
     options = {"cpu_ram_efficient_loading": False, "reshard_after_forward": True, **options}
     plugin = FullyShardedDataParallelPlugin(
@@ -182,8 +190,7 @@ def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
     accelerator.save_model(model, str(tmp_path))
     dist.barrier()
     for state in (load_file(tmp_path / "model.safetensors"), found if dist.get_rank() == 0 else expected):
-        assert state.keys() == expected.keys()
-        assert all(state[name].equal(expected[name]) for name in expected)
+        assert_same_values(state, expected)
 
 
 @on_ranks(3)
@@ -193,9 +200,7 @@ def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffe
         mine = llama(seed=dist.get_rank(), tie_word_embeddings=tied)  # only rank 0 has the values
         _, plugin = accelerator_for(cpu_ram_efficient_loading=True)
         ours.shard(mine, plugin)
-        full = full_state_dict(mine)
-        for name, value in expected.state_dict().items():
-            assert full[name].equal(value), name
+        assert_same_values(full_state_dict(mine), expected.state_dict())
         assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
         for name, buffer in expected.named_buffers():
             assert mine.get_buffer(name).equal(buffer), name

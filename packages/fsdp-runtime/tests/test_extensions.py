@@ -197,6 +197,12 @@ class TwoInside(Halved):
         return ["inner", "scale"], None
 
 
+class ThreeArguments(Halved):
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
+        return Halved.__tensor_unflatten__(tensors, context, size, None)
+
+
 @on_ranks(2)
 def test_what_cannot_be_served_is_refused_by_name_before_anything_changes():
     quantize: Any = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))}
@@ -204,6 +210,7 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_changes():
         (TwoInside, NotImplementedError, r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)", {}),
         (Unmarked, NotImplementedError, r"0\.weight is a Unmarked without fsdp_pre_all_gather", {}),
         (Lost, NotImplementedError, r"0\.weight is a Lost whose __tensor_unflatten__ makes a Tensor", {}),
+        (ThreeArguments, ValueError, r"weight is a ThreeArguments .*takes \(tensors, context, size\)", {}),
         (Halved, ValueError, r"0\.weight was selected, but is a Halved", quantize),
     )
     for make, error, message, options in cases:

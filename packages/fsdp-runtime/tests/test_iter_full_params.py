@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import TwoLayers, full_values, on_meta, seeded, shard, shard_with_tensor_parallelism
+from runtime_helpers import (
+    TwoLayers,
+    assert_same_values,
+    full_values,
+    on_meta,
+    seeded,
+    shard,
+    shard_with_tensor_parallelism,
+)
 from torch import nn
 
 from fsdp_runtime import (
@@ -34,8 +42,7 @@ def everything(bucket_bytes, ranks, options):
     if ranks is not None and dist.get_rank() not in ranks:
         assert not found
         return
-    assert found.keys() == wanted.keys()
-    assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert_same_values(found, wanted)
     assert all(type(value) is torch.Tensor for value in found.values())
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import (
     TwoLayers,
+    assert_same_values,
     full,
     full_values,
     loss_of,
@@ -28,7 +29,8 @@ from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from layout_planner import Rows
-from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
+from ragged_shard import gather_from_ranks
+from ragged_shard.testing import on_ranks, rank_mesh
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -46,27 +48,27 @@ def write_once(path, tensors):
 
 
 def assert_values(model, wanted):
-    assert all(value.equal(wanted[name]) for name, value in full_values(model).items())
+    assert_same_values(full_values(model), wanted)
 
 
 # -- who reads what ----------------------------------------------------------------------------------------------------
 
 
-def load_on_meta(path, width):
-    model = shard(on_meta(width=width))
-    report = load_safetensors(model, path)
-    wanted = seeded(width=width)
-    assert_values(model, wanted.state_dict())
-    loss = loss_of(model, tokens())
-    loss.backward()
-    assert loss.equal(loss_of(wanted, tokens()))
-    return report.bytes_read
+def read_by_all(report):
+    return sum(gather_from_ranks(report.bytes_read))
 
 
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@on_ranks(3)
 def test_all_ranks_together_read_every_byte_of_the_file_once(tmp_path):
-    write(tmp_path / "model.safetensors", seeded(width=40).state_dict())
-    total = sum(t.nbytes for t in seeded(width=40).state_dict().values())
-    assert sum(run_ranks(3, load_on_meta, tmp_path, 40)) == total
+    wanted, model = seeded(width=40), shard(on_meta(width=40))
+    write_once(tmp_path / "model.safetensors", wanted.state_dict())
+    assert read_by_all(load_safetensors(model, tmp_path)) == bytes_of(wanted.state_dict())
+    assert_values(model, wanted.state_dict())
+    assert loss_of(model, tokens()).equal(loss_of(wanted, tokens()))
 
 
 def mapped_bytes(path):
@@ -121,24 +123,18 @@ def test_values_are_cast_to_the_dtype_of_the_parameters_and_the_next_forward_gat
     assert loss_of(model, tokens()).equal(loss_of(seeded(), tokens()))
 
 
-def load_with_tp(path, replicate):
-    mesh = rank_mesh(2, 2, names=("replicate", "shard") if replicate else ("dp", "tp"))
-    model = seeded(TwoLayers, seed=1)
-    model = (
-        fully_shard(model, mesh=mesh) if replicate else shard_with_tensor_parallelism(model, mesh, Rows(2))
-    )
-    report = load_safetensors(model, path)
-    assert_values(model, seeded(TwoLayers).state_dict())
-    return report.bytes_read
-
-
-@pytest.mark.parametrize(("replicate", "copies"), [(False, 1), (True, 2)])
-def test_two_dimensional_placements_read_their_own_boxes(replicate, copies, tmp_path):
+@on_ranks(4)
+def test_two_dimensional_placements_read_their_own_boxes(tmp_path):
     tensors = seeded(TwoLayers).state_dict()
-    write(tmp_path / "m.safetensors", tensors)
-    total = sum(t.nbytes for t in tensors.values())
-    replicated = 0 if replicate else tensors["down.bias"].nbytes  # on both ranks of tp
-    assert sum(run_ranks(4, load_with_tp, tmp_path, replicate)) == total * copies + replicated
+    write_once(tmp_path / "m.safetensors", tensors)
+    model = fully_shard(seeded(TwoLayers, seed=1), mesh=rank_mesh(2, 2, names=("replicate", "shard")))
+    assert read_by_all(load_safetensors(model, tmp_path)) == 2 * bytes_of(tensors)
+    assert_values(model, tensors)
+    mesh = rank_mesh(2, 2, names=("dp", "tp"))
+    model = shard_with_tensor_parallelism(seeded(TwoLayers, seed=1), mesh, Rows(2))
+    twice = tensors["down.bias"].nbytes  # on both ranks of tp
+    assert read_by_all(load_safetensors(model, tmp_path)) == bytes_of(tensors) + twice
+    assert_values(model, tensors)
 
 
 # -- forms of files ----------------------------------------------------------------------------------------------------
@@ -207,19 +203,6 @@ RULES: list[Any] = [
 ]
 
 
-def load_by_rules(path):
-    model: Any = fully_shard(Fusing(), block_policy=block_policies.elements(5))
-    load_safetensors(model, path, rules=RULES)
-    found, given = full_values(model), safetensors.load_file(path / "m.safetensors")
-    assert found["norm"].equal(given["model.norm.weight"])
-    assert found["qkv"].equal(torch.cat([given["q"], given["k"], given["v"]]))
-    assert torch.cat([found["gate"], found["up"]]).equal(given["gate_up"])
-    experts = [torch.cat([given[f"experts.{i}.gate"], given[f"experts.{i}.up"]]) for i in range(3)]
-    assert found["experts"].equal(torch.stack(experts))
-    assert torch.stack([found[f"w.{i}"] for i in range(3)]).equal(given["stacked"])
-    return load_safetensors(model, path, rules=RULES).bytes_read
-
-
 def rule_tensors():
     torch.manual_seed(3)
     shapes = {"model.norm.weight": (6,), "q": (4, 6), "k": (3, 6), "v": (3, 6), "gate_up": (8, 6)}
@@ -227,10 +210,18 @@ def rule_tensors():
     return {name: torch.randn(shape) for name, shape in {**shapes, "stacked": (3, 2, 6)}.items()}
 
 
+@on_ranks(3)
 def test_rules_rename_fuse_split_and_stack(tmp_path):
-    write(tmp_path / "m.safetensors", rule_tensors())
-    total = sum(t.nbytes for t in rule_tensors().values())
-    assert sum(run_ranks(3, load_by_rules, tmp_path)) == total
+    given, model = rule_tensors(), fully_shard(Fusing(), block_policy=block_policies.elements(5))
+    write_once(tmp_path / "m.safetensors", given)
+    assert read_by_all(load_safetensors(model, tmp_path, rules=RULES)) == bytes_of(given)
+    found = full_values(model)
+    assert found["norm"].equal(given["model.norm.weight"])
+    assert found["qkv"].equal(torch.cat([given["q"], given["k"], given["v"]]))
+    assert torch.cat([found["gate"], found["up"]]).equal(given["gate_up"])
+    experts = [torch.cat([given[f"experts.{i}.gate"], given[f"experts.{i}.up"]]) for i in range(3)]
+    assert found["experts"].equal(torch.stack(experts))
+    assert torch.stack([found[f"w.{i}"] for i in range(3)]).equal(given["stacked"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from quantized_steps import checkpointed, quantized, taken_by_a_gpu
+from quantized_steps import Plain, accumulate, checkpointed, descend, quantized, taken_by_a_gpu
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,21 +39,6 @@ def weight_of(values, **phase):
     return microscaled.MicroscaledWeight.of(
         coded(values, MX_ROWS), coded(values, MX_COLUMNS), microscaled.Phase(**phase)
     )
-
-
-class Reference(torch.autograd.Function):
-    """A linear layer of one process: rows are multiplied in forward, columns in backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return read_back(x) @ read_back(weight).t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        return read_back(dy) @ read_back(weight, MX_COLUMNS), dw
 
 
 def test_forward_multiplies_rows_and_backward_columns():
@@ -142,23 +127,6 @@ def body():
     return seeded(width=WIDTH, blocks=2)
 
 
-def step_of_one_process(masters, step, microbatches=1):
-    """Loss of this rank, and gradients: the mean over ranks."""
-    model = body()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(masters[name])
-    for block in model.blocks:
-        block.forward = lambda x, block=block: Reference.apply(x, block.weight) + block.bias
-    losses = []
-    for rank in range(dist.get_world_size()):
-        for _ in range(microbatches):
-            losses.append(loss_of(model, tokens(step, rank=rank)))
-            (losses[-1] / microbatches).backward()
-    grads = {name: param.grad / dist.get_world_size() for name, param in model.named_parameters()}
-    return losses[dist.get_rank() * microbatches], grads
-
-
 class Around(nn.Module):
     def __init__(self, inner, reentrant):
         super().__init__()
@@ -180,26 +148,17 @@ def sharded(kind, **options):
 
 
 def train(kind="plain", microbatches=1, **options):
-    model, masters = sharded(kind, **options), dict(body().named_parameters())
+    model, plain = sharded(kind, **options), Plain(body, weight_of)
     for step in range(2):
-        loss, grads = step_of_one_process(masters, step, microbatches)
-        for micro in range(microbatches):
-            model.set_requires_gradient_sync(micro == microbatches - 1)
-            mine = loss_of(model, tokens(step))
-            torch.testing.assert_close(mine, loss, rtol=0, atol=1e-5)
-            (mine / microbatches).backward()
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                plain = name.replace(".inner", "")
-                torch.testing.assert_close(
-                    param.grad.full_tensor(), grads[plain], rtol=0, atol=1e-5, msg=plain
-                )
-                masters[plain].sub_(0.1 * grads[plain])
-                param.sub_(0.1 * param.grad)
-                param.grad = None
-    loss, _ = step_of_one_process(masters, 9)
+        plain.step(step, microbatches, rounded=False)
+        accumulate(model, step, microbatches)
+        gradients = {name.replace(".inner", ""): p.grad.full_tensor() for name, p in model.named_parameters()}
+        torch.testing.assert_close(gradients, plain.gradients, rtol=0, atol=1e-5)
+        descend(model.parameters())
+    plain.bring_weights()
     with torch.no_grad():
-        torch.testing.assert_close(loss_of(model, tokens(9)), loss, rtol=0, atol=1e-5)
+        expected = loss_of(plain.model, tokens(9))
+        torch.testing.assert_close(loss_of(model, tokens(9)), expected, rtol=0, atol=1e-5)
 
 
 @on_ranks(4)  # there are three bands of tiles

@@ -40,22 +40,9 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
     plain = Plain(body, partial(read_back, fmt))
     policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
     model = shard(body(), quantization_policy=policy, **options)
-    encoders = [
-        group.buffer.encoder
-        for block in model.blocks
-        for group in member_of(block).unit.groups
-        if group.plan.wire is not None
-    ]
-    assert len(encoders) == 2
-    versions: list[Any] = []
-    model.register_forward_hook(lambda *_: versions.append([each.codes[0]._version for each in encoders]))
     for step in range(steps):
         plain.step(step, microbatches)
-        versions.clear()
         accumulate(model, step, microbatches)
-        assert (
-            versions == [[each.codes[0]._version for each in encoders]] * microbatches
-        )  # quantized once a step
         descend(model.parameters())
     assert_equal_bits(model, plain.masters)
 

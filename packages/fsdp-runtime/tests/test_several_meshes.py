@@ -241,20 +241,14 @@ def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
 
 
 @on_ranks(4)
-def test_a_parameter_that_expert_parallelism_cut_is_cut_on_over_its_mesh():
+def test_a_parameter_that_expert_parallelism_cut_is_not_cut_on_over_the_same_mesh():
     world = rank_mesh(2, 2, names=("efsdp", "ep"))
     flat = rank_mesh(4, names=("fsdp",))
     model = nn.Linear(6, 8)
-    whole = model.weight.detach().clone()
-    model.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
-    fully_shard(model, mesh=flat, shard_placement_fn=lambda p: world["efsdp"] if p.ndim == 2 else None)
-    weight: Any = model.weight
-    assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
-    assert torch.equal(weight.full_tensor(), whole)
-    other = nn.Linear(6, 8)
-    other.weight = nn.Parameter(distribute_tensor(whole, world["ep"], [Shard(0)], src_data_rank=None))
+    cut = distribute_tensor(model.weight.detach(), world["ep"], [Shard(0)], src_data_rank=None)
+    model.weight = nn.Parameter(cut)
     with pytest.raises(ValueError, match="weight is already a DTensor on the mesh"):
-        fully_shard(other, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
+        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
 
 
 # -- the rest of a unit's life -----------------------------------------------------------------------------------------

@@ -4,9 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import BrokenTransport, Ops, device, locals_of, loss_of, same_bits, seeded, shard, tokens
+from runtime_helpers import (
+    OPTIMIZERS,
+    BrokenTransport,
+    Ops,
+    device,
+    locals_of,
+    loss_of,
+    same_bits,
+    seeded,
+    shard,
+    tokens,
+)
 
-import block_optim
 from fsdp_runtime import (
     QuantizationPolicy,
     fully_shard,
@@ -21,13 +31,6 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
-    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
-    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
-    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
-}
 
 
 def train(kind, sleeps):

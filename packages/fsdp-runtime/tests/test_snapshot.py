@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import full_values, loss_of, on_meta, seeded, shard, step_of, tokens
+from runtime_helpers import assert_same_values, full_values, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 
 from fsdp_runtime import QuantizationPolicy, offload
@@ -22,8 +22,7 @@ def values(model):
 
 
 def check(taken, wanted):
-    assert taken.keys() == wanted.keys()
-    assert all(taken[name].full_tensor().equal(wanted[name]) for name in wanted)
+    assert_same_values({name: value.full_tensor() for name, value in taken.items()}, wanted)
 
 
 def quietly(model, take):
@@ -85,7 +84,7 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
             assert state["step"] == 1
     model.load_state_dict(after.model)
     optimizer.load_state_dict(after.optimizer)
-    assert all(value.equal(wanted[name]) for name, value in values(model).items())
+    assert_same_values(values(model), wanted)
 
 
 class Waiting(nn.Module):
@@ -217,8 +216,7 @@ def test_other_ranks_get_the_newest_values_states_and_numbers_at_the_time_of_the
     for number, pulled, values in run_ranks(2, pull, port):
         assert number == 2
         assert pulled.equal(moments)
-        assert values.keys() == wanted.keys()
-        assert all(values[name].equal(value) for name, value in wanted.items())
+        assert_same_values(values, wanted)
 
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
