@@ -26,29 +26,17 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra
 pytest.importorskip("triton", reason="triton is not installed, which torchtitan imports")
 
 
-class Cpu:
-    """torch.cpu, with what torchtitan asks of torch.cuda."""
-
-    def __getattr__(self, name):
-        return getattr(torch.cpu, name)
-
-    def get_device_name(self, device=None):
-        return "cpu"
-
-    def get_device_properties(self, device=None):
-        return SimpleNamespace(total_memory=1 << 30)
-
-    def memory_stats(self, device=None):
-        return {}
-
-    def reset_peak_memory_stats(self):
-        pass
-
-    def empty_cache(self):
-        pass
-
-    def current_device(self):
-        return 0
+CPU = SimpleNamespace(  # torch.cpu, with what torchtitan asks of torch.cuda
+    **{
+        **vars(torch.cpu),
+        "get_device_name": lambda device=None: "cpu",
+        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1 << 30),
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_device": lambda: 0,
+    }
+)
 
 
 def on_cpu():
@@ -56,7 +44,7 @@ def on_cpu():
     os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank)
     import torchtitan.tools.utils as utils
 
-    utils.device_type, utils.device_module = "cpu", Cpu()
+    utils.device_type, utils.device_module = "cpu", CPU
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as of_groups
     from torchtitan.trainer import Trainer
