@@ -17,10 +17,6 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
-def values(model):
-    return {name: value.clone() for name, value in full_values(model).items()}
-
-
 def check(taken, wanted):
     assert_same_values({name: value.full_tensor() for name, value in taken.items()}, wanted)
 
@@ -38,7 +34,7 @@ def quietly(model, take):
 @on_ranks(2)
 def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
     model = shard(seeded())
-    wanted, during = values(model), []
+    wanted, during = full_values(model), []
 
     def look(*_):
         during.append(quietly(model, lambda: (model.state_dict(), model.state_dict(keep_vars=True))))
@@ -67,7 +63,7 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
     model = shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step_of(model, optimizer)
-    wanted = values(model)
+    wanted = full_values(model)
     moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
     model.set_reshard_after_forward(False)
     inside, take = [], lambda: snapshot(model, optimizer)
@@ -84,7 +80,7 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
             assert state["step"] == 1
     model.load_state_dict(after.model)
     optimizer.load_state_dict(after.optimizer)
-    assert_same_values(values(model), wanted)
+    assert_same_values(full_values(model), wanted)
 
 
 class Waiting(nn.Module):
@@ -106,7 +102,7 @@ def test_another_thread_takes_one_while_a_forward_runs():
     waiting = Waiting()
     model.norm = nn.Sequential(waiting, model.norm)
     shard(model)
-    wanted = values(model)
+    wanted = full_values(model)
     found = []
 
     def take():
@@ -129,7 +125,7 @@ def test_codes_are_copied_as_codes():
         seeded().requires_grad_(False), quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8))
     )
     loss_of(model, tokens())
-    wanted = values(model)
+    wanted = full_values(model)
     assert "blocks.0.weight.codes" in wanted
     check(snapshot(model).model, wanted)
 

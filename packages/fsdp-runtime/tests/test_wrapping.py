@@ -90,10 +90,6 @@ class TwoDtypes(nn.Module):
         return self.second(self.first(x).bfloat16()).float().sum()
 
 
-def wrong_for_the_second(name, param):
-    return "no block" if name == "second.weight" else None
-
-
 def planner_that_refuses(refuses, specs, ranks, *, align):
     if refuses(specs):
         raise ArithmeticError("refused")
@@ -103,7 +99,8 @@ def planner_that_refuses(refuses, specs, ranks, *, align):
 @on_ranks(2)
 def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
     refusing = partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")
-    for options in ({"block_policy": wrong_for_the_second}, {"planner": refusing}):
+    wrong = lambda name, param: "no block" if name == "second.weight" else None  # noqa: E731
+    for options in ({"block_policy": wrong}, {"planner": refusing}):
         model, reference = seeded(TwoDtypes), seeded(TwoDtypes)
         before = snapshot(model)
         with pytest.raises((TypeError, ValueError, ArithmeticError)):
