@@ -9,7 +9,7 @@ from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, record_collectives
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 
 def freeze(model, trained):
@@ -58,6 +58,20 @@ def test_of_the_trained_elements_nothing_but_alignment_is_added():
     sent = sum(e.bytes_sent for e in record.events if e.kind == "reduce_scatter")
     trained = 4 * 64  # three blocks and the norm
     assert sent <= (trained + 2 * 4 * 8) * 4  # half of it to the one other rank, in shards of equal size
+
+
+@on_ranks(4)
+def test_frozen_parameters_accumulate_and_have_replicas():
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
+    for method in ("set_requires_all_reduce", "set_requires_gradient_sync"):
+        model, alone = shard(seeded(), mesh=mesh), seeded()
+        for each in (model, alone):
+            freeze(each, is_bias)
+        for step in range(3):
+            getattr(model, method)(step == 2)
+            loss_of(model, tokens(step=step)).backward()
+            plain_backward(alone, step)
+        assert_same_gradients(model, alone)
 
 
 @on_ranks(2)
