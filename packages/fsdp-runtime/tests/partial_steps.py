@@ -31,6 +31,12 @@ def _copy(grad):
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad if grad is None else grad.clone()
 
 
+def mean_backward(model, step, parts):
+    """Backward of the mean over the batches of all ranks, in one process."""
+    for rank, chosen in enumerate(parts):
+        (model(inputs(step, rank), chosen).square().mean() / len(parts)).backward()
+
+
 def trained(model, steps, ends, sync):
     """Gradients of the steps in `ends`, None where there is none, and the parameters after all steps.
 
@@ -52,8 +58,7 @@ def alone(model, steps, ends, world):
     """As `trained`, in one process."""
     optimizer, gradients = _adamw(model), []
     for number, parts in enumerate(steps):
-        for rank in range(world):
-            (model(inputs(number, rank), parts[rank]).square().mean() / world).backward()
+        mean_backward(model, number, parts[:world])
         if number in ends:
             gradients.append({name: _copy(p.grad) for name, p in model.named_parameters()})
             optimizer.step()

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
@@ -23,6 +25,15 @@ with_examples = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are n
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
+    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
+    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
+    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
+}
 
 
 class Body(nn.Module):
@@ -159,6 +170,11 @@ def same_bits(one, two):
     return all(a.equal(b) for a, b in zip(one, two, strict=True))
 
 
+def assert_same_values(found, wanted):
+    """Two dicts have the same keys and equal tensors."""
+    torch.testing.assert_close(dict(found), dict(wanted), rtol=0, atol=0)
+
+
 def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
     """Full gradients are those of a plain model times `scale`, and None for the same parameters."""
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -170,8 +186,28 @@ def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
 
 def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6, what=""):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        text = f"{what}{name}: {{}}".format
-        torch.testing.assert_close(full(param), wanted.detach(), rtol=rtol, atol=atol, msg=text)
+        text, found = f"{what}{name}: {{}}".format, full(param).to(wanted.device)
+        torch.testing.assert_close(found, wanted.detach(), rtol=rtol, atol=atol, msg=text)
+
+
+def loss_of_rank(model, step, rank):
+    return loss_of(model, tokens(step, rank=rank))
+
+
+def check_training(make, wrap, loss=loss_of_rank, accumulate=1, **close):
+    """Two steps of the model that `wrap` shards end where those of one process with all ranks' batches end."""
+    model, plain, ranks = wrap(seeded(make)), seeded(make), dist.get_world_size()
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, plain))
+    for step in range(2):
+        for micro in range(accumulate):
+            model.set_requires_gradient_sync(micro == accumulate - 1)
+            loss(model, 10 * step + micro, dist.get_rank()).backward()
+            for rank in range(ranks):
+                (loss(plain, 10 * step + micro, rank) / ranks).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, plain, **close)
 
 
 class BrokenTransport:
@@ -189,6 +225,18 @@ class BrokenTransport:
 
     def wait(self):
         raise RuntimeError("a peer died")
+
+
+class Ops(TorchDispatchMode):
+    """Inside, calls `note(op, args)` for each op."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.note(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 class Watch(torch.autograd.Function):

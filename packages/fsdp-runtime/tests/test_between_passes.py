@@ -45,13 +45,9 @@ def use(model, way):
             evaluated(model)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_what_users_touch_between_passes_is_the_sharded_parameter():
-    for way in WAYS:
-        check_touches(way)
-
-
-def check_touches(way):
+def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
     """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=9)).backward()
@@ -94,6 +90,10 @@ def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
         model.blocks[0].weight.add_(1)
     assert again == 0
     assert gathers_of(lambda: loss_of(model, tokens()).backward()) == 1
+    with torch.no_grad():
+        model.head.weight.fill_(2)
+    model.unshard()
+    assert model.head.weight.eq(2).all()
 
 
 class ThroughPointers(torch.optim.Optimizer):
@@ -127,19 +127,6 @@ def test_after_a_step_that_torch_does_not_count_every_rank_gathers_what_was_kept
 
 
 @on_ranks(2)
-def test_unshard_by_hand_gathers_again_what_was_written_since_it_was_kept():
-    model, alone = shard(seeded()), seeded()
-    evaluated(model)
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-        alone.head.weight.mul_(2)
-    model.unshard()
-    assert model.head.weight.equal(alone.head.weight)
-    model.reshard()
-    assert all_sharded(model)
-
-
-@on_ranks(2)
 def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_gathered():
     """The usual step that clears gradients late: those of the step before are gone, whatever is gathered."""
     model, alone = shard(seeded()), seeded()
@@ -163,13 +150,9 @@ def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
 @on_ranks(2)
-def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed():
-    for way in ("dropped loss", "unshard"):
-        check_edit(way)
-
-
-def check_edit(way):
+def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
     model = shard(seeded())
     if way == "dropped loss":
         loss_of(model, tokens())

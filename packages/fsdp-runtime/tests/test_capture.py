@@ -112,44 +112,37 @@ def test_kept_storage_has_one_address_in_and_outside_of_graphs():
         assert len(set(seen)) == 1
 
 
-CPU, GRADIENTS = CPUOffloadPolicy(), SelectiveOffloadPolicy(gradients=True)
-OFFLOADED = r"(Net|blocks.0) is offloaded: .* a graph cannot capture"
+def gathered(model, found):
+    model.blocks[1].unshard()
+
+
+def with_event(model, found):
+    model.set_post_optim_event(found.record())
 
 
 @pytest.mark.parametrize(
-    ("where", "options", "prepare", "use", "message"),
+    ("prepare", "use", "message"),
     [
-        (
-            "cpu",
-            {},
-            lambda m, _: m.blocks[1].unshard(),
-            Net.__call__,
-            r"blocks.1 is gathered: .* `reshard` before",
-        ),
-        (
-            "cpu",
-            {},
-            lambda m, _: m.blocks[1].unshard(),
-            lambda m, _: m.blocks[1].reshard(),
-            "released inside it",
-        ),
-        (
-            "cpu",
-            {},
-            lambda m, found: m.set_post_optim_event(found.record()),
-            Net.__call__,
-            "set_post_optim_event: a graph cannot wait",
-        ),
-        ("cpu:0", {"offload_policy": CPU}, lambda *_: None, Net.__call__, OFFLOADED),
-        ("cpu", {"offload_policy": GRADIENTS}, lambda *_: None, Net.__call__, OFFLOADED),
+        (gathered, Net.__call__, r"blocks.1 is gathered: .* `reshard` before"),
+        (gathered, lambda model, _: model.blocks[1].reshard(), "released inside it"),
+        (with_event, Net.__call__, "set_post_optim_event: a graph cannot wait"),
     ],
 )
-def test_what_is_from_before_and_offload_cannot_be_captured(where, options, prepare, use, message):
-    with device(device=where) as found:
-        model = shard(seeded(Net), mesh=mesh_of(4), **options)
+def test_what_is_from_before_cannot_be_captured(prepare, use, message):
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4))
         prepare(model, found)
         with pytest.raises(RuntimeError, match=message), found.capture():
             use(model, BATCH)
+
+
+def test_offload_cannot_be_captured():
+    message = r"(Net|blocks.0) is offloaded: .* a graph cannot capture"
+    for where, policy in (("cpu:0", CPUOffloadPolicy()), ("cpu", SelectiveOffloadPolicy(gradients=True))):
+        with device(device=where) as found:
+            model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=policy)
+            with pytest.raises(RuntimeError, match=message), found.capture():
+                model(BATCH)
 
 
 def test_a_step_with_unused_parameters_can_be_captured_only_where_all_are_reduced():

@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, step_of, tokens
+from runtime_helpers import seeded, shard
 
-from block_optim import EMA
 from fsdp_runtime import QuantizationPolicy, save_safetensors
 from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.quantization import BlockFP8
@@ -62,42 +61,6 @@ def test_what_cannot_be_written_is_raised_by_name_on_every_rank_and_leaves_nothi
         with pytest.raises(OSError, match=r"pip install 'fsdp-runtime\[export\]'"):
             save_safetensors(seeded(), out)
     assert not out.exists()
-
-
-def averaged(model):
-    """Train a model that each rank gives the same batch; its EMA, and the loss that follows."""
-    ema, optimizer = EMA(model, 0.9), torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(3):
-        step_of(model, optimizer, step, rank=0)
-        ema.update()
-    return ema
-
-
-def save_averages(folder):
-    model = shard(seeded())
-    ema = averaged(model)
-    before = loss_of(model, tokens(3, rank=0)).item()
-    with ema.swapped(), torch.no_grad():
-        save_safetensors(model, folder)
-        inside = loss_of(model, tokens(3, rank=0)).item()
-    return before, inside, loss_of(model, tokens(3, rank=0)).item()
-
-
-def test_averages_of_weights_are_evaluated_and_exported_while_they_are_swapped_in(tmp_path):
-    model = seeded()
-    ema = averaged(model)
-    before = loss_of(model, tokens(3, rank=0)).item()
-    with ema.swapped():
-        wanted = {name: value.clone() for name, value in model.state_dict().items()}
-        inside = loss_of(model, tokens(3, rank=0)).item()
-    for result in run_ranks(3, save_averages, tmp_path):
-        assert result == pytest.approx((before, inside, before), rel=1e-5)
-        assert result[0] == result[2]
-    content = safetensors.load_file(tmp_path / "model.safetensors")
-    assert content.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(content[name], value)
-        assert not content[name].equal(model.state_dict()[name])
 
 
 def save_quantized(folder, limit):

@@ -1,5 +1,6 @@
 """Lightning Fabric on models that we have sharded, next to FSDP2 in the same trainer, on CPU ranks."""
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Body, example_script, loss_of, seeded, tokens, with_examples
+from runtime_helpers import (
+    Body,
+    assert_same_parameters,
+    assert_same_values,
+    example_script,
+    loss_of,
+    seeded,
+    tokens,
+    with_examples,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
@@ -119,8 +129,7 @@ def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
     with record_collectives() as record:
         fabric.load_raw(tmp_path / "raw.pt", model)
     assert record.bytes_sent < sum(param.nbytes for param in plain.parameters()) / 20
-    full = full_state_dict(model._forward_module)
-    assert all(full[name].equal(value) for name, value in plain.state_dict().items())
+    assert_same_values(full_state_dict(model._forward_module), plain.state_dict())
     fabric, model, mine = prepared("ours", width=64)
     fabric.load(path, {"model": model, "optimizer": mine})
     for step in range(1, 3):  # every rank has the same batch, so that one process computes the same
@@ -128,8 +137,7 @@ def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
             steps.zero_grad()
             loss_of(module, tokens(step, rank=0)).backward()
             steps.step()
-    for name, value in full_state_dict(model._forward_module).items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+    assert_same_parameters(model._forward_module, plain)
 
 
 @on_ranks(2)
@@ -146,8 +154,7 @@ def test_a_model_made_on_meta_gets_its_file_and_other_names_and_an_unused_axis_o
     assert model.embed.weight.is_meta
     model = fabric.setup_module(model)
     fabric.load_raw(tmp_path / "raw.pt", model)
-    full = full_state_dict(model._forward_module)
-    assert all(full[name].equal(value) for name, value in expected.items())
+    assert_same_values(full_state_dict(model._forward_module), expected)
     with pytest.raises(ValueError, match="extra of the state dict is not in the model"):
         fabric.load_raw(tmp_path / "other.pt", model)
     fabric.load_raw(tmp_path / "other.pt", model, strict=False)
@@ -233,8 +240,7 @@ def test_with_tensor_parallelism_the_norm_is_that_of_one_process():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     x = torch.randn(3, 8)
-    plain = nn.Sequential(*(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
-    plain.load_state_dict(model.state_dict())
+    plain = copy.deepcopy(model)
     plain(x).square().mean().backward()
     expected = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
     shard = ours.parallelize(tensor_parallel=by_columns_and_rows)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import loss_of, seeded, shard, tokens
+from runtime_helpers import Body, check_training, loss_of, seeded, shard, tokens
 
 from fsdp_runtime import CPUOffloadPolicy
 from ragged_shard.testing import RankError, rank_mesh, run_ranks
@@ -21,7 +21,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "kept by two ranks": ((-1,), {"reshard_after_forward": 2}),
     "offloaded": ((-1,), {"offload_policy": CPUOffloadPolicy()}),
 }
-STEPS, WIDTH = 4, 64
+WIDTH = 64
 
 
 def devices(*counts):
@@ -36,47 +36,19 @@ def devices(*counts):
     ]
 
 
-def alone(device, ranks):
-    """Losses and last parameters of one process, with the batches of all ranks."""
-    model = seeded(width=WIDTH).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        batch = torch.cat([tokens(step, rank=rank) for rank in range(ranks)]).to(device)
-        losses.append(_step(model, optimizer, batch))
-    return losses, [param.detach() for param in model.parameters()]
-
-
-def _step(model, optimizer, batch):
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def mesh_of(device, shape):
-    ranks = dist.get_world_size()
-    names = ("replicate", "shard")[-len(shape) :]
-    sizes = [
-        ranks // 2 if len(shape) == 2 and size == -1 else ranks if size == -1 else size for size in shape
-    ]
-    return dist.device_mesh.init_device_mesh(device, tuple(sizes), mesh_dim_names=names)
-
-
 def trains_as_one_process(device, case):
     shape, options = CASES[case]
     ranks = dist.get_world_size()
-    model = shard(seeded(width=WIDTH).to(device), mesh=mesh_of(device, shape), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    expected, params = alone(device, ranks)
-    for step in range(STEPS):
-        loss = torch.tensor(_step(model, optimizer, tokens(step).to(device)), device=device)
-        dist.all_reduce(loss)
-        assert loss.item() / ranks == pytest.approx(expected[step], rel=1e-5)
-    for param, other in zip(model.parameters(), params, strict=True):
-        full = param.full_tensor().to(device)
-        assert torch.allclose(full, other, rtol=1e-4, atol=1e-6)
+    sizes = [ranks // (2 if len(shape) == 2 else 1) if size == -1 else size for size in shape]
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = dist.device_mesh.init_device_mesh(device, tuple(sizes), mesh_dim_names=names)
+    check_training(
+        lambda: Body(width=WIDTH).to(device),
+        lambda model: shard(model, mesh=mesh, **options),
+        lambda model, step, rank: loss_of(model, tokens(step, rank=rank).to(device)),
+        rtol=1e-4,
+        atol=5e-6,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,26 +59,24 @@ def test_training_over_nccl_ends_where_one_process_ends(ranks, case):
     run_ranks(ranks, trains_as_one_process, "cuda", case, device="cuda")
 
 
-def replays_as_eager_steps(device):
-    eager, captured = (
-        shard(seeded(width=WIDTH).to(device), mesh=rank_mesh(dist.get_world_size())) for _ in range(2)
-    )
-    batch = tokens().to(device)
-
-    def optimizer_of(model):
-        return torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
-
-    optimizer = optimizer_of(eager)
-    expected = [_step(eager, optimizer, batch) for _ in range(6)]
-    optimizer, found = optimizer_of(captured), []
+def stepping(device, mesh=None):
+    """A function that makes a step on the same batch, and returns the loss."""
+    model = shard(seeded(width=WIDTH).to(device), mesh=mesh or rank_mesh(dist.get_world_size()))
+    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True), tokens().to(device)
 
     def step():
-        loss = loss_of(captured, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
+    return step
+
+
+def replays_as_eager_steps(device):
+    eager, step = stepping(device), stepping(device)
+    expected, found = [eager().item() for _ in range(6)], []
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -129,13 +99,11 @@ def test_a_captured_step_replays_as_eager_steps_go(ranks):
 
 def waits_for_a_rank_that_never_comes(device):
     group = dist.new_group(timeout=timedelta(seconds=10))
-    mesh = dist.device_mesh.DeviceMesh.from_group(group, device)
-    model = shard(seeded(width=WIDTH).to(device), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _step(model, optimizer, tokens().to(device))
+    step = stepping(device, dist.device_mesh.DeviceMesh.from_group(group, device))
+    step().item()
     if dist.get_rank() == 1:
         time.sleep(600)
-    _step(model, optimizer, tokens().to(device))
+    step().item()
 
 
 @pytest.mark.parametrize("ranks", devices(2, 4))

@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import Ops, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads.scaling import ReduceOptions, scaling
@@ -31,27 +30,18 @@ class Terms(nn.Module):
         return x if self.large is None else (x @ self.large.T).sum(-1, keepdim=True) + x
 
 
-GRADIENTS = ((8,), (800, 8))
-
-
-class Copies(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.of = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten._foreach_copy_.default:
-            self.of.append([t.numel() for t in args[0]])
-        elif op is torch.ops.aten.copy_.default and args[0].shape in GRADIENTS:
-            self.of.append(args[0].numel())
-        return op(*args, **(kwargs or {}))
-
-
 def copies_of(model):
+    def note(op, args):
+        if op is torch.ops.aten._foreach_copy_.default:
+            copies.append([t.numel() for t in args[0]])
+        elif op is torch.ops.aten.copy_.default and args[0].shape in ((8,), (800, 8)):
+            copies.append(args[0].numel())
+
     model(torch.ones(2, 8)).sum().backward()
-    with Copies() as seen:
+    copies: list[Any] = []
+    with Ops(note):
         model(torch.ones(2, 8)).sum().backward()
-    return seen.of
+    return copies
 
 
 @pytest.fixture
@@ -143,28 +133,25 @@ def test_fp16_gradients_are_divided_in_two_halves():
     assert (how.before, how.divide) == (1 / 32, 32)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(3)
-def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(async_op):
-    model = shard(seeded())
-    units = sum(isinstance(module, type(model).__mro__[1]) for module in model.modules())
-    model.set_manual_backward_finalization(True)
-    model.set_requires_gradient_sync(False)
-    with record_collectives() as record:
-        for step in range(3):
-            loss_of(model, tokens(step=step)).backward()
-    assert "reduce_scatter" not in record.kinds
-    assert all(p.grad is None for p in model.parameters())
-    model.set_requires_gradient_sync(True)
-    with record_collectives() as record:
-        handle = model.finalize_backward(async_op=async_op)
-        if async_op:
-            handle.wait()
-    assert record.kinds.count("reduce_scatter") == units
-    alone = seeded()
-    for step in range(3):
-        plain_backward(alone, step)
-    assert_same_gradients(model, alone)
+def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process():
+    for async_op in (False, True):
+        model, alone = shard(seeded()), seeded()
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        with record_collectives() as record:
+            for step in range(3):
+                loss_of(model, tokens(step)).backward()
+                plain_backward(alone, step)
+        assert "reduce_scatter" not in record.kinds
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        with record_collectives() as record:
+            handle = model.finalize_backward(async_op=async_op)
+            if async_op:
+                handle.wait()
+        assert record.kinds.count("reduce_scatter") == 4
+        assert_same_gradients(model, alone)
 
 
 @on_ranks(2)

@@ -31,6 +31,7 @@ from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
 
 
@@ -55,22 +56,68 @@ def vectors_on(mesh):
     return lambda param: mesh if param.ndim == 1 else None
 
 
-# Options of units, whose steps must not race.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "in fp32": {},
-    "in bf16": {"mp_policy": BF16},
-    "weights as codes": {"mp_policy": BF16, "quantization_policy": FP8},
-    "weights as codes, kept by neighbors": {
-        "mp_policy": BF16,
-        "quantization_policy": FP8,
-        "reshard_after_forward": 2,
-    },
-    "gradients exchanged in bf16": {"quantization_policy": QuantizationPolicy(gradients="bf16")},
-    "gradients exchanged in int8": {
-        "mp_policy": BF16,
-        "quantization_policy": QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic")),
-    },
+def two_meshes(**options):
+    """Options of units whose vectors have replicas; of the mesh that is made inside of the simulation."""
+    return {"shard_placement_fn": lambda param: vectors_on(mesh_of(2, 2))(param), **options}
+
+
+# Options of units, whose steps must not race, and methods that are called on the root.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in fp32": ({}, {}),
+    "in bf16": ({"mp_policy": BF16}, {"set_prefetch_depth": 3}),
+    "on demand": ({"mp_policy": BF16}, {"set_prefetch_depth": 0}),
+    "weights as codes": ({"mp_policy": BF16, "quantization_policy": FP8}, {}),
+    "weights as codes, kept by neighbors": (
+        {"mp_policy": BF16, "quantization_policy": FP8, "reshard_after_forward": 2},
+        {},
+    ),
+    "kept by neighbors": ({"mp_policy": BF16, "reshard_after_forward": 2}, {}),
+    "gradients exchanged in bf16": ({"quantization_policy": QuantizationPolicy(gradients="bf16")}, {}),
+    "gradients exchanged in int8": (
+        {
+            "mp_policy": BF16,
+            "quantization_policy": QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic")),
+        },
+        {"set_copy_gradients_late": True},
+    ),
+    "kept after forward": ({"reshard_after_forward": False}, {"set_copy_gradients_late": True}),
+    "kept after backward": ({"reshard_after_forward": False}, {"set_reshard_after_backward": False}),
+    "in memory that is kept": ({"mp_policy": BF16}, {"set_keep_unsharded_storage": True}),
+    "with replicas": ({"shape": (2, 2), "mp_policy": BF16}, {}),
+    "on one rank": ({"shape": (1,), "mp_policy": BF16}, {}),
+    "on two meshes": (two_meshes(mp_policy=BF16), {"set_reduce_scatter_max_input_buffers": 2}),
+    "on two meshes, kept by neighbors": (
+        two_meshes(mp_policy=BF16, reshard_after_forward=2),
+        {"set_reduce_scatter_max_input_buffers": 2},
+    ),
+    "large children freed early": ({"children": 1}, {"set_reduce_scatter_max_input_buffers": 2}),
 }
+
+
+def live(model):
+    """Updates, and between them what leaves memory in other states."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            loss_of(model, tokens(2 * step + last)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(tokens())
+        model(tokens())  # no backward follows
+        block = model.blocks[0]
+        for gather in (block.unshard, lambda block=block: block.unshard(async_op=True).wait()):
+            gather()
+            assert not isinstance(block.weight, RaggedDTensor)
+            block(torch.ones(2, 16))
+            block.reshard()
+        train(model, 1, optimizer, order=[0, 1, 0, 2, 1])
+        train(model, 1, optimizer)
+        assert offload(model, optimizer) > 0
+        reload(model, optimizer)
 
 
 # Completions at random moments find most; the two others are long.
@@ -79,35 +126,22 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
+@pytest.mark.parametrize("completes", MOMENTS)
+@pytest.mark.parametrize("case", CASES)
+def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case, completes, monkeypatch):
+    (options, methods), ranks = CASES[case], 1 if case == "on one rank" else 4
+    options = {"shape": (4,), **options}
+    monkeypatch.setattr(_plan, "MIN_CHILD", options.pop("children", _plan.MIN_CHILD))
+    with device(completes, ranks=ranks, rank=ranks // 4) as found:
+        model = shard(seeded(Net, width=16), mesh=mesh_of(*options.pop("shape")), **options)
+        for method, value in methods.items():
+            getattr(model, method)(value)
+        live(model)
+        assert found.accesses > 500
+
+
 class TestNoRace:
     """Each raises RaceError where an order is missing."""
-
-    @pytest.mark.parametrize("completes", MOMENTS)
-    @pytest.mark.parametrize("case", OPTIONS)
-    def test_in_steps_of_units_with_options(self, case, completes):
-        with device(completes) as found:
-            train(shard(seeded(Net, width=16), mesh=mesh_of(4), **OPTIONS[case]))
-            assert found.accesses > 500
-
-    def test_at_every_prefetch_depth(self):
-        with device():
-            for depth in (0, 3):  # elsewhere it is 1
-                model = shard(seeded(Net, blocks=5), mesh=mesh_of(4), mp_policy=BF16)
-                model.set_prefetch_depth(depth)
-                train(model, steps=2)
-                train(model, order=[3, 0, 4, 1, 2], steps=1)
-
-    @pytest.mark.parametrize("completes", MOMENTS)
-    def test_when_memory_is_offloaded_and_reloaded_between_steps(self, completes):
-        with device(completes):
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            for _ in range(2):
-                train(model, 1, optimizer)
-                assert offload(model, optimizer) > 0
-                reload(model, optimizer)
-            train(model, 1, optimizer)
 
     def test_offloading_returns_when_the_copies_are_there(self, monkeypatch):
         with device() as found:
@@ -117,44 +151,9 @@ class TestNoRace:
             assert calls == [1]
 
     @pytest.mark.parametrize("completes", MOMENTS)
-    def test_in_a_unit_around_large_children_that_are_freed_early(self, completes, monkeypatch):
-        monkeypatch.setattr(_plan, "MIN_CHILD", 1)
-        with device(completes):
-            model = shard(seeded(Net), mesh=mesh_of(4))
-            model.set_reduce_scatter_max_input_buffers(2)
-            train(model)
-
-    def test_on_one_rank(self):
-        with device(ranks=1, rank=0):
-            for options in ({}, {"mp_policy": BF16}):
-                train(shard(seeded(Net), mesh=mesh_of(1), **options), steps=2)
-
-    @pytest.mark.parametrize("late", [False, True])
-    def test_while_gradients_are_accumulated(self, late):
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
-            model.set_copy_gradients_late(late)
-            for step in range(4):
-                model.set_requires_gradient_sync(step % 2 == 1)
-                loss_of(model, tokens(step)).backward()
-            model.set_is_last_backward(False)
-            loss_of(model, tokens(4)).backward()
-            model.set_is_last_backward(True)
-            loss_of(model, tokens(5)).backward()
-            train(model, steps=1)
-
-    def test_where_neighbors_keep_slices_between_forward_and_backward(self):
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16, reshard_after_forward=2)
-            train(model)
-            model(tokens())  # no backward follows
-            train(model, steps=1)
-
-    @pytest.mark.parametrize("completes", MOMENTS)
-    def test_with_replicas(self, completes):
+    def test_with_partial_sums_of_replicas_that_are_divided(self, completes):
         with device(completes):
             model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
-            train(model, steps=2)
             for step in range(4):
                 model.set_requires_all_reduce(step % 2 == 1)
                 loss_of(model, tokens(step)).backward()
@@ -187,36 +186,6 @@ class TestNoRace:
                     pass_of()
                     for param in model.parameters():
                         param.mul_(0.5)
-
-    @pytest.mark.parametrize("completes", MOMENTS)
-    @pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.long), 2])
-    def test_with_units_on_two_meshes(self, completes, reshard):
-        with device(completes):
-            options = {"reshard_after_forward": reshard, "shard_placement_fn": vectors_on(mesh_of(2, 2))}
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16, **options)
-            model.set_reduce_scatter_max_input_buffers(2)
-            for step in range(3):
-                loss_of(model, tokens(step)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                torch.optim.AdamW(model.parameters(), lr=0.1).step()
-
-    def test_with_parameters_that_stay_after_forward_or_backward(self):
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(4), reshard_after_forward=False)
-            train(model, steps=2)
-            model.set_reshard_after_backward(False)
-            train(model, steps=2)
-            model.set_requires_all_reduce(True)
-            model.unshard(async_op=True).wait()
-            model.reshard()
-            train(model, steps=1)
-
-    def test_when_gathers_write_to_memory_that_is_kept(self):
-        with device("late"):
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
-            model.set_keep_unsharded_storage(True)
-            train(model)
-            train(model, order=[0, 1, 0, 2, 1], steps=2)
 
     def test_with_frozen_and_unused_parameters(self):
         with device():
@@ -294,29 +263,6 @@ class TestNoRace:
         with device("at random"):
             train(shard(seeded(Net, recompute=True), mesh=mesh_of(2, 2), mp_policy=BF16), steps=2)
 
-    def test_when_gradients_are_clipped(self):
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
-            for step, max_norm in enumerate((0.1, 1e9)):
-                loss_of(model, tokens(step)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    @pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.long), FP8])
-    def test_when_a_unit_is_gathered_by_hand(self, quantize):
-        with device():
-            model = shard(seeded(Net, width=16), mesh=mesh_of(4), quantization_policy=quantize)
-            train(model, steps=2)
-            block = model.blocks[0]
-            block.unshard(async_op=True).wait()
-            assert not isinstance(block.weight, RaggedDTensor)
-            block(torch.ones(2, 16))
-            block.reshard()
-            train(model, steps=1)
-            block.unshard()
-            assert not isinstance(block.weight, RaggedDTensor)
-            block.reshard()
-
     def test_when_a_step_is_ended_by_hand(self):
         with device():
             model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
@@ -362,7 +308,6 @@ def test_a_device_on_which_nothing_waits_races(monkeypatch):
             train(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_gathered_memory_and_activations_share_one_pool():
     with device() as found:
         model = shard(seeded(Net, width=32), mesh=mesh_of(4), mp_policy=BF16)
@@ -384,7 +329,6 @@ class Watched(Collectives):
         return super()._start(call, calls, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_gathers_and_reductions_have_a_stream_each_beside_the_one_that_computes():
     Watched.streams.clear()
     with device() as found:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import TwoLayers, full_values, on_meta, seeded, shard, shard_with_tensor_parallelism
+from runtime_helpers import (
+    TwoLayers,
+    assert_same_values,
+    full_values,
+    on_meta,
+    seeded,
+    shard,
+    shard_with_tensor_parallelism,
+)
 from torch import nn
 
 from fsdp_runtime import (
@@ -34,8 +42,7 @@ def everything(bucket_bytes, ranks, options):
     if ranks is not None and dist.get_rank() not in ranks:
         assert not found
         return
-    assert found.keys() == wanted.keys()
-    assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert_same_values(found, wanted)
     assert all(type(value) is torch.Tensor for value in found.values())
 
 
@@ -80,25 +87,18 @@ def test_codes_and_plain_parameters_come_too():
 
 @on_ranks(4)
 def test_replicas_and_tensor_parallel_parameters_are_exported():
-    for hybrid, ranks in itertools.product((True, False), (None, (2,))):
-        check_export(hybrid, ranks)
-
-
-def check_export(hybrid, ranks):
-    names = ("replicate", "shard") if hybrid else ("dp", "tp")
-    mesh = rank_mesh(2, 2, names=names)
-    model, exported = seeded(TwoLayers), ExportedParams()
-    model = fully_shard(model, mesh=mesh) if hybrid else shard_with_tensor_parallelism(model, mesh)
     wanted = seeded(TwoLayers).state_dict()
-    found = collected(model, ranks=ranks)
-    receives = ranks is None or dist.get_rank() in ranks
-    assert found.keys() == (wanted.keys() if receives else set())
-    assert all(found[name].equal(wanted[name]) for name in found)
-    list(iter_full_params(model, ranks=ranks, changed_since=exported))
-    with torch.no_grad():
-        model.up.weight.mul_(2)
-    changed = {one.name for one in iter_full_params(model, ranks=ranks, changed_since=exported)}
-    assert changed == ({"up.weight"} if receives else set())
+    for hybrid, ranks in itertools.product((True, False), (None, (2,))):
+        mesh = rank_mesh(2, 2, names=("replicate", "shard") if hybrid else ("dp", "tp"))
+        model, exported = seeded(TwoLayers), ExportedParams()
+        model = fully_shard(model, mesh=mesh) if hybrid else shard_with_tensor_parallelism(model, mesh)
+        receives = ranks is None or dist.get_rank() in ranks
+        assert_same_values(collected(model, ranks=ranks), wanted if receives else {})
+        list(iter_full_params(model, ranks=ranks, changed_since=exported))
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        changed = {one.name for one in iter_full_params(model, ranks=ranks, changed_since=exported)}
+        assert changed == ({"up.weight"} if receives else set())
 
 
 # -- memory and traffic ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import tokens
+from runtime_helpers import assert_same_values, tokens
 from vllm_contract import interface
 
 from fsdp_runtime import fully_shard, get_full_state_dict, load_safetensors, save_safetensors
@@ -55,7 +55,7 @@ def round_trip(folder, kind):
     report = load_safetensors(model, folder / "theirs")
     assert (report.missing, report.unexpected) == ((), ())
     full = get_full_state_dict(model)
-    assert all(full[name].equal(value) for name, value in wanted.state_dict().items())
+    assert_same_values(full, wanted.state_dict())
     save_safetensors(model, folder / "ours", max_file_bytes=20_000)
     theirs, ours = (
         {
@@ -65,8 +65,7 @@ def round_trip(folder, kind):
         }
         for of in ("theirs", "ours")
     )
-    assert theirs.keys() == ours.keys()
-    assert all(ours[name].equal(value) for name, value in theirs.items())
+    assert_same_values(ours, theirs)
     if kind in EXPERTS:
         with torch.device("meta"):
             model = fully_shard(make(kind).eval())
@@ -86,8 +85,7 @@ def round_trip(folder, kind):
                 weight_patches(model, ExportedParams())
     passed = {name: tensor.clone() for name, tensor in source.iter_full()}
     assert list(passed) == [meta.name for meta in source.metadata]
-    assert passed.keys() == theirs.keys()
-    assert all(passed[name].equal(value) for name, value in theirs.items())
+    assert_same_values(passed, theirs)
     with pytest.raises(
         NotImplementedError, match=r"save_pretrained: this rank holds shards; .*save_safetensors"
     ):

@@ -3,25 +3,30 @@
 import contextlib
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import BF16, loss_of, on_meta, seeded, shard, step_of, tokens
+from runtime_helpers import (
+    BF16,
+    OPTIMIZERS,
+    assert_same_values,
+    loss_of,
+    on_meta,
+    seeded,
+    shard,
+    step_of,
+    tokens,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.tensor import distribute_tensor
 
-import block_optim
 from fsdp_runtime import (
-    MixedPrecisionPolicy,
     QuantizationPolicy,
     full_params,
     fully_shard,
@@ -31,91 +36,27 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from layout_planner import Elements
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, record_collectives
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
 
 
-def options_of(kind):
-    if kind == "mixed precision":
-        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    if kind == "hybrid":
-        ranks = dist.get_world_size()
-        shape = (ranks // 2, 2) if ranks % 2 == 0 else (1, ranks)
-        return {"mesh": rank_mesh(*shape, names=("replicate", "shard"))}
-    if kind == "elements":
-        return {"block_policy": lambda name, param: Elements(3)}
-    return {}
-
-
-def model_of(kind, device="cpu", seed=1):
-    # 5 rows of embeddings: on 3 ranks there are uneven and empty shards.
-    with torch.device(device):
-        model = seeded(seed=seed, vocab=5, tied=kind == "tied")
-    return shard(model, **options_of(kind))
-
-
-def full_values(kind):
-    return seeded(vocab=5, tied=kind == "tied").state_dict()
-
-
-def assert_loaded(model, kind):
-    for name, value in get_full_state_dict(model).items():
-        assert torch.equal(value, full_values(kind)[name]), (kind, name)
-    loss_of(model, tokens(vocab=5)).backward()
-
-
-def assigned(kind, device):
-    model = model_of(kind, device)
-    own = model.state_dict()
-    sharded = {
-        name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, own[name].placements))
-        for name, value in full_values(kind).items()
-    }
-    model.load_state_dict(sharded, assign=True)
-    assert_loaded(model, kind)
-
-
-def by_torch(kind, device, options):
-    model = model_of(kind, device)
-    values = full_values(kind) if options is ON_ALL or dist.get_rank() == 0 else {}
-    set_model_state_dict(model, values, options=options)
-    assert_loaded(model, kind)
-
-
-CASES = [
-    ("plain", "meta"), ("mixed precision", "cpu"), ("hybrid", "meta"), ("hybrid", "cpu"), ("tied", "meta"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-@on_ranks("ranks")
-def test_full_state_dicts_load_as_in_fsdp2s_tutorial(ranks):
-    for kind, device in CASES:
-        assigned(kind, device)
-        by_torch(kind, device, ON_ALL)
-        by_torch(kind, device, FROM_RANK0)
-    for device in ("cpu", "meta"):
-        assigned("elements", device)
-        by_torch("elements", device, ON_ALL)
-
-
 class Odd(nn.Module):
-    """Five rows, one element, bf16 next to fp32, and buffers."""
+    """Five rows, which are tied, one element, bf16 next to fp32, and buffers."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 5)
+        self.linear, self.tied = nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.linear.weight
         self.scale = nn.Parameter(torch.randn(1))
         self.narrow = nn.Parameter(torch.randn(2, 2, dtype=torch.bfloat16))
         self.norm = nn.BatchNorm1d(5)
         self.register_buffer("table", torch.randn(4))
 
     def forward(self, x):
-        return self.norm(self.linear(x)).sum() * self.scale + self.narrow.float().sum()
+        return self.norm(self.linear(x) + self.tied(x)).sum() * self.scale + self.narrow.float().sum()
 
 
 def odd(device="cpu", seed=0):
@@ -129,11 +70,9 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
     expected = odd().state_dict()
     for options in (FROM_RANK0, ON_ALL):
         model = fully_shard(odd("meta"))
-        values = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
-        set_model_state_dict(model, values, options=options)
-        for name, value in get_full_state_dict(model).items():
-            assert value.dtype == expected[name].dtype
-            assert torch.equal(value, expected[name]), name
+        given = odd().state_dict() if options is ON_ALL or dist.get_rank() == 0 else {}
+        set_model_state_dict(model, given, options=options)
+        assert_same_values(get_full_state_dict(model), expected)
         model(torch.randn(4, 3)).backward()
         torch.optim.AdamW(model.parameters()).step()
     model = fully_shard(odd("meta"))
@@ -144,70 +83,16 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
     assert model.linear.bias.is_meta
 
 
-def trained(model, optimizer, steps):
-    for step in steps:
-        loss_of(model, tokens(step, vocab=5, rank=0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-
-def states_from_rank0(kind, foreach, together):
-    """`together`: torch's set_state_dict, which takes an empty dict for one of an optimizer alone."""
-    plain = seeded(vocab=5, tied=kind == "tied")
-    theirs = adamw(plain)
-    trained(plain, theirs, range(2))
-    full = get_optimizer_state_dict(plain, theirs)
-    model = model_of(kind)
-    ours = adamw(model, foreach=foreach)
-    rank0 = dist.get_rank() == 0
-    values, state = copy.deepcopy((plain.state_dict(), full)) if rank0 or together else ({}, {})
-    if together:
-        set_state_dict(model, ours, model_state_dict=values, optim_state_dict=state, options=FROM_RANK0)
-    else:
-        set_model_state_dict(model, values, options=FROM_RANK0)
-        set_optimizer_state_dict(model, ours, state, options=FROM_RANK0)
-    trained(model, ours, range(2, 4))
-    trained(plain, theirs, range(2, 4))
-    for name, value in get_full_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
-torchs_helper = pytest.mark.skipif(
-    not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's full-state-dict helper sees no DTensor"
-)
-
-
-@torchs_helper
-@on_ranks(3)
-def test_full_optimizer_states_of_rank_0_load_as_in_fsdp2s_tutorial():
-    for case in (
-        ("plain", True, True),
-        ("hybrid", False, False),
-        ("tied", True, False),
-        ("tied", False, True),
-    ):
-        states_from_rank0(*case)
-
-
-@torchs_helper
+@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's helper sees no DTensor")
 @on_ranks(2)
-def test_what_torch_would_slice_or_place_wrongly_raises_on_every_rank_with_the_way_out():
-    values = full_values("plain") if dist.get_rank() == 0 else {}
-    for device in ("cpu", "meta"):
-        with pytest.raises(NotImplementedError, match=r"whole rows.*set_full_state_dict"):
-            set_model_state_dict(model_of("elements", device), dict(values), options=FROM_RANK0)
-    model = model_of("plain")
-    optimizer = adamw(model)
-    plain = seeded(vocab=5)
-    theirs = adamw(plain)
-    trained(plain, theirs, range(1))
+def test_full_optimizer_states_that_torch_leaves_whole_raise_at_the_next_step_with_the_way_out():
+    """What torch slices and what it slices wrongly: tests of ragged-shard."""
+    model, plain = shard(seeded()), seeded()
+    optimizer, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, plain))
+    step_of(plain, theirs)
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
     with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
-        trained(model, optimizer, range(1))
+        step_of(model, optimizer)
 
 
 @on_ranks(3)
@@ -229,7 +114,7 @@ def test_what_is_written_goes_into_the_shards_without_rounding():
     wanted.norm.weight.data.fill_(2)
     assert len(record.kinds) == 4  # of a group each
     assert all(one is two for one, two in zip(params, model.parameters(), strict=True))
-    assert all(p.full_tensor().equal(dict(wanted.named_parameters())[n]) for n, p in model.named_parameters())
+    assert_same_values(get_full_state_dict(model), wanted.state_dict())
     loss_of(model, tokens()).backward()
 
 
@@ -255,11 +140,8 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
     model, wanted = shard(seeded()), seeded().state_dict()
     for rank0_only in (False, True):
         found = get_full_state_dict(model, rank0_only=rank0_only, cpu_offload=True)
-        if rank0_only and dist.get_rank():
-            assert found == {}
-        else:
-            assert found.keys() == wanted.keys()
-            assert all(found[name].equal(value) for name, value in wanted.items())
+        expected = {} if rank0_only and dist.get_rank() else dict(wanted)
+        assert_same_values(found, expected)
         other = shard(on_meta())
         for values, message in (
             ({**found, "blocks.0.weight": torch.zeros(2)}, r"blocks.0.weight: a tensor of shape"),
@@ -273,19 +155,10 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
         assert loss_of(other, tokens()).equal(loss_of(model, tokens()))
 
 
-OPTIMIZERS = {
-    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "adamw": lambda params: block_optim.AdamW(params, lr=0.01),
-    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
-    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
-    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
-}
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on_ranks(2)
 def test_training_goes_on_from_full_state_dicts(kind):
-    rank0_only = kind != "torch"
+    rank0_only = kind != "adamw"
     model = shard(seeded(width=16))
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     for number in range(2):
@@ -324,25 +197,26 @@ def uncounted(_, params, factor):
 WRITES = {
     "in place": lambda _, params, factor: [p.mul_(factor) for p in params],
     "through .data": lambda _, params, factor: [p.data.mul_(factor) for p in params],
-    "copy_": lambda _, params, factor: [p.copy_(p * factor) for p in params],
     "the local tensor": lambda _, params, factor: [p.to_local().mul_(factor) for p in params],
     "foreach": lambda _, params, factor: torch._foreach_mul_(params, factor),
     "load_state_dict": load,
     "a write that torch does not count": uncounted,
 }
-CUTS: dict[str, Any] = {
-    "codes of whole tiles": "whole",
-    "codes of shared tiles": "shared",
-    "units that stay gathered": None,
-}
 
 
-@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
+            for cut in ("whole", "shared")
+        ),
+        {"reshard_after_forward": False},
+    ],
+    ids=["codes of whole tiles", "codes of shared tiles", "units that stay gathered"],
+)
 @on_ranks(3)
-def test_a_write_outside_training_is_seen_by_the_next_forward(kind):
-    options: dict[str, Any] = {"reshard_after_forward": False}
-    if CUTS[kind] is not None:
-        options = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=CUTS[kind])}
+def test_a_write_outside_training_is_seen_by_the_next_forward(options):
     model, wanted = shard(seeded(width=24), **options), seeded(width=24)
     params = list(model.parameters())  # sharded: what an optimizer has
     with torch.no_grad():

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from extended_tensors import Halved
 from runtime_helpers import BF16, assert_same_gradients
 from torch import nn
 
 from fsdp_runtime import fully_shard
-from fsdp_runtime._params.kinds.subclass import extension_of
 from ragged_shard.testing import on_ranks
 
 
@@ -94,17 +92,3 @@ def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
     second_order(model, x)
     second_order(alone, x)
     assert_same_gradients(model, alone)
-
-
-class ThreeArguments(Halved):
-    @staticmethod
-    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
-        return Halved.__tensor_unflatten__(tensors, context, size, None)
-
-
-def test_a_subclass_whose_unflatten_takes_other_arguments_than_torch_passes_is_refused_by_name():
-    with pytest.raises(
-        ValueError,
-        match=r"w is a ThreeArguments whose __tensor_unflatten__ .*takes \(tensors, context, size\)",
-    ):
-        extension_of("w", ThreeArguments(torch.ones(2, 2)))

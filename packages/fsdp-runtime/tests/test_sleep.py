@@ -4,10 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import BrokenTransport, device, locals_of, loss_of, same_bits, seeded, shard, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
+from runtime_helpers import (
+    OPTIMIZERS,
+    BrokenTransport,
+    Ops,
+    device,
+    locals_of,
+    loss_of,
+    same_bits,
+    seeded,
+    shard,
+    tokens,
+)
 
-import block_optim
 from fsdp_runtime import (
     QuantizationPolicy,
     fully_shard,
@@ -22,13 +31,6 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
-    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
-    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
-    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
-}
 
 
 def train(kind, sleeps):
@@ -156,30 +158,22 @@ def test_codes_sleep_too_and_gradients_that_wait_for_their_reduction_are_not_los
     reload(model)
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies between storages of more than a hundred bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[0].nbytes > 100:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_flat_buffer_is_one_copy_and_the_order_of_streams_holds():
+    def note(op, args):
+        if op is torch.ops.aten.copy_.default and args[0].nbytes > 100:
+            copies.append(args[0])
+
     with device():
         model = fully_shard(seeded(width=16))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(2):
             loss_of(model, tokens(step)).backward()
-            with Copies() as copies:
+            copies: list[Any] = []
+            with Ops(note):
                 offload(model)
-                assert copies.count == 2  # one group: its shard, its gradients
+                assert len(copies) == 2  # one group: its shard, its gradients
                 reload(model)
-                assert copies.count == 4
+                assert len(copies) == 4
             offload(model, optimizer)
             reload(model, optimizer)
             optimizer.step()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime_helpers import full_values, loss_of, on_meta, seeded, shard, step_of, tokens
+from runtime_helpers import assert_same_values, full_values, loss_of, on_meta, seeded, shard, step_of, tokens
 from torch import nn
 
 from fsdp_runtime import QuantizationPolicy, offload
@@ -17,13 +17,8 @@ from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
-def values(model):
-    return {name: value.clone() for name, value in full_values(model).items()}
-
-
 def check(taken, wanted):
-    assert taken.keys() == wanted.keys()
-    assert all(taken[name].full_tensor().equal(wanted[name]) for name in wanted)
+    assert_same_values({name: value.full_tensor() for name, value in taken.items()}, wanted)
 
 
 def quietly(model, take):
@@ -39,7 +34,7 @@ def quietly(model, take):
 @on_ranks(2)
 def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing():
     model = shard(seeded())
-    wanted, during = values(model), []
+    wanted, during = full_values(model), []
 
     def look(*_):
         during.append(quietly(model, lambda: (model.state_dict(), model.state_dict(keep_vars=True))))
@@ -68,7 +63,7 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
     model = shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step_of(model, optimizer)
-    wanted = values(model)
+    wanted = full_values(model)
     moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
     model.set_reshard_after_forward(False)
     inside, take = [], lambda: snapshot(model, optimizer)
@@ -85,7 +80,7 @@ def test_a_snapshot_inside_and_after_a_forward_equals_the_parameters():
             assert state["step"] == 1
     model.load_state_dict(after.model)
     optimizer.load_state_dict(after.optimizer)
-    assert all(value.equal(wanted[name]) for name, value in values(model).items())
+    assert_same_values(full_values(model), wanted)
 
 
 class Waiting(nn.Module):
@@ -107,7 +102,7 @@ def test_another_thread_takes_one_while_a_forward_runs():
     waiting = Waiting()
     model.norm = nn.Sequential(waiting, model.norm)
     shard(model)
-    wanted = values(model)
+    wanted = full_values(model)
     found = []
 
     def take():
@@ -130,7 +125,7 @@ def test_codes_are_copied_as_codes():
         seeded().requires_grad_(False), quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8))
     )
     loss_of(model, tokens())
-    wanted = values(model)
+    wanted = full_values(model)
     assert "blocks.0.weight.codes" in wanted
     check(snapshot(model).model, wanted)
 
@@ -217,8 +212,7 @@ def test_other_ranks_get_the_newest_values_states_and_numbers_at_the_time_of_the
     for number, pulled, values in run_ranks(2, pull, port):
         assert number == 2
         assert pulled.equal(moments)
-        assert values.keys() == wanted.keys()
-        assert all(values[name].equal(value) for name, value in wanted.items())
+        assert_same_values(values, wanted)
 
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

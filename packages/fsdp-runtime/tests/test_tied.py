@@ -1,7 +1,8 @@
 """A parameter that several units share: which unit has it, its gradient, its checkpoints, and what is refused."""
 
+import copy
 import itertools
-import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from runtime_helpers import (
     Body,
     assert_same_gradients,
     assert_same_parameters,
+    assert_same_values,
+    check_training,
     loss_of,
     mesh_of,
     on_meta,
@@ -79,6 +82,7 @@ class Nested(nn.Module):
 OWNERS: list[Any] = [  # a model, its units, and the unit of some parameters
     (lambda: Body(tied=True), ("embed", "head", "blocks.1", ""),
      {"embed.weight": "", "head.weight": "", "blocks.1.weight": "blocks.1", "norm.weight": ""}),
+    (lambda: on_meta(tied=True), ("embed", "head", ""), {"embed.weight": "", "head.weight": ""}),
     (lambda: Body(tied=True), ("embed,head", ""), {"embed.weight": "embed,head"}),
     (Nested, ("inner.a", "inner.b", "inner", ""),
      {"inner.a.weight": "inner", "inner.b.bias": "inner.b", "last.weight": ""}),
@@ -101,24 +105,8 @@ def test_a_shared_parameter_belongs_to_the_smallest_unit_around_all_its_modules_
             assert {name: owner(model, name) for name in owners} == owners, order
             names = [[name for name, _ in one.named_parameters()] for one in (model, make())]
             assert names[0] == names[1], order
-
-
-def test_it_belongs_there_on_the_meta_device_too():
-    with simulated_ranks(3):
-        model = wrap(on_meta(tied=True), ("embed", "head", ""))
-        assert owner(model, "embed.weight") == ""
-        model.to_empty(device="cpu")
-        assert owner(model, "embed.weight") == ""
-        assert model.head.weight is model.embed.weight
-
-
-def test_one_line_says_which_parameters_are_tied_and_in_which_unit(caplog):
-    with simulated_ranks(3), caplog.at_level(logging.INFO, "fsdp_runtime"):
-        model = wrap(seeded(tied=True), ("embed", "head", ""))
-        for _ in range(2):
-            model(torch.zeros(2, 2, dtype=torch.int64))
-    (line,) = [record.getMessage() for record in caplog.records if "tied" in record.getMessage()]
-    assert line.endswith("embed.weight = head.weight in Body")
+            model.to_empty(device="cpu")
+            assert {name: owner(model, name) for name in owners} == owners, order
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -130,88 +118,59 @@ ORDERS = [
 ]
 
 
-def trained(model, steps=2, accumulate=1, average=1.0, ranks=None):
-    """Train on this rank's batches, or on those of all `ranks`; returns the parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(steps):
-        for micro in range(accumulate):
-            if ranks is None:
-                model.set_requires_gradient_sync(micro == accumulate - 1)
-            for rank in [None] if ranks is None else range(ranks):
-                (loss_of(model, tokens(step * accumulate + micro, rank=rank)) / average).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return get_full_state_dict(model) if ranks is None else model.state_dict()
-
-
-def check_training(order, *, accumulate=1, reshard=None, rtol=1e-5, atol=1e-6, **options):
-    model: Any = wrap(seeded(tied=True), order, **options)
-    if reshard is not None:
-        model.set_reshard_after_forward(reshard)
-    world = dist.get_world_size()
-    wanted = trained(seeded(tied=True), accumulate=accumulate, average=world, ranks=world)
-    for name, value in trained(model, accumulate=accumulate).items():
-        torch.testing.assert_close(value.float(), wanted[name], rtol=rtol, atol=atol, msg=name)
-    assert model.head.weight is model.embed.weight
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@on_ranks("ranks")
-def test_it_trains_as_in_one_process(ranks):
-    for order in ORDERS:
-        check_training(order)
-    for reshard in (False, True):
-        check_training(ORDERS[0], reshard=reshard, accumulate=2)
-    check_training(ORDERS[0], mp_policy=BF16, rtol=0.1, atol=0.1)
-
-
 @on_ranks(4)
-def test_it_trains_as_in_one_process_with_replicas():
-    mesh = mesh_of(2, 2)
+def test_it_trains_as_in_one_process_also_with_replicas():
+    def check(order, accumulate=1, reshard=None, close=None, **options):
+        def wrapped(model):
+            wrap(model, order, **options)
+            if reshard is not None:
+                model.set_reshard_after_forward(reshard)
+            return model
+
+        make, loss = (
+            partial(Body, tied=True),
+            lambda model, step, rank: loss_of(model, tokens(step, rank=rank)),
+        )
+        check_training(make, wrapped, loss, accumulate, **(close or {}))
+
     for order in ORDERS:
-        check_training(order, mesh=mesh, accumulate=2)
+        check(order)
+        check(order, 2, mesh=mesh_of(2, 2))
+    for reshard in (False, True):
+        check(ORDERS[0], 2, reshard)
+    check(ORDERS[0], mp_policy=BF16, close={"rtol": 0.1, "atol": 0.1})
 
 
 @on_ranks(3)
 def test_blocks_that_share_parameters_inside_a_unit_train_as_in_one_process():
-    def loss(model, rank, step):
+    def loss(model, step, rank):
         generator = torch.Generator().manual_seed(10 * step + rank)
         return model(torch.randn(5, 4, generator=generator)).square().mean()
 
-    world = dist.get_world_size()
     for third in (False, True):
         for order in (
             ("inner.a", "inner.b", "left", "inner", "right", ""),
             ("", "right", "inner", "left", "inner.a"),
         ):
-            model, plain = wrap(seeded(Nested, third=third), order), seeded(Nested, third=third)
-            ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-            for step in range(2):
-                loss(model, dist.get_rank(), step).backward()
-                for rank in range(world):
-                    (loss(plain, rank, step) / world).backward()
-                for optimizer in (ours, theirs):
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert_same_parameters(model, plain)
+            check_training(partial(Nested, third=third), partial(wrap, order=order), loss)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "mixed_optimizer_for"])
 @on_ranks(3)
-def test_block_optimizers_update_it_as_where_one_unit_has_all(name):
-    found = []
-    for order in (*ORDERS, ("",)):
-        model = wrap(seeded(tied=True), order, block_policy=block_policies.rows(1))
-        mixed = name == "mixed_optimizer_for"
-        optimizer = block_optim.mixed_optimizer_for(model, verbose=False) if mixed else None
-        optimizer = optimizer or getattr(block_optim, name)(model.parameters(), lr=0.05)
-        for step in range(2):
-            step_of(model, optimizer, step)
-        found.append(get_full_state_dict(model))
-    for values in found:
-        for key, value in values.items():
-            torch.testing.assert_close(value, found[-1][key], rtol=1e-4, atol=1e-5, msg=key)
-    assert not found[0]["embed.weight"].equal(seeded(tied=True).embed.weight)
+def test_block_optimizers_update_it_as_where_one_unit_has_all():
+    makes = (
+        lambda model: block_optim.AdamW8bit(model.parameters(), lr=0.05),
+        lambda model: block_optim.mixed_optimizer_for(model, verbose=False),
+    )
+    for make in makes:
+        found = []
+        for order in (*ORDERS, ("",)):
+            model = wrap(seeded(tied=True), order, block_policy=block_policies.rows(1))
+            optimizer = make(model)
+            for step in range(2):
+                step_of(model, optimizer, step)
+            found.append(get_full_state_dict(model))
+            torch.testing.assert_close(found[-1], found[0], rtol=1e-4, atol=1e-5)
+        assert not found[0]["embed.weight"].equal(seeded(tied=True).embed.weight)
 
 
 @on_ranks(3)
@@ -267,16 +226,15 @@ def test_it_is_reduced_where_some_ranks_skip_all_modules_that_share_it_and_none_
             plain.zero_grad()
 
 
-def collectives(tied, order):
-    model = wrap(seeded(tied=tied), order)
-    loss_of(model, tokens()).backward()
-    with record_collectives() as record:
-        loss_of(model, tokens(1)).backward()
-    return sorted(record.kinds), record.bytes_sent
-
-
 @on_ranks(3)
 def test_it_is_gathered_and_reduced_once_so_that_nothing_is_sent_in_addition():
+    def collectives(tied, order):
+        model = wrap(seeded(tied=tied), order)
+        loss_of(model, tokens()).backward()
+        with record_collectives() as record:
+            loss_of(model, tokens(1)).backward()
+        return sorted(record.kinds), record.bytes_sent
+
     for order in ORDERS:
         (kinds, sent), (untied, more) = (collectives(tied, order) for tied in (True, False))
         assert kinds == ["all_gather"] * 3 + ["reduce_scatter"] * 2  # blocks.0 twice, the root once
@@ -379,10 +337,9 @@ def take(model, state, assign):
 
 
 def load(folder):
-    saved = seeded(tied=True).state_dict()
-    dcp.load({"model": saved}, checkpoint_id=folder / "True")
     plain = seeded(tied=True)
-    twin = adamw(plain)
+    saved, twin = copy.deepcopy(plain.state_dict()), adamw(plain)
+    dcp.load({"model": saved}, checkpoint_id=folder / "True")
     for step in range(2):
         step_of(plain, twin, step, rank=0)
     for order in LAYOUTS:
@@ -393,8 +350,7 @@ def load(folder):
         dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder / "True")
         set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
         step_of(model, optimizer, 1, rank=0)
-        for name, value in get_full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+        assert_same_parameters(model, plain, rtol=1e-4, atol=1e-5)
         for assign in (False, True):
             model = wrap(seeded(tied=True, seed=1), order)
             state = model.state_dict()
@@ -402,7 +358,7 @@ def load(folder):
             dcp.load({"model": state}, checkpoint_id=folder / "True")
             take(model, state, assign)
             assert model.head.weight is model.embed.weight
-            assert all(value.equal(saved[name]) for name, value in get_full_state_dict(model).items())
+            assert_same_values(get_full_state_dict(model), saved)
             dcp.load({"model": state}, checkpoint_id=folder / "False")
             with pytest.raises(ValueError, match=r"weight is one parameter in 2 modules, .* different"):
                 take(model, state, assign)
@@ -420,13 +376,10 @@ def test_full_values_load_into_a_tied_model_and_raise_on_every_rank_where_they_d
         for put in (nn.Module.load_state_dict, set_full_state_dict):
             model = wrap(seeded(tied=True), order)
             put(model, wanted)
-            for name, value in get_full_state_dict(model).items():
-                assert value.equal(wanted[name]), name
+            assert_same_values(get_full_state_dict(model), wanted)
             with pytest.raises(ValueError, match="one parameter"):
                 put(model, untied)
-        model = wrap(seeded(tied=True), order)
-        model.load_state_dict(
-            {"head.weight": wanted["head.weight"]}, strict=False
-        )  # one name at a time may differ
-        model.load_state_dict({"embed.weight": untied["embed.weight"]}, strict=False)
-        assert model.head.weight.full_tensor().equal(untied["embed.weight"])
+        for values in (wanted, untied):  # one name at a time may differ
+            name = "head.weight" if values is wanted else "embed.weight"
+            model.load_state_dict({name: values[name]}, strict=False)
+            assert model.head.weight.full_tensor().equal(values[name])

@@ -37,22 +37,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 # -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
 
 
-def watch_addresses(model, seen):
-    for name, block in model.blocks.named_children():
-        block.register_forward_hook(
-            lambda module, args, out, name=name: seen.setdefault(name, set()).add(module.weight.data_ptr())
-        )
-
-
 @on_ranks(3)
 def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the_values_of_a_usual_run():
     results = []
     for keep in (False, True):
         model: Any = shard(seeded(), mp_policy=BF16)
-        seen: dict[str, set[int]] = {}
-        if keep:
-            model.set_keep_unsharded_storage(True)
-        watch_addresses(model, seen)
+        seen: list[set[int]] = [set() for _ in model.blocks]
+        model.set_keep_unsharded_storage(keep)
+        for block, addresses in zip(model.blocks, seen, strict=True):
+            block.register_forward_hook(lambda module, *_, to=addresses: to.add(module.weight.data_ptr()))
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
         start = {name: value.clone() for name, value in model.state_dict().items()}
         for number in range(4):
@@ -61,7 +54,7 @@ def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the
             losses.append(step_of(model, optimizer, number).item())
         results.append(losses)
     assert results[0] == results[1]
-    assert {name: len(addresses) for name, addresses in seen.items()} == {"0": 1, "1": 1, "2": 1}
+    assert [len(addresses) for addresses in seen] == [1, 1, 1]
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch.distributed._composable.replicate import replicate
 
 from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
 from fsdp_runtime._module import _refuse_by_name
-from ragged_shard.testing import on_ranks, record_collectives
+from ragged_shard.testing import on_ranks
 
 NAMES = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
@@ -65,43 +65,6 @@ def test_torchs_own_functions_on_modules_work():
     torch.testing.assert_close(model.again(tokens()), alone.again(tokens()))
     model.again(tokens()).sum().backward()
     assert model.head.weight.grad is not None
-
-
-def reductions_of(model, step):
-    with record_collectives() as record:
-        loss_of(model, tokens(step)).backward()
-    return record.kinds.count("reduce_scatter")
-
-
-def fabric_no_backward_sync(module, enabled):
-    """What Lightning Fabric's model-parallel strategy does in its no_backward_sync."""
-    for mod in module.modules():
-        if isinstance(mod, torch_fsdp.FSDPModule):
-            mod.set_requires_gradient_sync(not enabled, recurse=False)
-
-
-def disable_gradient_division(model):
-    """What torchtitan does so that gradients are summed: it scales the loss itself."""
-    for module in model.modules():
-        if isinstance(module, torch_fsdp.FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-
-
-@on_ranks(2)
-def test_what_trainers_do_to_instances_of_torchs_class_has_its_effect():
-    model, alone = shard(seeded()), seeded()
-    fabric_no_backward_sync(model, True)
-    assert reductions_of(model, 0) == 0
-    fabric_no_backward_sync(model, False)
-    assert reductions_of(model, 1) == 4
-    for step in range(2):
-        plain_backward(alone, step)
-    assert_same_gradients(model, alone, atol=1e-7)
-    for one in (model, alone):
-        one.zero_grad()
-    disable_gradient_division(model)
-    loss_of(model, tokens(step=0)).backward()
-    assert_same_gradients(model, plain_backward(alone), scale=2, atol=1e-7)
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ Models that from_pretrained has sharded need no such thing.
 """
 
 import contextlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import example_script, llama, with_examples
-from test_accelerate import truncate
+from runtime_helpers import assert_same_values, example_script, llama, with_examples
+from test_accelerate import fresh_state, truncate
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
@@ -23,21 +22,6 @@ from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
-
-
-def environment():
-    """What torchrun says."""
-    size, rank = str(dist.get_world_size()), str(dist.get_rank())
-    os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-
-
-def fresh_state():
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    environment()
 
 
 def trainer_class(system):
@@ -94,23 +78,6 @@ def history(trainer):
     """Losses and norms of the steps, and losses of evaluations."""
     entries = trainer.state.log_history
     return [e[key] for e in entries for key in ("loss", "grad_norm", "eval_loss") if key in e]
-
-
-@on_ranks(3)
-def test_losses_norms_and_evaluations_are_fsdp2s_and_accumulation_reduces_once(tmp_path):
-    found = {}
-    for system in ("fsdp2", "ours"):
-        options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-        trainer = trainer_for(system, tmp_path / system, llama(), **options)
-        trainer.train()
-        found[system] = history(trainer)
-        assert [bool(count) for count in trainer.reductions] == [False, True] * 4
-    assert len(found["ours"]) == 10
-    assert found["ours"] == pytest.approx(found["fsdp2"], rel=1e-5)
-    assert FSDPModule in type(trainer.model).__mro__
-    trainer.create_optimizer()  # gives back the tail that the evaluation left gathered
-    own = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in own} == {id(p) for p in trainer.model.parameters()}
 
 
 @on_ranks(2)
@@ -193,8 +160,7 @@ def test_the_best_model_is_loaded_at_the_end_saved_and_the_same_error_on_every_r
     full = full_state_dict(trainer.model)
     dist.barrier()
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved.keys() == full.keys()
-    assert all(full[name].equal(saved[name]) for name in saved)
+    assert_same_values(saved, full)
     if dist.get_rank() == 0:
         truncate(Path(trainer.state.best_model_checkpoint) / "pytorch_model_fsdp.bin")
     with pytest.raises(RuntimeError, match=r"load_best_model_at_end on rank 0: .* cannot be read"):
@@ -261,8 +227,7 @@ def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_
         model = pretrained(path, block_policy=block_policies.rows(4))
         assert all(isinstance(param.data, RaggedDTensor) for param in model.parameters())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-        full = full_state_dict(model)
-        assert all(full[name].equal(value) for name, value in expected.items())
+        assert_same_values(full_state_dict(model), expected)
         assert model.model.rotary_emb.inv_freq.equal(llama().model.rotary_emb.inv_freq)
         found = []
         for each in (pretrained(path, "fsdp2"), model):
@@ -273,8 +238,7 @@ def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_
             found.append(history(trainer))
         assert found[1] == pytest.approx(found[0], rel=1e-5)
         trainer.save_model(str(path / "saved"))
-        again = full_state_dict(pretrained(path / "saved"))
-        assert all(again[name].equal(value) for name, value in full_state_dict(model).items())
+        assert_same_values(full_state_dict(pretrained(path / "saved")), full_state_dict(model))
     assert [dict(vars(module)) for module in modules] == before
 
 
@@ -283,8 +247,7 @@ def test_experts_that_files_keep_one_by_one_are_cut_after_they_were_stacked(tmp_
     from test_load_transformers import make
 
     expected = written(tmp_path / "mixtral", make("mixtral"))
-    full = full_state_dict(pretrained(tmp_path / "mixtral", model="Mixtral"))
-    assert all(full[name].equal(value) for name, value in expected.items())
+    assert_same_values(full_state_dict(pretrained(tmp_path / "mixtral", model="Mixtral")), expected)
 
 
 @on_ranks(4)
@@ -294,8 +257,7 @@ def test_with_tensor_parallelism_each_rank_reads_its_ranges_of_both_axes(tmp_pat
     weight = model.model.layers[0].mlp.up_proj.weight
     assert isinstance(weight.data, RaggedDTensor)
     assert weight.device_mesh.ndim == 2
-    full = full_state_dict(model)
-    assert all(full[name].equal(value) for name, value in expected.items())
+    assert_same_values(full_state_dict(model), expected)
 
 
 @on_ranks(2)

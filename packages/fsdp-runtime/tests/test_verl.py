@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import example_script, with_examples
+from runtime_helpers import example_script, llama, with_examples
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import verl as ours
@@ -50,16 +50,9 @@ def on_cpu():
 
 def saved_model(folder, tied):
     """A tiny Llama on disk, as verl loads it."""
-    import transformers
-
     path = folder / f"llama-{tied}"
     if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(path)
+        llama(vocab_size=32, tie_word_embeddings=tied).save_pretrained(path)
     dist.barrier()
     return str(path)
 

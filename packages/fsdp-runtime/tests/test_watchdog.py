@@ -93,20 +93,13 @@ def test_a_rank_that_comes_late_is_named_with_its_line_and_flight_recorders_that
         assert waiting == also_waiting == ["gloo:all_gather", missing[1] + 1]
 
 
-@pytest.mark.parametrize(
-    ("traces", "folder", "text"),
-    [
-        ({}, "", "; torch's flight recorder is empty: it is switched off, or has seen no collective"),
-        (
-            {"NCCL": {"entries": [1]}},
-            "gone",
-            "; the flight recorder cannot be written: [Errno 2] No such file",
-        ),
-    ],
-)
-def test_a_report_says_why_there_is_no_flight_recorder(monkeypatch, tmp_path, traces, folder, text):
-    monkeypatch.setattr("fsdp_runtime.watchdog.flight_recorders", lambda: traces)
-    assert text in first_report(Store(), folder=tmp_path / folder)
+def test_a_report_says_why_there_is_no_flight_recorder(monkeypatch, tmp_path):
+    for traces, text in (
+        ({}, "is empty"),
+        ({"NCCL": {"entries": [1]}}, "cannot be written: .* No such file"),
+    ):
+        monkeypatch.setattr("fsdp_runtime.watchdog.flight_recorders", lambda traces=traces: traces)
+        assert re.search(f"flight recorder {text}", first_report(Store(), folder=tmp_path / "gone"))
 
 
 @pytest.mark.long

@@ -8,14 +8,13 @@ import torch
 from runtime_helpers import (
     Body,
     assert_same_gradients,
-    assert_same_parameters,
+    check_training,
     locals_of,
     loss_of,
     plain_backward,
     same_bits,
     seeded,
     shard,
-    step_of,
     tokens,
 )
 from torch import nn
@@ -91,10 +90,6 @@ class TwoDtypes(nn.Module):
         return self.second(self.first(x).bfloat16()).float().sum()
 
 
-def wrong_for_the_second(name, param):
-    return "no block" if name == "second.weight" else None
-
-
 def planner_that_refuses(refuses, specs, ranks, *, align):
     if refuses(specs):
         raise ArithmeticError("refused")
@@ -104,7 +99,8 @@ def planner_that_refuses(refuses, specs, ranks, *, align):
 @on_ranks(2)
 def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
     refusing = partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")
-    for options in ({"block_policy": wrong_for_the_second}, {"planner": refusing}):
+    wrong = lambda name, param: "no block" if name == "second.weight" else None  # noqa: E731
+    for options in ({"block_policy": wrong}, {"planner": refusing}):
         model, reference = seeded(TwoDtypes), seeded(TwoDtypes)
         before = snapshot(model)
         with pytest.raises((TypeError, ValueError, ArithmeticError)):
@@ -157,8 +153,7 @@ class Layers(Body):
         self.blocks = nn.ModuleList(Layer(8) for _ in range(3))
 
 
-def sharded(**options):
-    model = seeded(Layers)
+def of_layers(model, **options):
     fully_shard([block.out for block in model.blocks], reshard_after_forward=False, **options)
     for block in model.blocks:
         fully_shard(block)
@@ -167,20 +162,13 @@ def sharded(**options):
 
 @on_ranks(3)
 def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
-    model, plain = sharded(), seeded(Layers)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
-    for step in range(3):
-        step_of(model, ours, step)
-        plain_backward(plain, step)
-        theirs.step()
-        theirs.zero_grad()
-    assert_same_parameters(model, plain)
+    check_training(Layers, of_layers)
 
 
 def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad():
     with simulated_ranks(4):
         policy = block_policies.rows(4)  # two blocks a layer: six for four ranks
-        together = unit_memory(sharded(block_policy=policy).blocks[0].out)
+        together = unit_memory(of_layers(seeded(Layers), block_policy=policy).blocks[0].out)
         alone = seeded(Layers)
         each = [unit_memory(fully_shard(block.out, block_policy=policy)) for block in alone.blocks]
         assert (together.parameters, together.padding) == (3 * 8 * 32, 2 * 4 * 32)
