@@ -117,13 +117,13 @@ class Program:
         self.make_optimizer = OPTIMIZERS[rng.choice(list(OPTIMIZERS))]
         self.optimizer = self.make_optimizer(self.model.parameters())
 
-    def draw_units(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules that become units, and the options of each."""
+    def draw_units(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The modules, or lists of modules, that become units, and the options of each."""
         rng, wide = self.rng, self.ranks == 4
         self.shape = rng.choice(((4,), (2, 2), (2, 2), (1, 4)) if wide else ((self.ranks,), (self.ranks, 1)))
         precision = MixedPrecisionPolicy(*rng.choice(PRECISIONS))
         among = [True, False, None] + [2] * (self.shape[-1] == 4)
-        units: list[tuple[nn.Module, dict[str, Any]]] = []
+        units: list[tuple[Any, dict[str, Any]]] = []
         for block in self.model.blocks:
             if self.skippable or rng.random() < 0.4:
                 units += [(expert, {"skippable": self.skippable}) for expert in block.experts]
@@ -139,7 +139,7 @@ class Program:
             own["mp_policy"] = precision
         return units
 
-    def shard(self, units: list[tuple[nn.Module, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
+    def shard(self, units: list[tuple[Any, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
         mesh = mesh_of(*self.shape) if self.sharded else None
         for module, options in units if self.sharded else ():
             kept = OFFLOADS[0] if options.get("skippable") else offload
@@ -165,7 +165,7 @@ class Program:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             self.trace.append((f"{what} {name}", None if whole is None else whole.detach().clone()))
 
-    def drawn(self) -> list[tuple[torch.Tensor, torch.Tensor, Sequence[int]]]:
+    def drawn(self) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
         """The next batch, in rows of each rank: of this rank alone if the model is sharded."""
         self.batches += 1
         draw = random.Random(1000 * self.seed + self.batches)
