@@ -72,14 +72,13 @@ def test_the_workloads_have_the_sizes_that_the_tables_name():
 
 
 def test_a_simulated_world_measures_the_same_steps_without_a_delay():
-    request = {"workload": "tiny", "systems": ["plain", "ours", "fsdp2"], "rounds": 2, "steps": 1}
+    systems = ["plain", "ours", "fsdp2"]
+    request: dict[str, Any] = {"workload": "tiny", "systems": systems, "rounds": 2, "steps": 1}
     request["simulate"] = {"ranks": 8, "bandwidth": 1e9, "latency": 1e-5}
     found = run_ranks(1, answer, compare.rounds, request, timeout=200)[0]
     assert found["ranks"] == 8
     assert found["skipped"] == {}
-    assert {name: len(samples) for name, samples in found["free"].items()} == dict.fromkeys(
-        request["systems"], 2
-    )
+    assert {name: len(samples) for name, samples in found["free"].items()} == dict.fromkeys(systems, 2)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
