@@ -13,36 +13,29 @@ from ragged_shard.testing import RankError
 DRY = {piece.name: piece for piece in gpu.pieces(0, dry=True)}
 
 
-def searched(limit, least=16, most=1 << 20):
-    """The lengths that a search tries, and its results, where lengths up to a limit fit."""
+# -- the longest context ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "lengths", "found"),
+    [
+        (1000, 1 << 20, [16, 32, 64, 128, 256, 512, 1024, 768, 896, 960], (960, 1024)),
+        (100, 1 << 20, [16, 32, 64, 128, 96, 112], (96, 112)),
+        (3, 1 << 20, [16], (None, 16)),
+        (10**6, 40, [16, 32], (32, None)),
+    ],
+)
+def test_the_search_for_a_context_doubles_until_one_does_not_fit_and_halves_the_gap_to_an_eighth(
+    limit, most, lengths, found
+):
     tried: list[int] = []
 
     def trial(length):
         tried.append(length)
         return length if length <= limit else None
 
-    return tried, gpu.search(trial, least, most)
-
-
-# -- the longest context ----------------------------------------------------------------------------------------------
-
-
-def test_the_search_for_a_context_doubles_until_one_does_not_fit_and_halves_the_gap():
-    assert searched(100) == ([16, 32, 64, 128, 96, 112], (96, 112))
-
-
-def test_the_search_ends_where_an_eighth_more_does_not_fit():
-    tried, (best, over) = searched(15_000)
-    assert best <= 15_000 < over <= best * 9 / 8
-    assert len(tried) == 14
-
-
-def test_a_first_context_that_does_not_fit_ends_the_search():
-    assert searched(3) == ([16], (None, 16))
-
-
-def test_no_context_beyond_the_most_is_tried():
-    assert searched(10**6, most=40) == ([16, 32], (32, None))
+    assert gpu.search(trial, 16, most) == found
+    assert tried == lengths
 
 
 def test_a_search_that_runs_out_of_time_keeps_what_fits():
@@ -107,14 +100,9 @@ def test_a_side_takes_the_bytes_a_parameter_that_it_names(side, matrix, embeddin
         optimizer.step()
         for name, expected in (("blocks.0.ff.w_up.weight", matrix), ("embed.weight", embedding)):
             param = model.get_parameter(name)
-            tensors = [
-                param,
-                param.grad,
-                *(state for state in optimizer.state[param].values() if state.numel() > 1),
-            ]
-            assert sum(t.numel() * t.element_size() for t in tensors) / param.numel() == pytest.approx(
-                expected, rel=0.01
-            )
+            states = [state for state in optimizer.state[param].values() if state.numel() > 1]
+            nbytes = sum(t.numel() * t.element_size() for t in (param, param.grad, *states))
+            assert nbytes / param.numel() == pytest.approx(expected, rel=0.01)
 
 
 def test_the_model_of_the_longest_context_has_the_size_of_llama_3_8b():

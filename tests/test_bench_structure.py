@@ -1,4 +1,4 @@
-"""bench uses public names of the packages only, and has every command that it lists."""
+"""bench and the training job use public names of the packages only; bench has every command that it lists."""
 
 import ast
 import importlib
@@ -11,36 +11,33 @@ from bench.history import recorded_as
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("layout_planner", "ragged_shard", "dbuffer", "block_optim", "fsdp_runtime")
-FILES = sorted((ROOT / "bench").rglob("*.py"))
+SHARED = "fsdp_runtime._torch_compat."  # by the whole package
 
 
-def module_of(path):
-    """`("bench", "tally")`; of a package's `__init__` the package."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[:-1] if parts[-1] == "__init__" else parts
-
-
-def imports_of(path):
-    """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING."""
-    module = module_of(path)
-    package = module if path.name == "__init__.py" else module[:-1]
+def imports_of(path, top):
+    """Dotted names that a file below `top` imports anywhere: at its beginning, in functions, under TYPE_CHECKING."""
+    package = path.relative_to(top).parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {tuple(alias.name.split(".")) for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            source = (*base, *(node.module or "").split(".")) if node.module else base
-            found |= {(*source, alias.name) for alias in node.names}
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{source}.{alias.name}" for alias in node.names}
     return found
 
 
-def test_only_public_names_of_the_packages_are_used():
+@pytest.mark.parametrize(
+    ("folder", "top"),
+    [("bench", "."), ("packages/fsdp-runtime/src/fsdp_runtime/train", "packages/fsdp-runtime/src")],
+)
+def test_only_public_names_of_the_packages_are_used(folder, top):
     used = {
-        (str(path.relative_to(ROOT)), ".".join(name))
-        for path in FILES
-        for name in imports_of(path)
-        if name[0] in PACKAGES and any(part.startswith("_") for part in name)
+        (path.name, name)
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imports_of(path, ROOT / top)
+        if name.startswith(PACKAGES) and "._" in name and not name.startswith(SHARED)
     }
     assert not used
 

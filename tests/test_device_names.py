@@ -64,10 +64,9 @@ _MODULES = tuple(f"torch.{kind}" for kind in KINDS)
 def test_device_names_are_in_one_file_of_a_package(package):
     root = PACKAGES[package]
     files = {path.relative_to(root).as_posix(): device_names(path.read_text()) for path in root.rglob("*.py")}
-    found = {file: names for file, names in files.items() if names}
-    assert sorted(found) == DECIDES.get(package, []), {
-        file: names for file, names in found.items() if file not in DECIDES.get(package, [])
-    }
+    decides = DECIDES.get(package, [])
+    assert {file for file, names in files.items() if names} >= set(decides)
+    assert {file: names for file, names in files.items() if names and file not in decides} == {}
 
 
 def pinned_without_a_device(text):
@@ -92,25 +91,15 @@ def test_page_locked_memory_is_asked_for_on_the_cpu_by_name(package):
 @pytest.mark.parametrize(
     "text",
     ['x.to("cuda")', 'd == "cpu:0"', "torch.cuda.synchronize()", "import torch.cuda", "from torch.cuda import Event",
-     "from torch import xpu", 'init("cpu:gloo,cuda:nccl")', 'KINDS = {"mps": 1}',
-     'backend == "nccl"', "x.is_cuda", "x.cuda(0)"],
+     "from torch import xpu", 'init("cpu:gloo,cuda:nccl")', 'KINDS = {"mps": 1}', 'backend == "nccl"', "x.is_cuda",
+     "x.cuda(0)"],
 )  # fmt: skip
 def test_a_device_name_is_found(text):
     assert device_names(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"""cuda"""',
-        "x = 1  # torch.cuda",
-        'f"{device} is not CUDA"',
-        "CPU.type",
-        "torch.accelerator",
-        "os.cpu_count()",
-    ],
-)
-def test_what_names_no_device_is_not(text):
+def test_what_names_no_device_is_not():
+    text = '"""cuda"""; x = 1  # torch.cuda\nf"{device} is not CUDA"; CPU.type; torch.accelerator; os.cpu_count()'
     assert not device_names(text)
 
 

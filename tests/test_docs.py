@@ -21,13 +21,6 @@ ROOT = Path(__file__).parent.parent
 ORDER = ["layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"]  # of installation
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-MODULES = {
-    "layout-planner": "layout_planner",
-    "ragged-shard": "ragged_shard",
-    "dbuffer": "dbuffer",
-    "block-optim": "block_optim",
-    "fsdp-runtime": "fsdp_runtime",
-}
 
 
 def examples(page):
@@ -131,16 +124,16 @@ def test_the_page_on_fsdp1_has_every_argument_method_and_state_dict_type():
     assert wanted - named("moving/fsdp1.md") == set()
 
 
-@pytest.mark.parametrize("package", MODULES)
+@pytest.mark.parametrize("package", ORDER)
 def test_the_api_page_has_every_public_name(package):
-    module = importlib.import_module(MODULES[package])
-    page = f"api/{package}.md"
-    listed = re.findall(rf"^::: {MODULES[package]}\.(\w+)$", (DOCS / page).read_text(), re.MULTILINE)
+    name_of_module = package.replace("-", "_")
+    module, page = importlib.import_module(name_of_module), f"api/{package}.md"
+    listed = re.findall(rf"^::: {name_of_module}\.(\w+)$", (DOCS / page).read_text(), re.MULTILINE)
     assert [name for name in listed if listed.count(name) > 1] == []
     shown = set(listed)
     assert set(module.__all__) - shown - named(page) == set()  # torch's own are named without a docstring
     for name in shown:
-        assert hasattr(module, name) or importlib.import_module(f"{MODULES[package]}.{name}"), name
+        assert hasattr(module, name) or importlib.import_module(f"{name_of_module}.{name}"), name
 
 
 @pytest.mark.parametrize("namespace", ["checkpoint", "memory", "quantization"])
@@ -171,19 +164,15 @@ def test_a_page_has_a_line_for_language_models():
 
 def test_links_become_links_between_pages_and_sources_are_named_without_one():
     known = {"packages/dbuffer/docs/COSTS.md": "dbuffer/costs.md"}
-    source = "docs/guides/launch.md"
-
-    def relinked(text):
-        return docs_hooks.relink(text, source, "guides/launch.md", known)
-
-    assert relinked("[a](../../packages/dbuffer/docs/COSTS.md#x)") == "[a](../dbuffer/costs.md#x)"
-    assert relinked("[a](../index.md)") == "[a](../index.md)"
-    assert relinked("[the noxfile](../../noxfile.py)") == "the noxfile"
-    assert relinked("`[a](../../noxfile.py)`") == "`[a](../../noxfile.py)`"
-    assert relinked("x `y` [`a`](../../noxfile.py) `z`") == "x `y` `a` `z`"
-    assert (
-        relinked("[all of `a`](../../packages/dbuffer/docs/COSTS.md)") == "[all of `a`](../dbuffer/costs.md)"
-    )
+    for text, wanted in (
+        ("[a](../../packages/dbuffer/docs/COSTS.md#x)", "[a](../dbuffer/costs.md#x)"),
+        ("[a](../index.md)", "[a](../index.md)"),
+        ("[the noxfile](../../noxfile.py)", "the noxfile"),
+        ("`[a](../../noxfile.py)`", "`[a](../../noxfile.py)`"),
+        ("x `y` [`a`](../../noxfile.py) `z`", "x `y` `a` `z`"),
+        ("[all of `a`](../../packages/dbuffer/docs/COSTS.md)", "[all of `a`](../dbuffer/costs.md)"),
+    ):
+        assert docs_hooks.relink(text, "docs/guides/launch.md", "guides/launch.md", known) == wanted
 
 
 def test_the_check_of_built_pages_finds_what_is_loaded_from_elsewhere(tmp_path):

@@ -1,7 +1,6 @@
 """The workspace holds what its packages declare."""
 
 import ast
-import json
 import re
 import shutil
 import subprocess
@@ -36,10 +35,6 @@ def imports_of(package):
     return found
 
 
-def test_every_package_of_the_design_is_in_the_workspace_and_no_other():
-    assert sorted(ORDER) == PACKAGES
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_declared_dependencies_equal_what_is_imported(package):
     declared = project(package)["project"]
@@ -57,22 +52,6 @@ def test_declared_dependencies_equal_what_is_imported(package):
     )
     through_torch = {"tensorboard"}  # torch.utils.tensorboard imports it
     assert third_party - {package} == (needed | optional) - through_torch
-
-
-def test_the_training_job_imports_public_names_only():
-    job = ROOT / "packages/fsdp-runtime/src/fsdp_runtime/train"
-    private = [
-        f"{path.name}: {node.module}.{alias.name}"
-        for path in job.glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.level == 0 or node.level > 1)
-        for alias in node.names
-        if re.match(
-            r"(fsdp_runtime|dbuffer|ragged_shard|block_optim|layout_planner|None)\b", str(node.module)
-        )
-        and re.search(r"(^|\.)_[a-z]", f"{node.module}.{alias.name}")
-    ]
-    assert private == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -98,12 +77,8 @@ def test_the_image_copies_what_is_there_and_installs_all_packages():
     assert sorted(kept) == sorted(sources)
     (install,) = re.findall(r"^RUN pip install .+$", text, re.M)
     assert re.findall(r"packages/([\w-]+)", install) == ORDER
+    assert sorted(ORDER) == PACKAGES
     assert re.search(r'^CMD \["fsdp-train"\]$', text, re.M)
-
-
-def test_the_development_container_runs_a_session():
-    settings = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert sessions_called(settings["postCreateCommand"])[0][0] in sessions_defined()
 
 
 def sessions_called(text):
@@ -123,8 +98,11 @@ def test_the_readme_has_two_commands_and_ci_starts_with_the_second():
 
 @pytest.mark.parametrize(
     "path",
-    ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/cpu.yml", ".github/workflows/gpu.yml"],
-)
+    [
+        "README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/cpu.yml", ".github/workflows/gpu.yml",
+        ".devcontainer/devcontainer.json",
+    ],
+)  # fmt: skip
 def test_the_sessions_that_a_file_names_exist(path):
     text = (ROOT / path).read_text()
     named = set(re.findall(r"(?:\./run|nox -s) +[\"']?([a-z]\w*)", text))
@@ -167,16 +145,8 @@ def test_only_the_constraints_file_pins_torch():
 
 def files_of_the_repository():
     """What is committed or would be; nothing that a tool made."""
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-    ]
+    which = ["--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", *which]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 

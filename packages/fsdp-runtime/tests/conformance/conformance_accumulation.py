@@ -9,6 +9,7 @@ from conformance_models import (
     batch,
     check_backward,
     hsdp_mesh,
+    inputs,
     mean_square,
     mesh,
     mine,
@@ -28,13 +29,10 @@ def no_sync(fsdp):
         model, reference = pair(fsdp, reshard_after_forward=reshard)
         for step in range(2):
             for micro in range(3):
-                whole = batch(10 * step + micro)
                 model.set_requires_gradient_sync(micro == 2)
-                loss = mean_square(model, mine(whole))
                 with record_collectives() as record:
-                    loss.backward()
+                    backward_both(model, reference, 10 * step + micro)
                 assert record.kinds.count("reduce_scatter") == (4 if micro == 2 else 0), record.kinds
-                mean_square(reference, whole).backward()
                 if micro < 2 and step == 0:
                     assert all(p.grad is None for p in model.parameters())
                 assert all_sharded(model)
@@ -61,11 +59,9 @@ def no_sync_no_reshard(fsdp):
         last = micro == 2
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
-        whole = batch(micro)
         with record_collectives() as record:
-            mean_square(model, mine(whole)).backward()
+            backward_both(model, reference, micro)
         assert record.kinds.count("all_gather") == (4 if micro == 0 else 0), record.kinds
-        mean_square(reference, whole).backward()
     assert_same_gradients(model, reference)
     assert all_sharded(model)
 
@@ -78,14 +74,11 @@ def no_all_reduce(fsdp):
     model, reference = pair(fsdp, mesh=hsdp_mesh())
     for micro in range(3):
         model.set_requires_all_reduce(micro == 2)
-        whole = batch(micro)
-        loss = mean_square(model, mine(whole))
         with record_collectives() as record:
-            loss.backward()
+            backward_both(model, reference, micro)
         assert record.kinds.count("reduce_scatter") == 4, record.kinds
         assert record.kinds.count("all_reduce") == (4 if micro == 2 else 0), record.kinds
         assert {event.ranks for event in record.events} == {2}
-        mean_square(reference, whole).backward()
     assert_same_gradients(model, reference)
 
 
@@ -121,9 +114,8 @@ def chunked_loss(fsdp):
     fsdp.fully_shard(model.body, mesh=mesh())
     fsdp.fully_shard([model.norm, model.head], mesh=mesh(), reshard_after_forward=False)
     fsdp.fully_shard(model, mesh=mesh())
-    whole = batch()
     for _step in range(2):
-        for one, x in ((model, mine(whole)), (reference, whole)):
+        for one, x in inputs(model, reference):
             hidden = one(x)
             leaf = hidden.detach().requires_grad_()
             for chunk in leaf.chunk(2):

@@ -113,9 +113,6 @@ def compiled(fsdp):
 
 @case(COMPOSE, "tensor parallelism on the other axis of a 2-D mesh", ranks=4)
 def tensor_parallel(fsdp):
-    def loss(model, x):
-        return mean_square(model, x)
-
     over = mesh(2, 2, names=("dp", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     build = lambda: nn.Sequential(MLP(hidden=12), MLP(hidden=12))  # noqa: E731
@@ -130,9 +127,8 @@ def tensor_parallel(fsdp):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
         whole = batch(step)[:8]
-        part = whole.chunk(2)[over.get_local_rank("dp")]
-        loss(model, part).backward()
-        loss(reference, whole).backward()
+        mean_square(model, whole.chunk(2)[over.get_local_rank("dp")]).backward()
+        mean_square(reference, whole).backward()
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
@@ -168,24 +164,24 @@ def pipeline(fsdp):
         assert_same_gradients(stage, reference)
 
 
+def clip_both(fsdp, foreach=None, norm=2.0, **options):
+    model, reference = pair(fsdp, **options)
+    backward_both(model, reference)
+    found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
+    close(full(found), wanted, f"norm {norm}")
+    assert_same_gradients(model, reference)
+
+
 @case(OPTIMIZE, "`clip_grad_norm_`: the norm over all ranks, foreach and not", ranks=3)
 def clip(fsdp):
     for foreach, norm in ((None, 2.0), (True, float("inf")), (False, 2.0), (False, 1.0)):
-        model, reference = pair(fsdp)
-        backward_both(model, reference)
-        found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
-        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
-        close(full(found), wanted, f"norm {norm}")
-        assert_same_gradients(model, reference)
+        clip_both(fsdp, foreach, norm)
 
 
 @case(OPTIMIZE, "`clip_grad_norm_` with HSDP: replicas are counted once", ranks=4)
 def clip_hsdp(fsdp):
-    model, reference = pair(fsdp, mesh=mesh(2, 2, names=("r", "s")))
-    backward_both(model, reference)
-    found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    close(full(found), nn.utils.clip_grad_norm_(reference.parameters(), 1e-2), "norm")
-    assert_same_gradients(model, reference)
+    clip_both(fsdp, mesh=mesh(2, 2, names=("r", "s")))
 
 
 @case(
@@ -268,9 +264,8 @@ def schedule(fsdp):
         optimizer = torch.optim.SGD(groups, lr=0.1)
         runs.append((one, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)))
     for step in range(4):
-        whole = batch(step)
-        for one, optimizer, scheduler in runs:
-            mean_square(one, mine(whole) if one is model else whole).backward()
+        backward_both(model, reference, step)
+        for _, optimizer, scheduler in runs:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,11 @@ import torch.nn as nn
 from conformance_models import (
     MLP,
     Stack,
-    batch,
+    backward_both,
     close,
     full,
     hsdp_mesh,
-    mean_square,
     mesh,
-    mine,
     seeded,
     shard_stack,
     world,
@@ -73,18 +72,14 @@ class _Round(nn.Module):
         return weight + (weight.bfloat16().float() - weight).detach()
 
 
-def train_alike(fsdp, kind, **options):
+def train_alike(fsdp, **options):
     """A model of extended weights next to a plain one that rounds: the same all the way."""
-    width = {"hidden": 4 * world()}
-    model = extend(seeded(lambda: Stack(**width)), kind)
-    reference = rounding(seeded(lambda: Stack(**width)))
+    model = extend(seeded(lambda: Stack(hidden=4 * world())), Halved)
+    reference = rounding(seeded(lambda: Stack(hidden=4 * world())))
     shard_stack(fsdp, model, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
     for step in range(3):
-        whole = batch(step)
-        found, wanted = mean_square(model, mine(whole)), mean_square(reference, whole)
-        found.backward()
-        wanted.backward()
+        backward_both(model, reference, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -102,7 +97,7 @@ def train_alike(fsdp, kind, **options):
 )
 def extension_trains(fsdp):
     for reshard in (None, False):
-        train_alike(fsdp, Halved, reshard_after_forward=reshard)
+        train_alike(fsdp, reshard_after_forward=reshard)
 
 
 @case(
@@ -197,13 +192,8 @@ def extension_from_meta(fsdp):
     note="at the second gather",
 )  # fmt: skip
 def extension_pads(fsdp):
-    model, reference = (
-        extend(seeded(lambda: nn.Linear(8, 13, bias=False)), Padded),
-        nn.Linear(8, 13, bias=False),
-    )
-    reference.load_state_dict(
-        {"weight": seeded(lambda: nn.Linear(8, 13, bias=False)).weight.bfloat16().float()}
-    )
+    build = partial(nn.Linear, 8, 13, bias=False)
+    model, reference = extend(seeded(build), Padded), seeded(build).bfloat16().float()
     fsdp.fully_shard(model, mesh=mesh())
     x = torch.randn(2, 8)
     for _ in range(2):

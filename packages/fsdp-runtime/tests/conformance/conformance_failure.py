@@ -50,11 +50,13 @@ class Fragile(Stack):
         return self.head(x)
 
 
-def attempt(model, x, where):
+def attempt(model, where):
     model.fail = where
     with pytest.raises(ValueError, match="on purpose"):
-        mean_square(model, x).backward()
+        mean_square(model, torch.randn(4, 8)).backward()
     model.fail = None
+    model.reset_iter_state()
+    assert all_sharded(model)
 
 
 def good_steps(model, reference):
@@ -65,17 +67,18 @@ def good_steps(model, reference):
     assert all_sharded(model)
 
 
-@case(FAILURE, "`reset_iter_state()` after an exception in forward: the next step is right", ranks=3)
-def reset_after_forward(fsdp):
+def recover(fsdp, where):
+    """Fail in the very first step, and after good ones."""
     for reshard in (True, False):
         model, reference = pair(fsdp, Fragile, reshard_after_forward=reshard)
-        for warm in (False, True):
-            if warm:
-                good_steps(model, reference)
-            attempt(model, torch.randn(4, 8), "forward")
-            model.reset_iter_state()
-            assert all_sharded(model)
-        good_steps(model, reference)
+        for _ in range(2):
+            attempt(model, where)
+            good_steps(model, reference)
+
+
+@case(FAILURE, "`reset_iter_state()` after an exception in forward: the next step is right", ranks=3)
+def reset_after_forward(fsdp):
+    recover(fsdp, "forward")
 
 
 @case(
@@ -84,15 +87,7 @@ def reset_after_forward(fsdp):
     note="its root adds the rest of the failed backward to the next gradient",
 )  # fmt: skip
 def reset_after_backward(fsdp):
-    for reshard in (True, False):
-        model, reference = pair(fsdp, Fragile, reshard_after_forward=reshard)
-        for warm in (False, True):
-            if warm:
-                good_steps(model, reference)
-            attempt(model, torch.randn(4, 8), "backward")
-            model.reset_iter_state()
-            assert all_sharded(model)
-        good_steps(model, reference)
+    recover(fsdp, "backward")
 
 
 @case(
@@ -103,8 +98,7 @@ def reset_discards(fsdp):
     model, reference = pair(fsdp, Fragile)
     model.set_requires_gradient_sync(False)
     mean_square(model, torch.randn(4, 8)).backward()
-    attempt(model, torch.randn(4, 8), "backward")
-    model.reset_iter_state()
+    attempt(model, "backward")
     model.set_requires_gradient_sync(True)
     good_steps(model, reference)
 

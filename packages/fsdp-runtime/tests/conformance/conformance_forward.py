@@ -14,6 +14,7 @@ from conformance_models import (
     check_backward,
     check_training,
     close,
+    inputs,
     is_sharded,
     mean_square,
     mesh,
@@ -70,8 +71,7 @@ def not_the_root(fsdp):
 )  # fmt: skip
 def nested_first(fsdp):
     model, reference = pair(fsdp)
-    whole = batch()
-    for one, x in ((model, mine(whole)), (reference, whole)):
+    for one, x in inputs(model, reference):
         mean_square(one.blocks[1], x).backward()
         mean_square(one, x).backward()
     assert_same_gradients(model, reference)
@@ -87,8 +87,8 @@ def evaluation(fsdp):
         assert all_sharded(model.blocks)
         with torch.inference_mode():
             close(run(model, x), reference(x), "inference_mode")
-        mean_square(model, x).backward()
-        mean_square(reference, x).backward()
+        for one in (model, reference):
+            mean_square(one, x).backward()
         assert_same_gradients(model, reference)
 
 
@@ -126,8 +126,7 @@ def structures(fsdp):
     for part in (model.a, model.b):
         fsdp.fully_shard(part, mesh=mesh())
     fsdp.fully_shard(model, mesh=mesh())
-    whole = batch()
-    for one, x in ((model, mine(whole)), (reference, whole)):
+    for one, x in inputs(model, reference):
         out = one(x=x, flag="on")
         assert out.extra["flag"] == "on"
         assert out.extra["logits"][1:] == (None, 3)
@@ -141,8 +140,7 @@ def structures(fsdp):
 @case(FORWARD, "`backward` twice through one graph (`retain_graph=True`) adds up")
 def backward_twice(fsdp):
     model, reference = pair(fsdp)
-    whole = batch()
-    for one, x in ((model, mine(whole)), (reference, whole)):
+    for one, x in inputs(model, reference):
         loss = mean_square(one, x)
         loss.backward(retain_graph=True)
         loss.backward()
@@ -181,12 +179,11 @@ def forward_method(fsdp):
     model, reference = pair(fsdp, build)
     for part in (*model.blocks, model):
         fsdp.register_fsdp_forward_method(part, "encode")
-    whole = batch()
     for _ in range(2):
-        out = model.encode(mine(whole), scale=0.5)
-        assert all_sharded(model.blocks)
-        out.square().mean().backward()
-        reference.encode(whole, scale=0.5).square().mean().backward()
+        for one, x in inputs(model, reference):
+            out = one.encode(x, scale=0.5)
+            assert all_sharded(model.blocks)
+            out.square().mean().backward()
         assert_same_gradients(model, reference)
     plain = MLP()
     fsdp.register_fsdp_forward_method(plain, "no_such_method")  # of a plain module: nothing
@@ -218,8 +215,7 @@ def changing_order(fsdp):
     for reshard in (True, False):
         model, reference = pair(fsdp, Ordered, reshard_after_forward=reshard)
         for step, order in enumerate([(0, 1, 2, 0), (0, 1, 2, 0), (2, 0, 1), (1,), (2, 2, 1, 0), (0, 1, 2)]):
-            whole = batch(step)
-            for one, x in ((model, mine(whole)), (reference, whole)):
+            for one, x in inputs(model, reference, step):
                 one.order = order
                 one.zero_grad()
                 mean_square(one, x).backward()
@@ -286,8 +282,7 @@ def one_rank(fsdp):
 @case(FORWARD, "`no_grad` forwards before the trained one, and between it and backward")
 def evaluation_between(fsdp):
     model, reference = pair(fsdp)
-    whole = batch()
-    for one, x in ((model, mine(whole)), (reference, whole)):
+    for one, x in inputs(model, reference):
         with torch.no_grad():
             target = one(x)
         loss = (one(x) - 0.5 * target).square().mean()

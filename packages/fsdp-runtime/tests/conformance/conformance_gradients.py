@@ -121,8 +121,7 @@ def divide_factor(fsdp):
 
 @case(GRADIENTS, "`set_reduce_scatter_divide_factor`, deprecated, is the same with a warning")
 def old_divide_factor(fsdp):
-    model, reference = seeded(MLP), seeded(MLP)
-    fsdp.fully_shard(model, mesh=mesh())
+    model, reference = fsdp.fully_shard(seeded(MLP), mesh=mesh()), seeded(MLP)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.set_reduce_scatter_divide_factor(1.0)

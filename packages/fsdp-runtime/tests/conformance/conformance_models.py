@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from runtime_helpers import assert_same_gradients, seeded
+from runtime_helpers import assert_same_parameters as assert_same
+from runtime_helpers import full as full
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_shard.testing import rank_mesh
@@ -73,11 +76,6 @@ def hsdp_mesh() -> DeviceMesh:
     return mesh(2, world() // 2, names=("replicate", "shard"))
 
 
-def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return build()
-
-
 def shard_stack(fsdp: Any, model: Any, **options: Any) -> Any:
     """Each block a unit, then the root, as users do."""
     options.setdefault("mesh", mesh())
@@ -125,11 +123,6 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 
 
-def full(tensor: Any) -> torch.Tensor:
-    """All of a tensor's values, detached; collective where it is sharded."""
-    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
-
-
 def all_sharded(model: nn.Module) -> bool:
     return all(is_sharded(p) for p in model.parameters())
 
@@ -142,29 +135,15 @@ def close(found: Any, wanted: Any, what: str, rtol: float = 1e-5, atol: float = 
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
-def assert_same(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Equal parameters, and gradients where both have them."""
-    wanted = dict(reference.named_parameters())
-    found = dict(model.named_parameters())
-    assert list(found) == list(wanted), (list(found), list(wanted))
-    for name, parameter in found.items():
-        close(full(parameter), wanted[name].detach(), name, **tolerance)
-
-
-def assert_same_gradients(model, reference, scale=1.0, **tolerance) -> None:
-    for (name, parameter), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if wanted.grad is None:
-            assert parameter.grad is None, name
-        else:
-            assert parameter.grad is not None, name
-            close(full(parameter.grad), wanted.grad * scale, f"{name}.grad", **tolerance)
-
-
-def backward_both(model: nn.Module, reference: nn.Module, step: int = 0) -> None:
-    """Backward of this rank's rows of a step's batch, and of all of them in one process."""
+def inputs(model: Any, reference: Any, step: int = 0) -> tuple[tuple[Any, torch.Tensor], ...]:
+    """Both models, each with its rows of a step's batch: this rank's, and all of them."""
     whole = batch(step)
-    mean_square(model, mine(whole)).backward()
-    mean_square(reference, whole).backward()
+    return (model, mine(whole)), (reference, whole)
+
+
+def backward_both(model: Any, reference: Any, step: int = 0) -> None:
+    for one, x in inputs(model, reference, step):
+        mean_square(one, x).backward()
 
 
 def check_backward(model: nn.Module, reference: nn.Module, step: int = 0, **tolerance: float) -> None:

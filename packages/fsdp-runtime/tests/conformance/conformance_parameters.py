@@ -10,11 +10,13 @@ from conformance_models import (
     Stack,
     Tied,
     assert_same_gradients,
+    check_backward,
     check_training,
     cross_entropy,
     full,
     is_sharded,
     mesh,
+    pair,
     seeded,
     shard_stack,
     tokens,
@@ -209,18 +211,12 @@ def frozen(fsdp):
 
 @case(PARAMETERS, "parameters frozen and thawed after wrapping")
 def frozen_later(fsdp):
-    model, reference = seeded(Stack), seeded(Stack)
-    shard_stack(fsdp, model)
-    x = torch.randn(4, 8)
+    model, reference = pair(fsdp)
     for frozen in (True, False):
         for one in (model, reference):
             one.zero_grad()
             one.blocks[1].requires_grad_(not frozen)
-            one(x).square().mean().backward()
-        for (name, found), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (found.grad is None) == (wanted.grad is None), name
-            if wanted.grad is not None:
-                torch.testing.assert_close(full(found.grad), wanted.grad, rtol=1e-5, atol=1e-6)
+        check_backward(model, reference)
 
 
 @case(PARAMETERS, "parameters that a step does not use get no gradient, whole units or one of a unit")
@@ -241,8 +237,7 @@ def unused(fsdp):
 
 @case(PARAMETERS, "`set_reduce_scatter_unused_params(True)`: ranks may use different parameters in a step")
 def unused_on_some_ranks(fsdp):
-    model, reference = seeded(Branches), seeded(Branches)
-    fsdp.fully_shard(model, mesh=mesh())
+    model, reference = fsdp.fully_shard(seeded(Branches), mesh=mesh()), seeded(Branches)
     model.set_reduce_scatter_unused_params(True)
     x = torch.randn(4, 8)
     for _ in range(2):

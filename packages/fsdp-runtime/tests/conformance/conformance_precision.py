@@ -16,6 +16,7 @@ from conformance_models import (
     mean_square,
     mesh,
     mine,
+    pair,
     seeded,
     shard_stack,
 )
@@ -66,10 +67,8 @@ def param_dtype(fsdp):
 
 @case(PRECISION, "`param_dtype` gives the bits of a low-precision copy of the model")
 def param_dtype_values(fsdp):
-    model, low = (
-        shard_stack(fsdp, seeded(Stack), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW)),
-        seeded(Stack).to(LOW),
-    )
+    model, _ = pair(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=LOW))
+    low = seeded(Stack).to(LOW)
     x = torch.randn(4, 8)
     found, wanted = model(x), low(x.to(LOW))
     assert torch.equal(found, wanted)
@@ -185,8 +184,7 @@ def norm_in_fp32(fsdp):
 
 @case(PRECISION, "bf16 parameters without a policy: everything in bf16")
 def low_parameters(fsdp):
-    model, reference = seeded(lambda: Stack().to(LOW)), seeded(lambda: Stack().to(LOW))
-    shard_stack(fsdp, model)
+    model, reference = pair(fsdp, lambda: Stack().to(LOW))
     x = torch.randn(4, 8, dtype=LOW)
     assert torch.equal(model(x), reference(x))
     model(x).sum().backward()
@@ -247,10 +245,7 @@ def cpu_offload_accumulates(fsdp):
     policy = fsdp.CPUOffloadPolicy(pin_memory=False)
     mixed = fsdp.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
     for mp in (fsdp.MixedPrecisionPolicy(), mixed):
-        model, reference = (
-            shard_stack(fsdp, seeded(Stack), offload_policy=policy, mp_policy=mp),
-            seeded(Stack),
-        )
+        model, reference = pair(fsdp, offload_policy=policy, mp_policy=mp)
         for micro in range(3):
             model.set_requires_gradient_sync(micro != 0)
             backward_both(model, reference, micro)

@@ -21,10 +21,10 @@ from conformance_models import (
     batch,
     check_training,
     full,
+    inputs,
     is_sharded,
     mean_square,
     mesh,
-    mine,
     pair,
     seeded,
     shard_stack,
@@ -138,7 +138,7 @@ def get_model(fsdp):
     ranks=3,
 )
 def optimizer_state(fsdp):
-    model, optimizer = shard_stack(fsdp, seeded(Stack)), None
+    model = shard_stack(fsdp, seeded(Stack))
     optimizer = adamw(model)
     train(model, optimizer)
     for p in model.parameters():
@@ -199,8 +199,8 @@ def checkpoint_world_size(fsdp, folder):
     train_same(model, optimizer, 2)
     reference = seeded(Stack)
     plain = adamw(reference)
-    train_same(reference, plain, 2)
-    train_same(reference, plain, 2)
+    for _ in range(2):
+        train_same(reference, plain, 2)
     assert_same(model, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -270,10 +270,9 @@ def to_dtype(fsdp):
     model.to(torch.float64)
     reference = seeded(Stack).double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    whole = batch().double()
     for _ in range(2):
-        mean_square(model, mine(whole)).backward()
-        mean_square(reference, whole).backward()
+        for one, x in inputs(model, reference):
+            mean_square(one, x.double()).backward()
         assert_same_gradients(model, reference)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
@@ -324,8 +323,8 @@ def moving_average(fsdp):
         average = [p.detach().clone() for p in one.parameters()]
         runs.append((one, adamw(one), average))
     for step in range(3):
+        backward_both(model, reference, step)
         for one, optimizer, average in runs:
-            mean_square(one, mine(batch(step)) if one is model else batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

@@ -9,10 +9,12 @@ from conformance_models import (
     Stack,
     all_sharded,
     assert_same_gradients,
+    backward_both,
     batch,
     check_training,
     close,
     full,
+    inputs,
     mean_square,
     mesh,
     mine,
@@ -294,8 +296,7 @@ def unshard_in_backward(fsdp):
 def evaluated_after_a_backward(fsdp):
     """A sharded stack with gradients of one backward, then an evaluation; and the whole model it is equal to."""
     model, reference = pair(fsdp)
-    mean_square(model, mine(batch())).backward()
-    mean_square(reference, batch()).backward()
+    backward_both(model, reference)
     with torch.no_grad():
         run(model)
     return model, reference
@@ -306,10 +307,9 @@ def evaluated_after_a_backward(fsdp):
 )  # fmt: skip
 def zero_grad_after_evaluation(fsdp):
     model, reference = evaluated_after_a_backward(fsdp)
-    model.zero_grad()
-    reference.zero_grad()
-    mean_square(model, mine(batch(1))).backward()
-    mean_square(reference, batch(1)).backward()
+    for one in (model, reference):
+        one.zero_grad()
+    backward_both(model, reference, 1)
     close(full(model.head.weight.grad), reference.head.weight.grad, "head.weight")
 
 
@@ -326,9 +326,9 @@ def clip_after_evaluation(fsdp):
 )  # fmt: skip
 def optimizer_after_evaluation(fsdp):
     model, reference = evaluated_after_a_backward(fsdp)
-    for whole, x in ((model, mine(batch(1))), (reference, batch(1))):
-        optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
-        whole.zero_grad()
-        mean_square(whole, x).backward()
+    for one, x in inputs(model, reference, 1):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        one.zero_grad()
+        mean_square(one, x).backward()
         optimizer.step()
     close(full(model.head.weight), reference.head.weight.detach(), "head.weight")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runtime_helpers import full
 from torch import nn
 
 from ragged_shard.testing import record_collectives
@@ -232,12 +233,6 @@ def gradient_distance(model: nn.Module, twin: nn.Module) -> float:
         largest = plain.grad.abs().max().clamp_min(1e-6)
         worst = max(worst, ((grad - plain.grad).abs().max() / largest).item())
     return worst
-
-
-def full(tensor: Any) -> torch.Tensor:
-    """All of a tensor's values, detached; collective where it is sharded."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach()
 
 
 def average(value: torch.Tensor) -> float:

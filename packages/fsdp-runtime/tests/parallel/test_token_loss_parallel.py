@@ -1,6 +1,7 @@
 """Losses by tokens with other parallelism: tokens of every rank count once, gradients are those of one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import cases_cp
@@ -10,7 +11,7 @@ import cases_tp
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import RANKS, full
+from harness import RANKS, gradient_distance
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -51,16 +52,7 @@ def compare(model, twin, step, own, whole, loss) -> None:
     wanted.backward()
     assert step.total == total
     torch.testing.assert_close(step.mean(losses), wanted.detach(), rtol=1e-6, atol=0)
-    same_gradients(model, twin)
-
-
-def same_gradients(model: nn.Module, twin: nn.Module) -> None:
-    for (name, param), plain in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if param.grad is None or plain.grad is None:
-            assert param.grad is plain.grad, name
-            continue
-        away = (full(param.grad) - plain.grad).abs().max() / plain.grad.abs().max().clamp_min(1e-12)
-        assert away < 1e-6, f"{name}: {away} of the largest value"
+    assert gradient_distance(model, twin) < 1e-6
 
 
 def both(build: Callable[[], nn.Module]) -> tuple[Any, nn.Module]:
@@ -101,6 +93,12 @@ def test_stretches_of_a_sequence_count_on_each_rank(folded: bool, shape: tuple[i
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
+def labelled(tokens_of: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """Microbatches: tokens, and those that follow them."""
+    texts = map(tokens_of, range(PARTS))
+    return [torch.stack([text[:, :-1], ragged(text[:, 1:], 0, part)]) for part, text in enumerate(texts)]
+
+
 def next_tokens(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
     tokens, labels = part
     return token_losses(model(tokens), labels)
@@ -108,31 +106,22 @@ def next_tokens(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("cut", "shape"),
-    [(cases_tp.layers_only, (1, 4)), (cases_tp.sequence, (2, 2)), (cases_tp.sequence, (2, 1, 2))],
-)
+    [
+        (cases_tp.layers_only, (1, 4)), (cases_tp.sequence, (2, 2)), (cases_tp.sequence, (2, 1, 2)),
+        (cases_tp.loss_too, (2, 2)),
+    ],
+)  # fmt: skip
 @on_ranks(4)
 def test_ranks_of_tensor_parallelism_count_the_same_tokens_once(shape: tuple[int, ...], cut: Any) -> None:
+    """Also where it has cut the losses."""
     mesh, data, rank = cases_tp.meshes(shape)
     model, twin = both(cases_tp.Model)
     cases_tp.shard(fsdp_runtime, model, cut, mesh, data)
-    texts = [cases_tp.tokens_of(part) for part in range(PARTS)]
-    whole = [torch.stack([text[:, :-1], ragged(text[:, 1:], 0, number)]) for number, text in enumerate(texts)]
+    whole = labelled(cases_tp.tokens_of)
     own = [part.chunk(data.size(), 1)[rank] for part in whole]
-    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
-    compare(model, twin, step, own, whole, next_tokens)
-
-
-@on_ranks(4)
-def test_losses_that_tensor_parallelism_has_cut_are_averaged_too() -> None:
-    mesh, data, rank = cases_tp.meshes((2, 2))
-    model, twin = both(cases_tp.Model)
-    cases_tp.shard(fsdp_runtime, model, cases_tp.loss_too, mesh, data)
-    text = cases_tp.tokens_of(0)
-    whole = torch.stack([text[:, :-1], ragged(text[:, 1:], 0, 0)])
-    own = whole.chunk(2, 1)[rank]
-    with loss_parallel():
-        step = TokenLoss(model).step([count_tokens(own[1])])
-        compare(model, twin, step, [own], [whole], next_tokens)
+    with loss_parallel() if cut is cases_tp.loss_too else nullcontext():
+        step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+        compare(model, twin, step, own, whole, next_tokens)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -150,8 +139,7 @@ def routed(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
 def test_experts_need_no_factor_of_their_own(ep: int, replicas: int, expert_replicas: int) -> None:
     model, twin = both(cases_ep.transformer(4))
     cases_ep.wrap_blocks(fsdp_runtime, model, cases_ep.meshes(ep, replicas, expert_replicas), apart=ep == 2)
-    texts = [cases_ep.tokens(part) for part in range(PARTS)]
-    whole = [torch.stack([text[:, :-1], ragged(text[:, 1:], 0, number)]) for number, text in enumerate(texts)]
+    whole = labelled(cases_ep.tokens)
     own = [part.chunk(RANKS, 1)[torch.distributed.get_rank()] for part in whole]
     step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
     compare(model, twin, step, own, whole, routed)
@@ -196,18 +184,9 @@ def weighted(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @on_ranks(4)
 def test_microbatches_of_a_pipeline_count_on_the_ranks_of_its_last_stage(name: str) -> None:
     mesh = rank_mesh(2, 2, names=("pp", "dp"))
-    number = 4 if name in cases_pp.LOOPED + cases_pp.V_SHAPED else 2
+    everything, indices, built = cases_pp.built_stages(fsdp_runtime, name, mesh)
+    number, modules = len(everything), [everything[index].double() for index in indices]
     twin = nn.Sequential(*cases_pp.stages(number)).double()
-    indices = cases_pp.indices_of(name, mesh.get_local_rank("pp"))
-    modules: list[Any] = [cases_pp.stages(number)[index].double() for index in indices]
-    for module in modules:
-        for layer in module:
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
-    built = [
-        PipelineStage(module, index, number, torch.device("cpu"), group=mesh.get_group("pp"))
-        for index, module in zip(indices, modules, strict=True)
-    ]
     step: Any = None
     kind: Any = getattr(pipelining, name)
     schedule = kind(
@@ -231,7 +210,7 @@ def test_microbatches_of_a_pipeline_count_on_the_ranks_of_its_last_stage(name: s
         wanted.backward()
         torch.testing.assert_close(step.mean(losses), wanted.detach(), rtol=1e-6, atol=0)
         for index, module in zip(indices, modules, strict=True):
-            same_gradients(module, twin[index])
+            assert gradient_distance(module, twin[index]) < 1e-6
             module.zero_grad()
         twin.zero_grad()
 

@@ -29,8 +29,10 @@ def shape_of(model: str, ranks: int) -> Shape | None:
     if model == "dense":
         return Shape()
     experts = ranks + 1 if model.startswith("more") else ranks - 1
-    small = Shape(hidden=16, experts=experts, stacked=model.endswith("stacked"), tied=False)
-    return small if experts else None
+    if not experts:
+        return None
+    stacked, top = model.endswith("stacked"), min(2, experts)
+    return Shape(ff_dim=16, num_experts=experts, top_k=top, stacked=stacked, tied=False)
 
 
 def runs_of(model: str, ranks: int) -> list[Run]:

@@ -1,4 +1,4 @@
-"""One training run of a small Llama, by this runtime, by FSDP2 or in one process, and how far apart they end up."""
+"""A run of a small transformer, by this runtime, by FSDP2 or in one process, and how far apart they end up."""
 
 import functools
 import importlib
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_models import Llama, Shape, build, loss_of
+from parity_models import Shape, build, loss_of
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
@@ -82,15 +82,13 @@ def policy_of(name: str) -> Any:
         "rows": lambda name, p: Rows(8),
         "tiles": lambda name, p: Tile(8, 8) if p.ndim > 1 else None,
         "whole": block_policies.whole(),
-        "pattern": block_policies.by_pattern(
-            {r"experts|feed_forward": Whole(), r"attention": Rows(4), r".": None}
-        ),
+        "pattern": block_policies.by_pattern({r"^ff\.": Whole(), r"^attention\.": Rows(4), r".": None}),
     }[name]
 
 
 def tokens(step: int, shape: Shape) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(shape.vocabulary, (ROWS, LENGTH), generator=generator)
+    return torch.randint(shape.vocab_size, (ROWS, LENGTH), generator=generator)
 
 
 def optimizer_of(run: Run, parameters: Any) -> torch.optim.Optimizer:
@@ -99,7 +97,7 @@ def optimizer_of(run: Run, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
-def wrap(fsdp: Any, model: Llama, run: Run) -> None:
+def wrap(fsdp: Any, model: Any, run: Run) -> None:
     ranks = dist.get_world_size()
     mesh = (
         init_device_mesh(run.device, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
@@ -120,7 +118,7 @@ def wrap(fsdp: Any, model: Llama, run: Run) -> None:
             composable_checkpoint(block)
         fsdp.fully_shard(block, **options)
     fsdp.fully_shard(model, **options)
-    model.recompute = run.recompute == "function"
+    model.checkpointing = run.recompute == "function"
 
 
 def sharded(system: str, run: Run) -> Outcome:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import Body, device, mesh_of, seeded
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import block_optim
@@ -37,40 +38,56 @@ ACTIONS = (
     "clip", "look", "fail_in_forward", "fail_in_backward", "gather", "free", "keep_after_forward",
     "keep_after_backward", "freeze", "zero", "save_and_load", "move_away_and_back", "edit", "export", "prefetch",
     "copy_late", "other_group", "new_optimizer", "accumulate_partial", "divide", "twice_through", "edit_gradients",
-    "edit_shards", "end_by_hand", "max_buffers", "keep_memory", "sum_only",
+    "edit_shards", "end_by_hand", "max_buffers", "keep_memory", "sum_only", "without_head", "chunked_loss",
 )  # fmt: skip
 
 
 class Block(nn.Module):
-    """A layer, and experts of which a rank runs any, any number of times."""
+    """A layer, awkward parameters, and experts of which a rank runs any, any number of times."""
 
     def __init__(self, width: int):
         super().__init__()
         self.first, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(()))
+        self.turned = nn.Parameter(torch.randn(3, width).t())
+        self.register_buffer("shift", torch.randn(width))
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
     def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-        x = x + self.scale * torch.tanh(self.first(x))
+        x = x + self.scale * torch.tanh(self.first(x) + self.shift)
+        x = x + torch.tanh(x @ self.turned) @ self.turned.t()
         for index in chosen:
             x = x + torch.tanh(self.experts[index](x))
         return x
 
 
 class Model(Body):
-    """Its middle can be recomputed, left out or broken."""
+    """Its middle can be recomputed, left out or broken; its ends can be used in other places too.
 
-    def __init__(self, recompute: bool, width: int, **options: Any):
+    Args:
+        ends: "twice": the head is used before the blocks too; "functional": the embedding's weight is, after them.
+    """
+
+    def __init__(self, recompute: bool, width: int, ends: str, **options: Any):
         super().__init__(width=width, **options)
-        self.recompute, self.fails = recompute, False
+        self.recompute, self.ends = recompute, ends
+        self.fails: int | None = None  # after this block
         self.blocks = nn.ModuleList(Block(width) for _ in self.blocks)
 
-    def forward(self, tokens: torch.Tensor, order: Any = None, chosen: Sequence[int] = ()) -> Any:
+    def forward(
+        self, tokens: torch.Tensor, order: Any = None, chosen: Sequence[int] = (), head: bool = True
+    ) -> Any:
         x = self.embed(tokens)
-        for block in map(self.blocks.__getitem__, order or range(len(self.blocks))):
+        if self.ends == "twice":
+            x = x + self.head(x).mean(-1, keepdim=True)
+        for index in order or range(len(self.blocks)):
+            block = self.blocks[index]
             x = checkpoint(block, x, chosen, use_reentrant=False) if self.recompute else block(x, chosen)
-            if self.fails:
+            if index == self.fails:
                 raise KeyError("on purpose")
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        if self.ends == "functional":
+            x = x + nn.functional.linear(x, self.embed.weight).mean(-1, keepdim=True)
+        return self.head(x) if head else x
 
 
 class Program:
@@ -91,43 +108,52 @@ class Program:
             "width": rng.choice((5, 8)),
             "blocks": rng.choice((1, 2, 3)),
             "recompute": rng.random() < 0.3,
+            "ends": rng.choice(("", "", "twice", "functional")),
         }
         self.model: Any = seeded(Model, seed, vocab=VOCABULARY, tied=rng.random() < 0.3, **options)
         self.skippable, self.failed = rng.random() < 0.5, False
+        self.large = rng.choice((1, group.MIN_CHILD))  # elements of children that are freed and reduced early
         self.units = self.shard(self.draw_units(), offload_policy)
         self.make_optimizer = OPTIMIZERS[rng.choice(list(OPTIMIZERS))]
         self.optimizer = self.make_optimizer(self.model.parameters())
 
-    def draw_units(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules that become units, and the options of each."""
+    def draw_units(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The modules, or lists of modules, that become units, and the options of each."""
         rng, wide = self.rng, self.ranks == 4
         self.shape = rng.choice(((4,), (2, 2), (2, 2), (1, 4)) if wide else ((self.ranks,), (self.ranks, 1)))
         precision = MixedPrecisionPolicy(*rng.choice(PRECISIONS))
         among = [True, False, None] + [2] * (self.shape[-1] == 4)
-        units: list[tuple[nn.Module, dict[str, Any]]] = []
+        units: list[tuple[Any, dict[str, Any]]] = []
         for block in self.model.blocks:
             if self.skippable or rng.random() < 0.4:
                 units += [(expert, {"skippable": self.skippable}) for expert in block.experts]
             units += [(block, {})] * (rng.random() < 0.85)
+        ends = [self.model.embed if self.model.head.weight is self.model.embed.weight else self.model.norm]
+        self.ends_together = not self.model.ends and rng.random() < 0.3
+        units += [([*ends, self.model.head], {})] * self.ends_together
         units.append((self.model, {}))
+        if rng.random() < 0.3:
+            rng.shuffle(units)
         for _, own in units:
             own |= {"reshard_after_forward": rng.choice(among), "block_policy": rng.choice(POLICIES)}
             own["mp_policy"] = precision
         return units
 
-    def shard(self, units: list[tuple[nn.Module, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
-        large = self.rng.choice((1, group.MIN_CHILD))  # elements of children that are freed and reduced early
+    def shard(self, units: list[tuple[Any, dict[str, Any]]], offload: OffloadPolicy) -> list[Any]:
+        mesh = mesh_of(*self.shape) if self.sharded else None
         for module, options in units if self.sharded else ():
             kept = OFFLOADS[0] if options.get("skippable") else offload
-            with mock.patch.object(group, "MIN_CHILD", large):
-                fully_shard(module, mesh=mesh_of(*self.shape), offload_policy=kept, **options)
-        return [module for module, _ in units]
+            with mock.patch.object(group, "MIN_CHILD", self.large):
+                fully_shard(module, mesh=mesh, offload_policy=kept, **options)
+        return [module if isinstance(module, nn.Module) else module[-1] for module, _ in units]
 
     def run(self, actions: int) -> None:
         for index in range(actions):
             action = self.rng.choice(ACTIONS)
             keeps = self.rng.random() < 0.15  # the gradients for what comes next
-            if getattr(self, action)() or keeps:
+            with mock.patch.object(group, "MIN_CHILD", self.large):
+                no_update = getattr(self, action)() or keeps
+            if no_update:
                 continue
             self.note(f"{index}: {action}: grad of", {n: p.grad for n, p in self.model.named_parameters()})
             self.optimizer.step()
@@ -139,18 +165,24 @@ class Program:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             self.trace.append((f"{what} {name}", None if whole is None else whole.detach().clone()))
 
-    def loss(self, order: Sequence[int] | None = None) -> torch.Tensor:
-        """The loss of the next batch: of this rank's rows if the model is sharded, else the mean of all ranks'."""
+    def drawn(self) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        """The next batch, in rows of each rank: of this rank alone if the model is sharded."""
         self.batches += 1
         draw = random.Random(1000 * self.seed + self.batches)
         rows, common = range(VOCABULARY), draw.choices(range(2), k=draw.randrange(4))
-        losses = []
+        batch = []
         for rank in range(self.ranks):
             tokens, targets = (torch.tensor(draw.choices(rows, k=ROWS)) for _ in range(2))
             chosen = draw.choices(range(2), k=draw.randrange(4)) if self.skippable else common
             if not self.sharded or rank == dist.get_rank():
-                losses.append(nn.functional.cross_entropy(self.model(tokens, order, chosen), targets))
-        return torch.stack(losses).mean()
+                batch.append((tokens, targets, chosen))
+        return batch
+
+    def loss(self, order: Sequence[int] | None = None) -> torch.Tensor:
+        """The loss of the next batch: of this rank's rows if the model is sharded, else the mean of all ranks'."""
+        return torch.stack(
+            [cross_entropy(self.model(x, order, chosen), target) for x, target, chosen in self.drawn()]
+        ).mean()
 
     def trained(self) -> list[nn.Parameter]:
         return [param for param in self.model.parameters() if param.grad is not None]
@@ -195,6 +227,21 @@ class Program:
             rows = rows[dist.get_rank() :][:1] if self.sharded else rows
             torch.stack([block(x, (0, 1)).square().mean() for x in rows]).mean().backward()
         return not usable
+
+    def without_head(self) -> None:
+        hidden = [self.model(x, None, chosen, head=False) for x, _, chosen in self.drawn()]
+        torch.stack(hidden).square().mean().backward()
+
+    def chunked_loss(self) -> bool:
+        """The head and its loss in parts, each with a backward of its own."""
+        batch = self.drawn() if self.ends_together else []
+        for x, targets, chosen in batch:
+            hidden = self.model(x, None, chosen, head=False)
+            leaf = hidden.detach().requires_grad_()
+            for part, target in zip(leaf.chunk(2), targets.chunk(2), strict=True):
+                (cross_entropy(self.model.head(part), target) / 2 / len(batch)).backward()
+            hidden.backward(leaf.grad)
+        return not batch
 
     def accumulate_partial(self) -> None:
         """HSDP: replicas are summed in the last microbatch only."""
@@ -252,20 +299,29 @@ class Program:
         return True
 
     def fail_in_forward(self) -> bool:
-        self.model.fails = True
-        with contextlib.suppress(KeyError):
+        self.model.fails = self.rng.randrange(len(self.model.blocks))
+        with contextlib.suppress(KeyError), torch.set_grad_enabled(self.rng.random() < 0.5):
             self.loss()
-        self.model.fails = False
-        return True
+        self.model.fails = None
+        return self.reset()
 
     def fail_in_backward(self) -> bool:
-        """Raise in a backward, after the head's gradients; then clear all gradients."""
-        hook = self.model.head.register_full_backward_hook(lambda *gradients: 1 / 0)
+        """Raise in a backward; then clear all gradients."""
+        hook = self.failing().register_full_backward_pre_hook(lambda *gradients: 1 / 0)
         with contextlib.suppress(ZeroDivisionError):
             self.loss().backward()
         hook.remove()
         self.optimizer.zero_grad()
         self.failed = True
+        return self.reset()
+
+    def failing(self) -> nn.Module:
+        return self.rng.choice((self.model.norm, *self.model.blocks))
+
+    def reset(self) -> bool:
+        """Say, or do not say, that a pass has failed."""
+        if self.rng.random() < 0.5 and self.sharded:
+            self.model.reset_iter_state()
         return True
 
     def gather(self) -> bool:
@@ -320,9 +376,9 @@ class Program:
         return self._set("set_separate_reduce_scatter_group", self.rng.random() < 0.5)
 
     def freeze(self) -> bool:
-        """Freeze or unfreeze a block or a part of it."""
+        """Freeze or unfreeze an end, a block or a part of it."""
         block = self.rng.choice(self.model.blocks)
-        part = self.rng.choice((block, block.first, block.experts[0]))
+        part = self.rng.choice((block, block.first, block.experts[0], self.model.embed, self.model.head))
         if not self.has_gradients():
             part.requires_grad_(self.rng.random() < 0.6)
         return True
@@ -393,6 +449,10 @@ class Race(Program):
 
     def export(self) -> bool:
         return True
+
+    def failing(self) -> nn.Module:
+        """The head, before any reduction: one that is given up is completed on the default stream, not on its own."""
+        return self.model.head
 
     def save_and_load(self) -> bool:
         self.model.reset_iter_state()  # a backward may have failed

@@ -198,18 +198,9 @@ def table(rows: list[Row], seed: int) -> str:
             f"| {row.place} | {row.kills} | {row.freezes} | {row.checkpoints} | {row.curves} | "
             f"{row.damaged + row.hangs + row.left + row.unnamed + row.wrong} |"
         )
-        for name in (
-            "kills",
-            "freezes",
-            "checkpoints",
-            "damaged",
-            "hangs",
-            "left",
-            "unnamed",
-            "curves",
-            "wrong",
-        ):
-            setattr(total, name, getattr(total, name) + getattr(row, name))
+        for name, value in vars(row).items():
+            if isinstance(value, int):
+                setattr(total, name, getattr(total, name) + value)
     return "\n".join(lines)
 
 

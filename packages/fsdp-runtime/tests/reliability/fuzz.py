@@ -80,15 +80,7 @@ def run(target: Target, seed: int, first: int, count: int) -> Result:
     """Read inputs number `first` to `first + count - 1` of a target, in a child process: a signal ends only that."""
     total, number = Result(target.name), first
     while number < first + count:
-        here = number
-
-        def read_the_rest(result: Result, tell: Callable[[Result], None], here: int = here) -> None:
-            for one in range(here, first + count):
-                draw = Random(f"{target.name}/{seed}/{one}")
-                judge(target, target.make(draw), result, again(target, seed, one))
-                tell(result)
-
-        done, problem = in_child(target.name, read_the_rest)
+        done, problem = in_child(target, seed, range(number, first + count))
         number += done.inputs
         if problem is not None:
             done.inputs += 1
@@ -102,28 +94,31 @@ def again(target: Target, seed: int, number: int) -> str:
     return f"--only {target.name!r} --seed {seed} --first {number} --inputs 1"
 
 
-def in_child(name, work) -> tuple[Result, str | None]:
-    """What `work` has told of in a child process when that ended, and the signal that ended it, if one did."""
+def in_child(target: Target, seed: int, numbers: Sequence[int]) -> tuple[Result, str | None]:
+    """What a child process has found of these inputs when it ended, and the signal that ended it, if one did."""
     ours, theirs = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         faulthandler.enable()
-        result, status = Result(name), 1
+        result, status = Result(target.name), 1
         limit_memory()  # here: a fork may have copied memory that its parent shares
         try:
-            work(result, theirs.send)
+            for one in numbers:
+                draw = Random(f"{target.name}/{seed}/{one}")
+                judge(target, target.make(draw), result, again(target, seed, one))
+                theirs.send(result)
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
     theirs.close()
-    found = Result(name)
+    found = Result(target.name)
     with contextlib.suppress(EOFError), ours:
         while True:
             found = ours.recv()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status <= 0, f"{name}: the fuzzer itself failed"
+    assert status <= 0, f"{target.name}: the fuzzer itself failed"
     return found, f"ended by {signal.Signals(-status).name}" if status else None
 
 
@@ -197,47 +192,11 @@ def captured() -> Iterator[io.StringIO]:
         yield said
 
 
-def with_hypothesis(target: Target, count: int, seed: int) -> Result:
-    """As `run`, but hypothesis makes the choices: it prefers small ones, and goes back to those that were rare."""
-
-    def read(result: Result, tell: Callable[[Result], None]) -> None:
-        import hypothesis
-        from hypothesis import strategies as st
-
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
-        @hypothesis.given(st.randoms(use_true_random=False))
-        def read_one(draw: Random) -> None:
-            judge(target, target.make(draw), result, f"hypothesis, --only {target.name!r} --seed {seed}")
-            tell(result)
-
-        read_one()
-
-    done, problem = in_child(target.name, read)
-    if problem is not None:
-        done.faults[problem] = f"hypothesis, --only {target.name!r} --seed {seed}"
-    return done
-
-
 def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[Result]:
-    """`count` inputs for all targets together, one in ten of them from hypothesis."""
-    results = []
-    each = max(1, count // len(targets))
+    """`count` inputs for all targets together."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of numpy and torch, about damaged data
-        for target in targets:
-            steered = each // 10 if first == 0 else 0
-            result = run(target, seed, first, each - steered)
-            if steered:
-                result.add(with_hypothesis(target, steered, seed))
-            results.append(result)
-    return results
+        return [run(target, seed, first, max(1, count // len(targets))) for target in targets]
 
 
 def table(results: Sequence[Result], seed: int) -> str:

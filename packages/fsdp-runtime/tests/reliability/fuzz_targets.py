@@ -205,6 +205,19 @@ def _fp8(folder: Path) -> Target:
 # ---- checkpoints
 
 
+def sum_of(files: Any) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def replace(checkpoint: Path, name: str, data: bytes) -> None:
+    """Replace a file of a checkpoint, with sums that fit it."""
+    (checkpoint / name).write_bytes(data)
+    sums = json.loads((checkpoint / "sums.json").read_text())
+    sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
+    sums["sum"] = sum_of(sums["files"])
+    (checkpoint / "sums.json").write_text(json.dumps(sums))
+
+
 class _Run:
     """A run whose newest checkpoint has one file replaced, with sums that fit it or with the old ones."""
 
@@ -213,17 +226,11 @@ class _Run:
         self.files = {path.name: path.read_bytes() for path in self.checkpoint.iterdir()}
 
     def replace(self, name: str, data: bytes, *, summed: bool) -> None:
-        self.restore()
-        (self.checkpoint / name).write_bytes(data)
-        if not summed:
-            return
-        sums = json.loads(self.files["sums.json"])
-        sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
-        sums["sum"] = hashlib.sha256(json.dumps(sums["files"], sort_keys=True).encode()).hexdigest()
-        (self.checkpoint / "sums.json").write_text(json.dumps(sums))
-
-    def restore(self) -> None:
-        for name, data in self.files.items():
+        for other, original in self.files.items():
+            (self.checkpoint / other).write_bytes(original)
+        if summed:
+            replace(self.checkpoint, name, data)
+        else:
             (self.checkpoint / name).write_bytes(data)
 
 

@@ -98,16 +98,13 @@ class Row:
     @property
     def problems(self) -> list[str]:
         """What grew."""
-        found = []
-        if self.memory[1] > self.memory[0] + max(16.0, 0.05 * self.memory[0]):
-            found.append(f"memory from {self.memory[0]:.0f} to {self.memory[1]:.0f} MB")
-        if self.descriptors[1] > self.descriptors[0]:
-            found.append(f"descriptors from {self.descriptors[0]:.0f} to {self.descriptors[1]:.0f}")
-        if self.threads[1] > self.threads[0]:
-            found.append(f"threads from {self.threads[0]:.0f} to {self.threads[1]:.0f}")
-        if self.cpu_ms[1] > 1.25 * self.cpu_ms[0]:
-            found.append(f"host time from {self.cpu_ms[0]:.1f} to {self.cpu_ms[1]:.1f} ms a step")
-        return found
+        grew = (
+            ("memory", self.memory, max(self.memory[0] + 16.0, 1.05 * self.memory[0]), " MB"),
+            ("descriptors", self.descriptors, self.descriptors[0], ""),
+            ("threads", self.threads, self.threads[0], ""),
+            ("host time", self.cpu_ms, 1.25 * self.cpu_ms[0], " ms a step"),
+        )
+        return [f"{what} from {a:.1f} to {b:.1f}{unit}" for what, (a, b), limit, unit in grew if b > limit]
 
 
 def soak(folder: Path, optimizer: str, steps: int, part: int) -> Row:
@@ -138,13 +135,10 @@ def table(rows: Sequence[Row], part: int) -> str:
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        cells = [f"{pair[0]:.{digits}f}, {pair[1]:.{digits}f}" for pair, digits in _cells(row)]
-        lines.append(f"| {row.optimizer} | {' | '.join(cells)} |")
+        whole = [f"{first:.0f}, {last:.0f}" for first, last in (row.memory, row.descriptors, row.threads)]
+        cells = [row.optimizer, *whole, f"{row.cpu_ms[0]:.1f}, {row.cpu_ms[1]:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _cells(row: Row) -> list[tuple[tuple[float, float], int]]:
-    return [(row.memory, 0), (row.descriptors, 0), (row.threads, 0), (row.cpu_ms, 1)]
 
 
 def main() -> int:

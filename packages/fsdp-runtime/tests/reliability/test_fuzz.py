@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import hashlib
 import io
 import json
 import os
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz import Target, fuzz
-from fuzz_targets import all_targets
+from fuzz_targets import all_targets, replace, sum_of
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -79,19 +78,6 @@ def original(tmp_path_factory):
 @pytest.fixture
 def run(original, tmp_path):
     return shutil.copytree(original, tmp_path / "run")
-
-
-def sum_of(files):
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def replace(checkpoint, name, data):
-    """A file of a checkpoint, with sums that fit it."""
-    (checkpoint / name).write_bytes(data)
-    sums = json.loads((checkpoint / "sums.json").read_text())
-    sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
-    sums["sum"] = sum_of(sums["files"])
-    (checkpoint / "sums.json").write_text(json.dumps(sums))
 
 
 class Runs:
@@ -332,12 +318,6 @@ def test_a_config_json_without_a_tile_is_refused(config, tmp_path):
     save_file(codes, tmp_path / "m.safetensors")
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=r"not JSON|weight_block_size is"):
-        read_safetensors(tmp_path)
-
-
-def test_a_damaged_safetensors_file_is_a_value_error_that_names_it(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"{" * 16)
-    with pytest.raises(ValueError, match=r"m\.safetensors: not a safetensors file, or damaged"):
         read_safetensors(tmp_path)
 
 

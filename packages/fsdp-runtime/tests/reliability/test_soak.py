@@ -24,10 +24,6 @@ def test_resumes_in_one_process_leave_no_descriptors_and_threads_behind(tmp_path
 
 def test_what_grows_is_named():
     row = Row("x", 9, 1, (400.0, 450.0), (20.0, 22.0), (9.0, 10.0), (1.0, 2.0))
-    assert [problem.split(" from ")[0] for problem in row.problems] == [
-        "memory",
-        "descriptors",
-        "threads",
-        "host time",
-    ]
+    named = [problem.split(" from ")[0] for problem in row.problems]
+    assert named == ["memory", "descriptors", "threads", "host time"]
     assert Row("x", 9, 1, (400.0, 410.0), (22.0, 20.0), (9.0, 9.0), (1.0, 1.1)).problems == []

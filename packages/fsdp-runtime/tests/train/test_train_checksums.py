@@ -82,6 +82,8 @@ def test_where_no_checkpoint_is_intact_every_rank_says_so(config, run):
 @pytest.mark.parametrize("name", [".metadata", "run.json", "sums.json"])
 def test_a_checkpoint_that_misses_a_file_is_named_and_never_passed_over_in_silence(run, name, capsys):
     last = newest(run)
+    shutil.copytree(last, last.with_name("step-00000009.part"))  # half written,
+    last.with_name("latest").unlink()  # before the file that names the newest
     (last / name).unlink()
     line = f"{last}: {name}: missing"
     assert main(["verify", str(run)]) == 1

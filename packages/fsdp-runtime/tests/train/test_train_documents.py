@@ -1,7 +1,6 @@
 """Sequences that end with their documents: ranks have different numbers of tokens, and the curve is that of one."""
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,50 +83,19 @@ def plain_loss(config, out):
     return -log[kept].gather(-1, targets[kept][:, None]).double().mean().item(), kept
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_with_different_numbers_of_tokens_have_the_curve_of_one(folder, tmp_path, ranks):
-    runs = {
-        "dense": made(folder),
-        "accumulated": made(folder, accumulate=3 if ranks == 2 else 1, model="dense"),
-        "moe": made(folder, "moe"),
-    }
+def test_ranks_with_different_numbers_of_tokens_have_the_curve_of_one(folder, tmp_path):
+    """`test_train_splits.py` has it beside other parallelisms."""
+    runs = {"dense": made(folder), "accumulated": made(folder, accumulate=2), "moe": made(folder, "moe")}
     expected, kept = plain_loss(runs["dense"], tmp_path)
-    counts = kept.sum(1).double().view(ranks, -1).sum(1)
+    counts = kept.sum(1).double().view(3, -1).sum(1)
     assert counts.max() > 1.1 * counts.min()  # else any average would do
     one = {name: with_changes(config, system="one", accumulate=1) for name, config in runs.items()}
     (alone,) = run_ranks(1, train_each, one, str(tmp_path / "one"))
-    found = run_ranks(ranks, train_each, runs, str(tmp_path / "several"))
+    found = run_ranks(3, train_each, runs, str(tmp_path / "several"))
     for name in runs:
         curve, held_out = losses(tmp_path / "one" / name), alone[name]["held_out_loss"]
         assert_curve_of_one(tmp_path / "several" / name, [rank[name] for rank in found], curve, held_out)
     assert losses(tmp_path / "one" / "dense")[0] == pytest.approx(expected, rel=1e-6)
-
-
-SPLITS: dict[str, dict[str, Any]] = {
-    "dense": {"hsdp 2": {"hsdp": 2}, "cp 2 x tp 2": {"cp": 2, "tp": 2}, "accumulate 2": {"accumulate": 2}},
-    "deep": {
-        "pp 2": {"pp": 2, "accumulate": 2},
-        "tp 2 x zbv": {"tp": 2, "pp": 2, "pp_schedule": "zbv", "accumulate": 2},
-        "cp 2 x pp 2": {"cp": 2, "pp": 2, "accumulate": 2},
-    },
-    "moe": {
-        "ep 4": {"ep": 4},
-        "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2},
-        "tp 2 x ep 4": {"tp": 2, "ep": 4},
-        "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
-    },
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", SPLITS)
-def test_a_split_has_the_curve_of_one(folder, tmp_path, model):
-    (alone,) = run_ranks(1, train_each, {"one": made(folder, model, batch=8, system="one")}, str(tmp_path))
-    runs = {name: made(folder, model, batch=8, **changes) for name, changes in SPLITS[model].items()}
-    found = run_ranks(4, train_each, runs, str(tmp_path / model), timeout=300)
-    curve, held_out = losses(tmp_path / "one"), alone["one"]["held_out_loss"]
-    for name in runs:
-        assert_curve_of_one(tmp_path / model / name, [rank[name] for rank in found], curve, held_out)
 
 
 def test_a_resumed_run_has_the_curve_of_one_that_was_not_ended_and_refuses_other_documents(folder, tmp_path):

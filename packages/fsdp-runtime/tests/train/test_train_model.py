@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime.memory import fake_tensors
 from fsdp_runtime.train import PRESETS
 from fsdp_runtime.train.model import (
     MixtureOfExperts,
@@ -112,12 +111,6 @@ def test_rotation_keeps_lengths_and_scores_depend_on_distance():
     torch.testing.assert_close(scores[5, 3], scores[25, 23])
 
 
-def test_a_tied_head_is_the_embedding():
-    model = made(PRESETS["tiny"])
-    assert model.head.weight is model.embed.weight
-    assert made(PRESETS["tiny-moe"]).head.weight is not made(PRESETS["tiny-moe"]).embed.weight
-
-
 def test_flops_of_a_token_are_six_per_weight_used_and_attentions():
     config = ModelConfig(
         vocab_size=10, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ff_dim=16, tied=False
@@ -185,18 +178,6 @@ def test_each_rank_keeps_its_experts_under_the_same_names(device: str) -> None:
             assert weight.placements == (Shard(0),)
             assert (weight.to_local().shape, weight.device.type) == (own.shape, device)
             assert device == "meta" or torch.equal(weight.to_local(), own)
-
-
-def test_a_step_on_fake_tensors_issues_the_same_all_to_alls() -> None:
-    with simulated_ranks(4, rank=1) as simulation:
-        mesh = mesh_of(4)
-        before = len(simulation.calls)
-        with fake_tensors():
-            model = model_of(4)
-            apply_expert_parallel(model, mesh)
-            logits, aux = model(torch.zeros(2, 6, dtype=torch.long))
-            (logits.sum() + aux).backward()
-        assert len(simulation.calls) - before == 5
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name() -> None:

@@ -74,10 +74,6 @@ def test_what_cannot_be_is_told_before_any_process_starts(tmp_path, ranks, chang
     assert message in str(error.value)
 
 
-def test_the_last_step_can_be_profiled(tmp_path):
-    tiny(tmp_path, steps=8, profile="7:8").check(2)
-
-
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [

@@ -105,15 +105,6 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(folder, tmp
     assert not list((tmp_path / "checkpoints").glob("*.part"))
 
 
-def test_a_half_written_checkpoint_is_never_loaded(folder, saved, tmp_path):
-    out = shutil.copytree(saved, tmp_path / "run")
-    checkpoints = out / "checkpoints"
-    shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000006.part")
-    (checkpoints / "step-00000004" / ".metadata").unlink()
-    (summary,) = run_ranks(1, train, tiny(folder, steps=4, save_every=2, resume=True), out)
-    assert summary["first_step"] == 2
-
-
 def test_the_newest_checkpoints_are_kept_and_no_rank_writes_before_their_folder_is_made(folder, tmp_path):
     summaries = run_ranks(2, _slow_to_make_it, tiny(folder, steps=5, save_every=2, keep=2), tmp_path)
     assert [summary["steps"] for summary in summaries] == [5, 5]

@@ -40,10 +40,9 @@ def made(folder, model, **changes):
 
 @pytest.fixture(scope="module")
 def curves(folder):
-    """Losses and the held-out loss of one process, by model."""
-    runs = {name: made(folder, name, system="one") for name in MODELS}
-    (found,) = run_ranks(1, train_each, runs, str(folder / "one"))
-    return {name: (losses(folder / "one" / name), found[name]["held_out_loss"]) for name in MODELS}
+    """Losses of one process, by model."""
+    run_ranks(1, train_each, {name: made(folder, name, system="one") for name in OTHERS}, str(folder / "one"))
+    return {name: losses(folder / "one" / name) for name in OTHERS}
 
 
 DENSE = {
@@ -58,16 +57,34 @@ PIPELINES = {
 }
 EXPERTS = {
     "ep 4": {"ep": 4}, "cp 2 x ep 2": {"cp": 2, "ep": 2}, "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
-    "tp 2": {"tp": 2}, "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
+    "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
 }  # fmt: skip
+DIVIDED_EXPERTS = {"tp 2": {"tp": 2}}
 
 
-@pytest.mark.parametrize(("model", "cases"), [("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS)])
-def test_a_split_gives_the_curve_of_one_process(folder, curves, model, cases):
-    runs = {name: made(folder, model, **changes) for name, changes in cases.items()}
-    found = run_ranks(4, train_each, runs, str(folder / model), timeout=300)
+# Sequences that end with their documents: ranks have different numbers of tokens.
+BY_DOCUMENTS = {"documents": True, "end_token": 10}
+
+
+TWICE = (
+    "tokens are counted on all ranks of the experts' mesh, so those of tp's ranks twice: losses are halved"
+)
+CASES = [
+    *((model, cases, ends) for ends in ({}, BY_DOCUMENTS)
+      for model, cases in (("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS))),
+    ("moe", DIVIDED_EXPERTS, {}),
+    pytest.param("moe", DIVIDED_EXPERTS, BY_DOCUMENTS, marks=pytest.mark.xfail(reason=TWICE, strict=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "cases", "ends"), CASES)
+def test_a_split_gives_the_curve_of_one_process(folder, tmp_path, model, cases, ends):
+    (alone,) = run_ranks(1, train_each, {"one": made(folder, model, system="one", **ends)}, str(tmp_path))
+    runs = {name: made(folder, model, **changes, **ends) for name, changes in cases.items()}
+    found = run_ranks(4, train_each, runs, str(tmp_path), timeout=300)
+    curve, held_out = losses(tmp_path / "one"), alone["one"]["held_out_loss"]
     for name in cases:
-        assert_curve_of_one(folder / model / name, [rank[name] for rank in found], *curves[model])
+        assert_curve_of_one(tmp_path / name, [rank[name] for rank in found], curve, held_out)
 
 
 def everything(checkpoint):
@@ -137,7 +154,7 @@ def test_a_run_goes_on_under_other_splits_from_what_the_checkpoint_holds(
     }
     run_ranks(4, resume_each, str(tmp_path / "saved"), runs, str(tmp_path), timeout=300)
     for name in others:
-        assert apart(losses(tmp_path / name), curves[model][0]) < 1e-5, name
+        assert apart(losses(tmp_path / name), curves[model]) < 1e-5, name
         after = everything(newest(tmp_path / f"{name} saved"))
         assert before.keys() == after.keys()
         assert not [key for key in before if not torch.equal(before[key], after[key])], name
@@ -150,12 +167,6 @@ def test_every_layer_is_on_one_stage_and_stages_are_on_all_ranks():
         assert sorted(owned) == list(range(splits.stages))
         assert [n for stage in range(splits.stages) for n in splits.layers_of(stage, 11)] == list(range(11))
         assert {splits.rank_of_stage(stage) for stage in splits.stages_of(1)} == {1}
-
-
-def test_experts_lie_on_the_ranks_that_have_the_same_layers():
-    splits = Splits(fsdp=4, cp=2, tp=2, pp=3, ep=8)
-    assert splits.world_size == 48
-    assert splits.shards * splits.tp // splits.ep == 2
 
 
 @pytest.mark.parametrize(
