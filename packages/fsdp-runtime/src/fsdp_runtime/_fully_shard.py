@@ -456,8 +456,8 @@ def _take_over(name: str, places: list[Place], data: DataMesh, owner: Member, ma
     if managed.data.groups != data.groups:
         raise ValueError(
             f"{name} was cut over {managed.data.mesh} by the unit {owner.unit.name}, and is to be cut over "
-            f"{data.mesh} here; call fully_shard on the inner module first, or choose the same mesh (for parameters "
-            "that are tied, always the same)"
+            f"{data.mesh} here; call fully_shard on the inner module first, or pass the same mesh object, since an "
+            "equal one has separate process groups (for parameters that are tied, always the same)"
         )
     taken: Param = ManagedParam(
         name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.wrapper

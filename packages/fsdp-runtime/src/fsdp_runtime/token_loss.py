@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ragged_shard import CPU, DISTRIBUTED, device_layer, list_ranks
 
 from ._module import FSDPModule
-from ._params.unit import Unit
+from ._params.unit import Param, Unit
 from ._plan.mesh import DataMesh
 from ._schedule.model import member_of
 
@@ -55,13 +55,14 @@ class TokenLoss:
         module: the model, or the stages of a pipeline that this rank has. Without units, in one process, tokens of
             this process count.
         mesh: the ranks that have different tokens: replicas, shards and context parallelism, not tensor parallelism.
-            Defaults to the largest mesh that parameters are sharded over. Needed only if all parameters are experts'.
+            Defaults to the largest mesh that parameters are sharded over. Needed if all parameters are experts', or if
+            experts are sharded over the ranks of tensor parallelism too.
         pp_mesh: a 1-D mesh of pipeline stages, with `schedule`.
         schedule: the pipeline's schedule, made with `scale_grads=False`.
         ignored_params: trainable parameters in no unit, whose gradients you sum (not average) over ranks.
 
     Raises:
-        ValueError: a trainable parameter is in no unit, units are on meshes of which none has all ranks of the others,
+        ValueError: a trainable parameter is in no unit, the units' meshes do not say which ranks have different tokens,
             or the schedule divides gradients.
     """
 
@@ -266,11 +267,15 @@ def _token_groups(units: list[Unit], mesh: DeviceMesh | None) -> tuple[list[dist
     if not datas:
         return [], CPU
     widest = max(datas, key=lambda data: (data.mesh.size(), -data.mesh.ndim))
-    if mesh is not None:
+    if mesh is None:
+        _check_default(widest, units)
+    else:
         _check_mesh(mesh, widest, units)
     counted = widest.mesh if mesh is None else mesh
+    # If some parameters are on just these ranks, the further ranks of others have the same tokens.
+    same = mesh is not None and _ranks(mesh) in map(_ranks, (data.mesh for data in datas))
     for data, name in datas.items():
-        if not set(_ranks(data.mesh)) <= set(_ranks(counted)):
+        if not same and not set(_ranks(data.mesh)) <= set(_ranks(counted)):
             raise ValueError(
                 f"gradients of {name} are summed over {list_ranks(_ranks(data.mesh))}, but the tokens of "
                 f"{list_ranks(_ranks(counted))} would be counted; pass as mesh= the mesh of all ranks that have "
@@ -278,6 +283,22 @@ def _token_groups(units: list[Unit], mesh: DeviceMesh | None) -> tuple[list[dist
             )
     groups = [group for group in counted.get_all_groups() if group.size() > 1]
     return groups, widest.device
+
+
+def _check_default(widest: DataMesh, units: list[Unit]) -> None:
+    """Raise if parameters on fewer ranks than others may not be experts: of those all are cut by expert parallelism."""
+    narrow = [p for unit in units for p in unit.params if p.data.mesh.size() < widest.mesh.size()]
+    by_cut: dict[bool, Param] = {}
+    for param in narrow:
+        others = () if param.other is None else param.other.placements
+        by_cut[any(not placement.is_replicate() for placement in others)] = param
+    whole, cut = by_cut.get(False), by_cut.get(True)
+    if whole is not None and cut is not None:
+        raise ValueError(
+            f"the gradients of {whole.name} and {cut.name} are summed over {list_ranks(_ranks(whole.data.mesh))}, "
+            f"those of others over {list_ranks(_ranks(widest.mesh))}; pass as mesh= the mesh of all ranks that have "
+            "different tokens (those of tensor parallelism have the same)"
+        )
 
 
 def _check_mesh(mesh: DeviceMesh, widest: DataMesh, units: list[Unit]) -> None:

@@ -172,6 +172,23 @@ def test_meshes_that_do_not_say_which_tokens_count_are_refused() -> None:
         TokenLoss(model)
 
 
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.experts = cases_tp.Model(), nn.Linear(4, 4)
+
+
+@on_ranks(RANKS)
+def test_tokens_of_experts_on_tensor_parallel_ranks_count_once_if_the_mesh_says_so_and_else_raise() -> None:
+    mesh, data, _ = cases_tp.meshes((2, 2))
+    model: Any = WithExperts()
+    cases_tp.shard(fsdp_runtime, model.dense, cases_tp.sequence, mesh, data)
+    fully_shard(model.experts, mesh=mesh)
+    with pytest.raises(ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"):
+        TokenLoss(model)
+    assert TokenLoss(model, mesh=data).step([1]).total == 2
+
+
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 

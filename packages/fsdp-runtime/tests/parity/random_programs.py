@@ -450,10 +450,6 @@ class Race(Program):
     def export(self) -> bool:
         return True
 
-    def failing(self) -> nn.Module:
-        """The head, before any reduction: one that is given up is completed on the default stream, not on its own."""
-        return self.model.head
-
     def save_and_load(self) -> bool:
         self.model.reset_iter_state()  # a backward may have failed
         return super().save_and_load()

@@ -58,26 +58,15 @@ PIPELINES = {
 EXPERTS = {
     "ep 4": {"ep": 4}, "cp 2 x ep 2": {"cp": 2, "ep": 2}, "hsdp 2 x ep 2": {"hsdp": 2, "ep": 2, "accumulate": 2},
     "tp 2 x ep 4": {"tp": 2, "ep": 4}, "pp 2 x ep 2": {"pp": 2, "ep": 2, "accumulate": 2},
+    "tp 2": {"tp": 2},
 }  # fmt: skip
-DIVIDED_EXPERTS = {"tp 2": {"tp": 2}}
-
 
 # Sequences that end with their documents: ranks have different numbers of tokens.
 BY_DOCUMENTS = {"documents": True, "end_token": 10}
 
 
-TWICE = (
-    "tokens are counted on all ranks of the experts' mesh, so those of tp's ranks twice: losses are halved"
-)
-CASES = [
-    *((model, cases, ends) for ends in ({}, BY_DOCUMENTS)
-      for model, cases in (("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS))),
-    ("moe", DIVIDED_EXPERTS, {}),
-    pytest.param("moe", DIVIDED_EXPERTS, BY_DOCUMENTS, marks=pytest.mark.xfail(reason=TWICE, strict=True)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "cases", "ends"), CASES)
+@pytest.mark.parametrize("ends", [{}, BY_DOCUMENTS], ids=["", "documents"])
+@pytest.mark.parametrize(("model", "cases"), [("dense", DENSE), ("deep", PIPELINES), ("moe", EXPERTS)])
 def test_a_split_gives_the_curve_of_one_process(folder, tmp_path, model, cases, ends):
     (alone,) = run_ranks(1, train_each, {"one": made(folder, model, system="one", **ends)}, str(tmp_path))
     runs = {name: made(folder, model, **changes, **ends) for name, changes in cases.items()}

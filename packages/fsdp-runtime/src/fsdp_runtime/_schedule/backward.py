@@ -11,6 +11,7 @@ Whether a reduction is LAUNCHED or FREED may depend on timing, and differ betwee
 order of the reductions and at points that the program fixes, the same on all ranks.
 """
 
+import contextlib
 import enum
 import operator
 from collections.abc import Collection
@@ -178,22 +179,28 @@ class Reduction:
                 if self._options.hook is not None:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
-        layer.wait(self._event)
-        plan = self.groups[0].plan
-        if plan.offload is not None or plan.host_gradients:
-            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
+        self._wait()
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
             if not group.gradients.partial:
                 group.gradients.publish(closed, self._unused(group, closed) if closed.missing else ())
 
+    def _wait(self) -> None:
+        """Have the current stream, and with gradients in CPU memory the host, wait for what the reduce stream has."""
+        layer, plan = self._streams.layer, self.groups[0].plan
+        layer.wait(self._event)
+        if plan.offload is not None or plan.host_gradients:
+            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
+
     def abandon(self) -> None:
         """Wait, ignoring failures: a failed iteration is being cleared away."""
-        for handle in self._handles:
-            try:
-                handle.wait()
-            except RuntimeError:  # the failure that is being recovered from
-                continue
+        layer = self._streams.layer
+        with layer.on(self._streams.reduce, ()):
+            for handle in self._handles:
+                with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
+                    handle.wait()
+            self._event = layer.record()
+        self._wait()
 
 
 def find_used_anywhere(groups: list[Group]) -> None:

@@ -5,6 +5,7 @@ meta model -> parallelize (tp, cp, ep) -> this rank's stages (pp) -> fully_shard
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +73,10 @@ class SplitRuntime(Runtime):
 
     def average_over_tokens(self, model: nn.Module) -> None:
         """See `System`. Stages of a pipeline share the count, which its last one uses."""
-        if self._pipeline is None:
-            super().average_over_tokens(model)
-        else:
-            pp_mesh, schedule = self._pipeline.mesh, self._pipeline.schedule
-            self.token_loss = TokenLoss(self.stages, pp_mesh=pp_mesh, schedule=schedule)
+        ways: dict[str, Any] = {}
+        if self._pipeline is not None:
+            ways = {"pp_mesh": self._pipeline.mesh, "schedule": self._pipeline.schedule}
+        self.token_loss = TokenLoss(self.stages, mesh=self.meshes.shard_mesh, **ways)
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward. In a pipeline the last stage returns the losses, times its ranks; the others 0."""
