@@ -51,21 +51,26 @@ def step_all(optimizers):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("ranks", "replicas", "microbatches"), [(3, 1, 2), (4, 2, 1)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (4, 2)])
 @on_ranks("ranks")
-def test_updates_are_those_of_the_same_optimizers_after_backward(ranks, replicas, microbatches):
-    for kind in MAKES if ranks == 3 else ("adamw", "muon"):
-        check_updates(kind, replicas, microbatches)
+def test_updates_are_those_of_the_same_optimizers_after_backward(ranks, replicas):
+    for kind in MAKES if replicas == 1 else ("adamw", "muon"):
+        check_updates(kind, replicas, "" if replicas > 1 else "set_requires_gradient_sync")
+    check_updates("adamw", replicas, "set_is_last_backward")
+    if replicas > 1:
+        check_updates("adamw", replicas, "set_requires_all_reduce")
 
 
-def check_updates(kind, replicas, microbatches):
+def check_updates(kind, replicas, announces):
+    """With microbatches that this method announces, or without."""
     ours, plain = sharded(replicas), sharded(replicas)
     inside, after = optimizer_in_backward(ours, MAKES[kind]), after_backward(plain, MAKES[kind])
     for step in range(2):
         for model in (ours, plain):
-            for number in range(microbatches):
-                model.set_requires_gradient_sync(number == microbatches - 1)
-                loss_of(model, tokens(10 * step + number)).backward()
+            for last in (False, True) if announces else (True,):
+                if announces:
+                    getattr(model, announces)(last)
+                loss_of(model, tokens(10 * step + last)).backward()
             if model is ours:
                 assert all(param.grad is None for param in model.parameters())
                 step_rest(inside)

@@ -53,10 +53,9 @@ class Reduction:
         state: see `ReductionState`.
     """
 
-    def __init__(self, unit: Unit, groups: list[Group], streams: Streams) -> None:
-        self.unit, self.groups = unit, groups
+    def __init__(self, unit: Unit, groups: list[Group], streams: Streams, *, updates: bool) -> None:
+        self.unit, self.groups, self.updates = unit, groups, updates
         options = unit.options
-        self.updates = options.update is not None
         self.state = ReductionState.LAUNCHED
         self._options = options.reduction
         self._shows_all = options.reduce_unused or options.reduction.hook is not None
@@ -337,11 +336,12 @@ class Backward:
             earlier = self._of_group.get(group)
             if earlier is not None:
                 self._publish_up_to(earlier)
-        while self.is_last and len(self._queue) >= self.max_reductions and self._queue[0].updates:
+        updates = self.is_last and unit.options.update is not None
+        while updates and len(self._queue) >= self.max_reductions:
             self._publish_up_to(self._queue[0])
         while len(self._flying) >= self.max_reductions:
             self._flying.pop(0).replicate()
-        reduction = Reduction(unit, groups, self._streams)
+        reduction = Reduction(unit, groups, self._streams, updates=updates)
         (self.partial.add if reduction.stays_partial else self.partial.discard)(unit)
         self._queue.append(reduction)
         self._flying.append(reduction)
@@ -370,7 +370,7 @@ class Backward:
                 self._flying.remove(reduction)
             for group in reduction.groups:
                 del self._of_group[group]
-            if self.is_last and reduction.updates:
+            if reduction.updates:
                 self.updated.add(reduction.unit)
                 reduction.unit.update()
 
