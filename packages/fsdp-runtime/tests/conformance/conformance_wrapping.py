@@ -122,7 +122,7 @@ def class_swap(fsdp):
     assert model.state_dict().keys() == MLP().state_dict().keys()
 
 
-@case(WRAP, "a list of modules is one unit, with one gather")
+@case(WRAP, "a list of modules is one unit, with one gather before it and one reduction after its backward")
 def list_of_modules(fsdp):
     def wrap(model):
         given = [model.blocks[0], model.blocks[1]]
@@ -133,11 +133,11 @@ def list_of_modules(fsdp):
         fsdp.fully_shard(model, mesh=mesh())
 
     model = check_training(Stack, wrap)
-    x = torch.randn(4, 8)
-    model.eval()
-    with torch.no_grad(), record_collectives() as record:
-        model(x)
-    assert record.kinds == ["all_gather"] * 2, record.kinds
+    x = torch.randn(4, 8, requires_grad=True)
+    with record_collectives() as record:
+        model(x).sum().backward()
+    gathers = ["all_gather"] * 3  # the root's, and the list's for each direction
+    assert record.kinds == [*gathers, *["reduce_scatter"] * 2], record.kinds
 
 
 @case(

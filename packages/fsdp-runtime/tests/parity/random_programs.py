@@ -201,10 +201,11 @@ class Program:
         self.train()
 
     def accumulate_unreduced(self) -> None:
-        others = self.rng.random() < 0.5
+        """Or reduced in each microbatch, and shown in the last one."""
+        reduced, shown = self.rng.choice(((False, False), (False, True), (True, False)))
         for last in (False, False, True):
-            self._set("set_requires_gradient_sync", last)
-            self._set("set_is_last_backward", last or others)
+            self._set("set_requires_gradient_sync", last or reduced)
+            self._set("set_is_last_backward", last or shown)
             self.train()
 
     def two_forwards(self) -> None:

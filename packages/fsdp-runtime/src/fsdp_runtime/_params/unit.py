@@ -137,6 +137,7 @@ class Unit:
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
         self._entered: list[nn.Module] = []
         self._waiting_for: set[nn.Module] = set()
+        self.first: nn.Module | None = None  # that began the forward of a list of modules
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
@@ -243,9 +244,13 @@ class Unit:
     def prepare(self) -> None:
         """Before a pass: adopt parameters that were moved or assigned, and drop gathered values that are out of date.
 
+        Modules of a list that the last pass left out are not waited for.
+
         Raises:
             RuntimeError: parameters without memory, by name.
         """
+        if not self._entered:
+            self._waiting_for.clear()
         for group in self.groups:
             if group.has_moved():
                 self.adopt()
@@ -485,6 +490,7 @@ class Unit:
         self._entered.append(module)
         if not self._waiting_for:
             self._waiting_for.update(self.modules)
+            self.first = module
 
     def leave_module(self, module: nn.Module, *, end: bool) -> bool:
         """Record that `module` finished its forward, possibly by raising.

@@ -257,8 +257,8 @@ class Backward:
         self.updated = set()
 
     def check_not_updated(self, unit: Unit) -> None:
-        """Raise RuntimeError if the parameters were updated in this backward, which needs them as in forward."""
-        if unit in self.updated:
+        """Raise RuntimeError if this backward updates the parameters with fewer gradients than it computes."""
+        if unit in self.updated or any(other.unit is unit and other.updates for other in self._queue):
             raise RuntimeError(
                 f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
                 "that forward runs several times, or whose outputs get gradients at different times, needs an "
@@ -332,11 +332,13 @@ class Backward:
         if not groups:
             return
         self.waiting.discard(unit)
+        updates = self.is_last and unit.options.update is not None
+        if updates:
+            self.check_not_updated(unit)
         for group in groups:
             earlier = self._of_group.get(group)
             if earlier is not None:
                 self._publish_up_to(earlier)
-        updates = self.is_last and unit.options.update is not None
         while updates and len(self._queue) >= self.max_reductions:
             self._publish_up_to(self._queue[0])
         while len(self._flying) >= self.max_reductions:

@@ -66,7 +66,8 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with compat.label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
-    if torch.is_grad_enabled() and not recomputed:
+    # Of a list of modules the first one is the last that backward reaches.
+    if torch.is_grad_enabled() and not recomputed and (unit.first is module or unit.host is not None):
         marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if marked:  # free the unit and reduce its gradients when the gradients of all inputs are computed
             passed = iter(_PostBackward.apply(member, *marked))

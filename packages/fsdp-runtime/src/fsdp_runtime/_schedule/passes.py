@@ -351,7 +351,7 @@ class Pass:
             unit.unshard(_AT_ONCE)
             return
         if unit not in self._in_backward_of:
-            if self.backward.updated:
+            if unit.options.update is not None:
                 self.backward.check_not_updated(unit)
             self.backward.free_completed()
             self._in_backward_of.add(unit)
