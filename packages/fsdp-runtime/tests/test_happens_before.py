@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate
 import block_optim
 from dbuffer import BlockFP8, BlockInt8, device_layer
 from dbuffer.transport import Collectives, collectives
-from fsdp_runtime import CPUOffloadPolicy, QuantizationPolicy, _torch_compat, offload, reload
+from fsdp_runtime import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    QuantizationPolicy,
+    _torch_compat,
+    offload,
+    reload,
+)
 from fsdp_runtime._plan import group as _plan
 from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
@@ -198,9 +205,10 @@ class TestNoRace:
             model.blocks[2].bias.requires_grad_(False)
             train(model, steps=2)
 
-    def test_after_an_exception_in_forward_or_in_backward(self):
-        with device("late"):
-            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
+    @pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy()])
+    def test_after_an_exception_in_forward_or_in_backward(self, offload):
+        with device("late", device="cpu:0"):
+            model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16, offload_policy=offload)
             train(model, steps=1)
             model.fails = True
             for _ in range(2):

@@ -212,7 +212,8 @@ def rule_tensors():
 
 @on_ranks(3)
 def test_rules_rename_fuse_split_and_stack(tmp_path):
-    given, model = rule_tensors(), fully_shard(Fusing(), block_policy=block_policies.elements(5))
+    given = rule_tensors()
+    model: Any = fully_shard(Fusing(), block_policy=block_policies.elements(5))
     write_once(tmp_path / "m.safetensors", given)
     assert read_by_all(load_safetensors(model, tmp_path, rules=RULES)) == bytes_of(given)
     found = full_values(model)

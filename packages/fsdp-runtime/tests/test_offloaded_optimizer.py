@@ -167,7 +167,8 @@ def test_a_bucket_is_one_copy_each_way_and_the_next_one_is_queued_before_an_upda
             events.append("u")
 
     with device() as simulated:
-        computing, events = simulated.current_stream(), []
+        computing = simulated.current_stream()
+        events: list[str] = []
         model, optimizer = prepared("torch adamw", True, 700)
         train(model, optimizer, range(2))
         loss_of(model, tokens(2)).backward()

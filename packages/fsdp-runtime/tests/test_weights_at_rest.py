@@ -112,7 +112,8 @@ def assert_only_codes(model):
     groups = member_of(model.blocks[0]).unit.groups
     (coded,) = [group for group in groups if not group.holds_values]
     row = coded.planes.row_bytes
-    assert sum(flat.nbytes for flat in coded.buffer.shard) == row
+    shards = [flat.nbytes for flat in coded.buffer.shard]
+    assert sum(shards) == row
     plain = [group.plan.layout for group in groups if group is not coded]
     values = 4 * sum(segment.shard_size for layout in plain for segment in layout.segments)
     memory = unit_memory(model.blocks[0])

@@ -178,18 +178,14 @@ class Reduction:
                 if self._options.hook is not None:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
-        self._wait()
+        layer.wait(self._event)
+        plan = self.groups[0].plan
+        if plan.offload is not None or plan.host_gradients:
+            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
             if not group.gradients.partial:
                 group.gradients.publish(closed, self._unused(group, closed) if closed.missing else ())
-
-    def _wait(self) -> None:
-        """Have the current stream, and with gradients in CPU memory the host, wait for what the reduce stream has."""
-        layer, plan = self._streams.layer, self.groups[0].plan
-        layer.wait(self._event)
-        if plan.offload is not None or plan.host_gradients:
-            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
 
     def abandon(self) -> None:
         """Wait, ignoring failures: a failed iteration is being cleared away."""
@@ -199,7 +195,8 @@ class Reduction:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
             self._event = layer.record()
-        self._wait()
+        if not layer.capturing:
+            layer.wait_on_host(self._event)  # its memory is given back, on the host too
 
 
 def find_used_anywhere(groups: list[Group]) -> None:
