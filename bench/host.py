@@ -537,7 +537,7 @@ def main_buffer(parser: ArgumentParser, arguments: list[str]) -> None:
 def copies_alone(
     shard: torch.Tensor, full: torch.Tensor, other: torch.Tensor
 ) -> dict[str, Callable[[], None]]:
-    """By kind: the copies or sums that peer memory makes for it, within this rank's own memory. No communication."""
+    """The copies of a gather and the sums of a reduction, each within this rank's memory. Communicate nothing."""
     from dbuffer.transport.sums import Sum
 
     ranks = dist.get_world_size()

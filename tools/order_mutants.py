@@ -39,6 +39,7 @@ LEFT_OUT = ("train", "integrations", "watchdog.py", "meter.py", "tune.py", "toke
 TESTS = [
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",
+    "packages/fsdp-runtime/tests/test_capture.py",
     "packages/fsdp-runtime/tests/test_offloaded_optimizer.py",
     "packages/fsdp-runtime/tests/test_offloaded_activations.py",
     "packages/fsdp-runtime/tests/test_offloaded_gradients.py",
@@ -78,7 +79,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("Handle._completes_within", "each.wait(timedelta(seconds=seconds))"): (
         "of ranks on CPU, which have no streams; tests on real ranks need it"
     ),
-    ("Recycler.wait_for_use", "self._layer.record(home)"): "of memory that a graph uses; graphs need a GPU",
     ("Pass.before_save", "layer.synchronize()"): (
         "the comparison of collectives that follows reads numbers of the host, not memory"
     ),

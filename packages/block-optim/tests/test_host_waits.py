@@ -46,10 +46,10 @@ def steps_of(run, how, watched=7):
                 local_of(p.grad).mul_(4)
             run.optimizer.found_inf = torch.tensor(float(number == 4))
             run.optimizer.grad_scale = torch.tensor(4.0)
-        given = [norm, getattr(run.optimizer, "found_inf", None), getattr(run.optimizer, "grad_scale", None)]
-        with host_waits([*memory(run), *(t for t in given if t is not None)]) as found:
+        inputs = [norm, getattr(run.optimizer, "found_inf", None), getattr(run.optimizer, "grad_scale", None)]
+        with host_waits([*memory(run), *(t for t in inputs if t is not None)]) as host:
             run.optimizer.step(grad_norm=norm)
-        waits += found.lines if number >= watched else []
+        waits += host.lines if number >= watched else []
     return waits, run.optimizer.skipped_steps, run.result()
 
 

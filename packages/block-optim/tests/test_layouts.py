@@ -116,14 +116,16 @@ def test_every_optimizer_takes_axes_that_cut_nothing(cases):
 @contextlib.contextmanager
 def messages():
     """The messages that are logged inside a ``with``."""
-    logger, handler, found = logging.getLogger("block_optim"), logging.Handler(), []
-    handler.emit = lambda record: found.append(record.getMessage())
+    logger, handler, logged = logging.getLogger("block_optim"), logging.Handler(), []
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger.setLevel(logging.WARNING)
     logger.addHandler(handler)
     logger.propagate = False
-    yield found
-    logger.removeHandler(handler)
-    logger.propagate = True
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
 
 
 BAD: list[tuple[str, str, float]] = [

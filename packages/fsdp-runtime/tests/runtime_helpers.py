@@ -186,8 +186,8 @@ def assert_same_gradients(model, plain, scale=1.0, rtol=1e-5, atol=2e-6):
 
 def assert_same_parameters(model, plain, rtol=1e-5, atol=1e-6, what=""):
     for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        text, found = f"{what}{name}: {{}}".format, full(param).to(wanted.device)
-        torch.testing.assert_close(found, wanted.detach(), rtol=rtol, atol=atol, msg=text)
+        text, whole = f"{what}{name}: {{}}".format, full(param).to(wanted.device)
+        torch.testing.assert_close(whole, wanted.detach(), rtol=rtol, atol=atol, msg=text)
 
 
 def loss_of_rank(model, step, rank):

@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 
 def fresh_state():
-    """Of Accelerate, with what torchrun says."""
+    """Clear Accelerate's state, and set what torchrun sets in the environment."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)

@@ -267,38 +267,40 @@ def _token_groups(units: list[Unit], mesh: DeviceMesh | None) -> tuple[list[dist
     if not datas:
         return [], CPU
     widest = max(datas, key=lambda data: (data.mesh.size(), -data.mesh.ndim))
-    if mesh is None:
-        _check_default(widest, units)
-    else:
+    if mesh is not None:
         _check_mesh(mesh, widest, units)
     counted = widest.mesh if mesh is None else mesh
-    # If some parameters are on just these ranks, the further ranks of others have the same tokens.
-    same = mesh is not None and _ranks(mesh) in map(_ranks, (data.mesh for data in datas))
+    ranks, dense = _ranks(counted), _under_tensor_parallelism(widest, units)
+    if dense is not None and mesh is None:
+        raise ValueError(
+            f"the gradient of {dense.name} is summed over {list_ranks(_ranks(dense.data.mesh))}, those of others over "
+            f"{list_ranks(ranks)}; pass as mesh= the mesh of all ranks that have different tokens (those of tensor "
+            "parallelism have the same)"
+        )
+    same_tokens = dense is not None and _ranks(dense.data.mesh) == ranks  # on the further ranks of others
     for data, name in datas.items():
-        if not same and not set(_ranks(data.mesh)) <= set(_ranks(counted)):
+        own = set(_ranks(data.mesh))
+        if not own <= set(ranks) and not (same_tokens and own > set(ranks)):
             raise ValueError(
                 f"gradients of {name} are summed over {list_ranks(_ranks(data.mesh))}, but the tokens of "
-                f"{list_ranks(_ranks(counted))} would be counted; pass as mesh= the mesh of all ranks that have "
+                f"{list_ranks(ranks)} would be counted; pass as mesh= the mesh of all ranks that have "
                 "different tokens"
             )
     groups = [group for group in counted.get_all_groups() if group.size() > 1]
     return groups, widest.device
 
 
-def _check_default(widest: DataMesh, units: list[Unit]) -> None:
-    """Raise if parameters on fewer ranks than others may not be experts: of those all are cut by expert parallelism."""
-    narrow = [p for unit in units for p in unit.params if p.data.mesh.size() < widest.mesh.size()]
+def _under_tensor_parallelism(widest: DataMesh, units: list[Unit]) -> Param | None:
+    """A whole parameter on fewer ranks than others and next to cut ones, such as a norm; None if there is none.
+
+    Under expert parallelism parameters are on fewer ranks than others too, but those are experts, all of them cut.
+    """
     by_cut: dict[bool, Param] = {}
-    for param in narrow:
-        others = () if param.other is None else param.other.placements
-        by_cut[any(not placement.is_replicate() for placement in others)] = param
-    whole, cut = by_cut.get(False), by_cut.get(True)
-    if whole is not None and cut is not None:
-        raise ValueError(
-            f"the gradients of {whole.name} and {cut.name} are summed over {list_ranks(_ranks(whole.data.mesh))}, "
-            f"those of others over {list_ranks(_ranks(widest.mesh))}; pass as mesh= the mesh of all ranks that have "
-            "different tokens (those of tensor parallelism have the same)"
-        )
+    for param in (param for unit in units for param in unit.params):
+        if param.data.mesh.size() < widest.mesh.size():
+            others = () if param.other is None else param.other.placements
+            by_cut[any(not placement.is_replicate() for placement in others)] = param
+    return by_cut[False] if len(by_cut) == 2 else None
 
 
 def _check_mesh(mesh: DeviceMesh, widest: DataMesh, units: list[Unit]) -> None:

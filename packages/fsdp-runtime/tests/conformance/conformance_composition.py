@@ -167,9 +167,9 @@ def pipeline(fsdp):
 def clip_both(fsdp, foreach=None, norm=2.0, **options):
     model, reference = pair(fsdp, **options)
     backward_both(model, reference)
-    found = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
+    ours = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=foreach)
     wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
-    close(full(found), wanted, f"norm {norm}")
+    close(full(ours), wanted, f"norm {norm}")
     assert_same_gradients(model, reference)
 
 

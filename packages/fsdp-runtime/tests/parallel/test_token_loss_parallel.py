@@ -168,8 +168,13 @@ def test_meshes_that_do_not_say_which_tokens_count_are_refused() -> None:
     model = cases_ep.Stack()
     fully_shard(model.blocks[0], mesh=mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"):
-        TokenLoss(model)
+    experts, over = cases_ep.transformer(4)(), cases_ep.meshes(2)
+    cases_ep.wrap_blocks(fsdp_runtime, experts, over)
+    for module, counted in ((model, None), (model, mesh["dp"]), (model, mesh["tp"]), (experts, over.sparse)):
+        with pytest.raises(
+            ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"
+        ):
+            TokenLoss(module, mesh=counted)
 
 
 class WithExperts(nn.Module):

@@ -95,7 +95,7 @@ def again(target: Target, seed: int, number: int) -> str:
 
 
 def in_child(target: Target, seed: int, numbers: Sequence[int]) -> tuple[Result, str | None]:
-    """What a child process has found of these inputs when it ended, and the signal that ended it, if one did."""
+    """Run these inputs in a child process: its last result, and the signal that ended it, or None."""
     ours, theirs = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -113,13 +113,13 @@ def in_child(target: Target, seed: int, numbers: Sequence[int]) -> tuple[Result,
         finally:
             os._exit(status)
     theirs.close()
-    found = Result(target.name)
+    last = Result(target.name)
     with contextlib.suppress(EOFError), ours:
         while True:
-            found = ours.recv()
+            last = ours.recv()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status <= 0, f"{target.name}: the fuzzer itself failed"
-    return found, f"ended by {signal.Signals(-status).name}" if status else None
+    return last, f"ended by {signal.Signals(-status).name}" if status else None
 
 
 def judge(target: Target, given: object, result: Result, again: str) -> None:

@@ -195,8 +195,13 @@ class Reduction:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
             self._event = layer.record()
-        if not layer.capturing:
-            layer.wait_on_host(self._event)  # its memory is given back, on the host too
+        plan = self.groups[0].plan
+        if (
+            plan.offload is not None or plan.host_gradients
+        ):  # memory of the host is given back; not in a graph
+            layer.wait_on_host(self._event)
+        else:
+            layer.wait(self._event)
 
 
 def find_used_anywhere(groups: list[Group]) -> None:
