@@ -199,7 +199,7 @@ def test_what_a_system_does_beyond_the_plain_step_is_a_difference():
 
 
 @pytest.mark.long
-def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_of_its_own():
+def test_passes_run_no_more_python_calls_of_ours_than_of_fsdp2_and_enter_no_more_files_than_the_goal():
     found = calls.measure()
     ours, theirs = ({part: found[name][part]["calls"] for part in calls.PARTS} for name in ("ours", "fsdp2"))
     assert ours["forward"] <= theirs["forward"]
@@ -208,6 +208,8 @@ def test_forward_and_backward_run_no_more_python_calls_of_ours_than_fsdp2_does_o
     assert not over, (
         f"more than committed, {EXPECTED['python_calls']}; `python -m bench calls --show PART` says which"
     )
+    ways = found["ours"]["ways"]
+    assert all(len(files) <= calls.FILES_GOAL for files in ways.values()), ways
 
 
 def test_calls_are_counted_in_the_folders_asked_for_and_nowhere_else(tmp_path):

@@ -26,7 +26,6 @@ PAGE = ROOT / "packages/fsdp-runtime/docs/ORDER.md"
 # Where streams and events are used. Works of dbuffer's own transports are for CPU ranks, where there are none.
 SOURCES = (
     "dbuffer/src/dbuffer/_collectives.py",
-    "dbuffer/src/dbuffer/_handle.py",
     "dbuffer/src/dbuffer/memory",
     "fsdp-runtime/src/fsdp_runtime",
     "block-optim/src/block_optim/core",

@@ -12,7 +12,7 @@ from dbuffer_helpers import build_large, error_of, load, peers_of, swap, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _handle, _order, watch_order
+from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _order, _patient_calls, watch_order
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
@@ -111,7 +111,7 @@ def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind
     ]  # fmt: skip
     for buffer in buffers:
         buffer.materialize()
-    with mock.patch.object(_handle, "_DOUBT", 0.2), mock.patch.object(_order, "_ASKING", 0.2):
+    with mock.patch.object(_patient_calls, "_DOUBT", 0.2), mock.patch.object(_order, "_ASKING", 0.2):
         for _ in range(2):
             kind([buffers[0]]).start().wait()
             watch_order(mesh.get_group()).compare(buffers[0].layer)

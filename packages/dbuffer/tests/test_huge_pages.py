@@ -12,7 +12,7 @@ from dbuffer_helpers import can_swap
 from dbuffer import Recycler
 from dbuffer.memory import huge_pages
 from dbuffer.memory.geometry import geometry_of
-from dbuffer.memory.shard import ShardMemory
+from dbuffer.memory.recycler import ShardMemory
 from layout_planner import TensorSpec, plan
 
 LARGE = huge_pages.SMALLEST

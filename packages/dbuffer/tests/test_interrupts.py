@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dbuffer_helpers import SIZE, Interrupted, build_large, can_swap, error_of, load, peers_of, swap, zero
 
 import dbuffer
-from dbuffer import Gather, HandleState, ReduceScatter, _handle, _order, watch_order
+from dbuffer import Gather, HandleState, ReduceScatter, _order, _patient_calls, watch_order
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.transport import peer_memory
 from ragged_shard.testing import on_ranks, run_ranks
@@ -188,7 +188,7 @@ def a_wait_is_interrupted(error, kind=Gather, transport="auto"):
         ring(0.2, error)
         with (
             pytest.raises(type(error), match=r"^from the handler$"),
-            mock.patch.object(_handle, "_DOUBT", 1.0),
+            mock.patch.object(_patient_calls, "_DOUBT", 1.0),
         ):
             handle.wait()
         assert buffer.in_flight is not None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runtime_helpers import Net, device, loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import _handle, _order, watch_order
+from dbuffer import _order, _patient_calls, watch_order
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh
 
@@ -35,7 +35,7 @@ def run(net, order=USUAL, evaluates=False):
 
 
 def error_of(call):
-    with mock.patch.object(_handle, "_DOUBT", 0.3), mock.patch.object(_order, "_ASKING", 0.3):
+    with mock.patch.object(_patient_calls, "_DOUBT", 0.3), mock.patch.object(_order, "_ASKING", 0.3):
         try:
             call()
         except RuntimeError as error:

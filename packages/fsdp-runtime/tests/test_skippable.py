@@ -237,9 +237,9 @@ def test_a_skippable_unit_outside_its_model_is_refused_before_it_communicates():
 
 def undeclared(folder, transport):
     """Rank 1 skips a unit in its second step; each rank notes its error and ends, as a script does."""
-    from dbuffer import _handle
+    from dbuffer import _patient_calls
 
-    _handle._DOUBT = 0.5
+    _patient_calls._DOUBT = 0.5
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     mesh = DeviceMesh.from_group(

@@ -8,9 +8,8 @@ from ragged_shard import DeviceLayer, device_layer
 
 from ._amax import needs_amax, share_amax
 from ._buffer import DBuffer
-from ._collectives import AllReduce, Gather, ReduceScatter
+from ._collectives import AllReduce, Gather, Handle, HandleState, ReduceScatter
 from ._exchange import exchange_scratch_bytes
-from ._handle import Handle, HandleState
 from ._order import CollectiveOrder, watch_order
 from ._patient_calls import PatientStore
 from ._progress import Waiting, times_started, waiting

@@ -34,8 +34,7 @@ from ._mesh import view_mesh
 from ._order import count_compared
 from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
 from .memory.geometry import alignment_problem, first_difference, geometry_of
-from .memory.recycler import Recycler, Scratch, hold_forever, shared_recycler
-from .memory.shard import ShardMemory
+from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Pairs, TransportChoice, may_read_peers, resolved
 from .wire.codes.at_rest import BlocksAtRest, CodedShard
 from .wire.codes.phases import PhasedEncoder

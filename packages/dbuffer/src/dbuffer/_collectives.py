@@ -1,8 +1,8 @@
 """Collectives on one or several buffers, each launched as one coalesced call.
 
-`Gather`, `ReduceScatter` and `AllReduce` check their buffers once and can be started repeatedly. `start` returns a
-`Handle`. It takes the stream to launch on (default: the current one; CPU has none) and the events that must have
-completed first (None: all work queued on the current stream; empty: nothing). World size 1 communicates nothing.
+`Gather`, `ReduceScatter` and `AllReduce` check their buffers once and can be started repeatedly. `start` takes the
+stream to launch on (default: the current one; CPU has none) and the events that must have completed first (None: all
+work queued on the current stream; empty: nothing) and returns a `Handle` to wait on. World size 1 communicates nothing.
 
 source           destination                            operation
 shard            gathered                               all-gather (a cast into the own slice first, if dtypes differ)
@@ -14,20 +14,205 @@ own slice        shard (world size 1)                   the local half of the ab
 kept slices      gathered                               all-gather in a smaller group, after `shrink`
 """
 
+import enum
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from . import _progress as progress
 from . import _torch_compat as compat
 from ._buffer import DBuffer
 from ._exchange import Exchange
-from ._handle import Handle
+from ._order import CollectiveOrder, DisagreementError, watched
+from ._patient_calls import HostWait
 from .memory.gathered import Flats
-from .transport import Op, Transport, TransportChoice, Work, resolved, transport_of
+from .transport import Coalesced, Op, Transport, TransportChoice, Work, resolved, transport_of
 
 Events = Iterable[Any]
+
+
+class HandleState(enum.Enum):
+    """The state of a collective.
+
+    STARTED     it was launched, or is about to be; its buffers are busy
+    FINISHING   its bytes are there; what follows on this rank (a cast, a sum) is being queued
+    COMPLETED   its buffers are free for what comes next
+    FAILED      it will never complete; `wait` raises. Memory that something may still write is out of use for good.
+
+        STARTED --wait--> FINISHING --> COMPLETED
+           '--the work raised--'--interrupted--> FAILED
+    """
+
+    STARTED = enum.auto()
+    FINISHING = enum.auto()
+    COMPLETED = enum.auto()
+    FAILED = enum.auto()
+
+
+class Handle:
+    """A collective under way, of one or several buffers.
+
+    On CUDA `wait` makes the current stream wait and does not block the CPU; on CPU it blocks until the data are
+    there. Wait as often as you like, on as many streams as you like. Until the first `wait` has returned, or raised
+    the collective's RuntimeError, the buffers count as busy; a signal handler's exception leaves the collective
+    under way, and the next `wait` continues.
+
+    Args:
+        buffers: marked busy until the first `wait` returns.
+        ignores_timeouts: whether gloo's wait for this kind of collective takes no timeout.
+
+    Attributes:
+        state: see `HandleState`.
+        title: what it is, of which buffers; the same on all ranks.
+        group: who takes part; None: this rank alone.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        buffers: Sequence[DBuffer],
+        group: dist.ProcessGroup | None,
+        ignores_timeouts: bool = False,
+    ) -> None:
+        self.state = HandleState.STARTED
+        self.title, self.group = title, group
+        self._buffers = buffers
+        self._layer = buffers[0].layer
+        self._work: Work | None = None
+        self._finish: Callable[[], None] | None = None
+        self._event: Any = None
+        self._error: RuntimeError | None = None
+        self._launched = False
+        self._order: CollectiveOrder | None = None  # where others compare it with theirs
+        self._number = 0  # there
+        self._ignores_timeouts = ignores_timeouts
+        self._host_wait: HostWait | None = None
+        for buffer in buffers:
+            buffer.in_flight = self
+
+    def launch(self, start: Callable[[], Work | None], finish: Callable[[], None] | None) -> "Handle":
+        """Start the work. From the moment this is called, the buffers' memory may be in use.
+
+        Args:
+            start: starts it; None: nothing has to travel, or it was queued on the current stream.
+            finish: what to queue when it has completed.
+
+        Raises:
+            RuntimeError: it could not start.
+        """
+        self._finish = finish
+        progress.started[self.title] += 1
+        order = None if self.group is None else watched.get(self.group)
+        if order is not None:
+            order.titles.append(self.title)
+            order.number += 1
+            self._order, self._number = order, order.number
+            at = len(order.titles) - 1
+            order.unmet = None
+            if at >= len(order.expected) or order.expected[at] != self.title:
+                order.depart(self._layer)  # before it starts
+        try:
+            self._work = start()
+            if self._layer.asynchronous:
+                self._event = self._layer.record()  # all that was queued on the stream of the launch
+            self._launched = True
+        except BaseException as error:
+            # Some of it may have started all the same, unless the ranks were seen to differ before.
+            self._fail(f"could not start: {error}", quiet=isinstance(error, DisagreementError))
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(f"{self.title} could not start: {error}") from error
+            raise
+        return self
+
+    @property
+    def completed(self) -> bool:
+        """Whether the collective itself has completed, so that `wait` is without delay. Does not block.
+
+        False while a graph is captured, when the question is not allowed.
+        """
+        if self._work is not None:
+            return not self._layer.capturing and self._work.is_completed()
+        if self._event is None or self.state is not HandleState.STARTED:
+            return True
+        return not self._layer.capturing and self._layer.has_completed(self._event)
+
+    def wait(self) -> None:
+        """Let what follows on the current stream see the result.
+
+        Raises:
+            RuntimeError: the collective failed (a rank died, a timeout); says which and of which buffers. Again
+                on each call.
+        """
+        if self._error is None:
+            if self._event is not None:
+                self._layer.wait(self._event)
+            if self.state is not HandleState.COMPLETED:
+                self._complete()
+        self._let_go()  # here too, in case an exception kept an earlier call from it
+        if self._error is not None:
+            raise self._error
+
+    def _complete(self) -> None:
+        """Wait, and write the result: once, or never where that was interrupted."""
+        if not self._launched or self.state is HandleState.FINISHING:
+            self._fail("was interrupted while it was started or its result was written", quiet=False)
+            return
+        work, order = self._work, self._order
+        if order is not None and isinstance(work, (dist.Work, Coalesced)) and not self._layer.asynchronous:
+            self._host_wait = self._host_wait or HostWait(work, order.check_waiting, self._ignores_timeouts)
+        thread = threading.get_ident()
+        progress.waits[thread] = (self, time.monotonic())
+        try:
+            if self._host_wait is not None:
+                self._host_wait.wait()
+            elif work is not None:
+                work.wait()
+        except RuntimeError as error:
+            if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
+                raise  # from a signal handler
+            if self._host_wait is not None and not self._host_wait.has_raised(error):
+                raise
+            difference = order.check_waiting() if order is not None else ""
+            why = error if not difference or difference in str(error) else difference
+            self._fail(f"failed: {why}", quiet=getattr(work, "quiet", False), cause=error)
+            return
+        finally:
+            progress.waits.pop(thread, None)
+        self.state = HandleState.FINISHING
+        try:
+            if self._finish is not None:
+                self._finish()
+            if self._layer.asynchronous:
+                self._event = self._layer.record()
+            self.state = HandleState.COMPLETED
+            if order is not None and self._number > order.completed[0]:
+                order.completed = (self._number, self._event)
+        except BaseException as error:
+            self._fail(f"was interrupted while its result was written: {error!r}", quiet=True)
+            raise
+
+    def _fail(self, why: str, *, quiet: bool, cause: BaseException | None = None) -> None:
+        if not quiet:
+            for buffer in self._buffers:
+                buffer.retire()
+        if self._host_wait is not None:
+            self._host_wait.give_up()
+        error = RuntimeError(f"{self.title} {why}")
+        error.__cause__ = cause
+        self._error = error
+        self.state = HandleState.FAILED
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The buffers are free, unless another collective has them by now."""
+        for buffer in self._buffers:
+            if buffer.in_flight is self:
+                buffer.in_flight = None
+        self._work = self._finish = self._host_wait = None
 
 
 class Gather:

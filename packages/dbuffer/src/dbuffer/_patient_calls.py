@@ -1,13 +1,17 @@
-"""Calls that may not return for many minutes, made on a thread, so that who waits for one can give up."""
+"""Calls that may not return for many minutes, made on a thread or with a time-out, so that who waits can give up."""
 
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
+
+_DOUBT = 5.0  # seconds of waiting on a CPU after which ranks tell each other what they wait for
+_waiting = threading.local()  # its `caller` makes this thread's waits that ignore timeouts
 
 
 class Pending:
@@ -99,3 +103,62 @@ class PatientStore:
     compare_set = partialmethod(_ask, "compare_set")
     delete_key = partialmethod(_ask, "delete_key")
     num_keys = partialmethod(_ask, "num_keys")
+
+
+class HostWait:
+    """The wait on a CPU for torch's work, in the course of which ranks tell each other what they wait for.
+
+    Args:
+        work: of one collective, or of several that were coalesced.
+        check: compares what the ranks wait for; a sentence if that differs, else empty.
+        ignores_timeouts: whether gloo's wait for this kind of collective takes no timeout.
+    """
+
+    def __init__(self, work: Any, check: Callable[[], str], ignores_timeouts: bool) -> None:
+        self._work, self._check, self._ignores_timeouts = work, check, ignores_timeouts
+        self._pending: Pending | None = None  # the wait, where it ignores timeouts
+
+    def wait(self) -> None:
+        """Block until the work has completed. Continues where a signal handler's exception interrupted it.
+
+        Raises:
+            RuntimeError: it failed, or the ranks wait for different collectives.
+        """
+        seconds = _DOUBT
+        while not self._completes_within(seconds):
+            if difference := self._check():
+                raise RuntimeError(difference)
+            seconds = min(1.5 * seconds, 60.0)
+
+    def has_raised(self, error: RuntimeError) -> bool:
+        """Whether the work raised this, rather than a signal handler during the wait, which has a separate frame."""
+        if self._pending is not None and error is self._pending.error:
+            return True
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        return trace is None or trace.tb_frame.f_code.co_filename == __file__
+
+    def give_up(self) -> None:
+        """Leave the work: a thread that is still in its wait serves no other."""
+        if self._pending is not None and not self._pending.returns_within(0):
+            _waiting.caller = None
+
+    def _completes_within(self, seconds: float) -> bool:
+        """Wait at most so long; whether the work has completed. Raises its error, or a signal handler's."""
+        if self._ignores_timeouts:
+            if self._pending is None:
+                _waiting.caller = caller = getattr(_waiting, "caller", None) or Caller()
+                self._pending = caller.start(self._work.wait)
+            if not self._pending.returns_within(seconds):
+                return False
+            self._pending.result()
+            return True
+        for each in getattr(self._work, "works", (self._work,)):
+            try:
+                each.wait(timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if each.is_completed() or not self.has_raised(error):
+                    raise
+                return False
+        return True

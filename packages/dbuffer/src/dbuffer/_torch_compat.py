@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ragged_shard import CPU
 
@@ -48,21 +48,10 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return ":fake" in dist.get_backend_config(group)
 
 
-WORKS = (dist.Work, _CoalescingManager)  # what torch's own collectives return
-
-
-def is_completed(work: Any) -> bool:
-    """Whether a work, or each of those that were coalesced, has completed. Torch's simulated ones have at once."""
-    for each in getattr(work, "works", (work,)):
-        if type(each).__name__ != "FakeWork" and not each.is_completed():
-            return False
-    return True
-
-
 def has_succeeded(work: Any) -> bool:
     """Whether a work, or each of those that were coalesced, has completed without an error. False if it cannot tell."""
     works = getattr(work, "works", (work,))  # `is_success` is deprecated, but the only way
-    return is_completed(work) and all(hasattr(each, "is_success") and each.is_success() for each in works)
+    return work.is_completed() and all(hasattr(each, "is_success") and each.is_success() for each in works)
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:

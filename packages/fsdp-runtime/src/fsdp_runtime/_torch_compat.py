@@ -13,8 +13,8 @@ planner writes of a value, the history and snapshot of an accelerator's memory, 
 import json
 import operator
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ragged_shard import CPU, DISTRIBUTED
 
-T = TypeVar("T")
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
 VERSION = operator.attrgetter("_version")
@@ -54,12 +53,8 @@ def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGro
     _gather(receive, send, group=group)
 
 
-def outside_transforms(call: Callable[..., T], *args: Any) -> T:
-    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
-    if not transforming():
-        return call(*args)
-    with torch._C._DisableFuncTorch():
-        return call(*args)
+#: A context in which transforms of torch.func are set aside.
+without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
 
 
 def saved_tensor_hooks() -> "tuple[Callable[..., Any], Callable[..., Any]] | None":
@@ -75,14 +70,10 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 )
 
 
-def post_accumulate_hooks(params: Iterable[Any]) -> list[tuple[Any, Callable[[torch.Tensor], Any]]]:
-    """The hooks registered with `register_post_accumulate_grad_hook` on the sharded ones of parameters, in order."""
-    pairs = []
-    for param in params:
-        hooks = param.sharded._post_accumulate_grad_hooks
-        if hooks:
-            pairs += [(param, hook) for hook in hooks.values()]
-    return pairs
+#: What `register_post_accumulate_grad_hook` has registered on a tensor, by id; None if nothing was.
+post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], Any]] | None] = (
+    operator.attrgetter("_post_accumulate_grad_hooks")
+)
 
 
 #: Without a `reduce_dtype` FSDP2 reduces in the dtype of the sharded parameters from torch 2.15 on, before in that of
@@ -101,15 +92,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 #: Whether a profile is being taken.
-_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_NO_LABEL: AbstractContextManager[None] = nullcontext()
-
-
-def label(what: str, unit: str = "") -> AbstractContextManager[object]:
-    """A range `FSDP::<what> (<unit>)` in a profile, the labels of FSDP2; does nothing while no profile is taken."""
-    if not _profiling():
-        return _NO_LABEL
-    return torch.profiler.record_function(f"FSDP::{what} ({unit})" if unit else f"FSDP::{what}")
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 # One call for a list of tensors: set all to zero; copy or add each to its partner (to, of), with a cast if dtypes

@@ -12,7 +12,7 @@ from deadlock_scripts import SCRIPTS
 from deadlocks import Fate, judged, table, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import _handle, _order
+from dbuffer import _order, _patient_calls
 from ragged_shard.testing import run_ranks
 
 TIMEOUT = 4.0
@@ -22,7 +22,7 @@ def run(script):
     """On a process group of its own: a failed pass changes what its ranks compare."""
     hangs = SCRIPTS[script].expected == "hangs"
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT if hangs else 120.0))
-    patches = ((_handle, "_DOUBT", 0.5), (_order, "_ASKING", 0.5), (deadlock_scripts, "PAUSE", 1.5))
+    patches = ((_patient_calls, "_DOUBT", 0.5), (_order, "_ASKING", 0.5), (deadlock_scripts, "PAUSE", 1.5))
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))

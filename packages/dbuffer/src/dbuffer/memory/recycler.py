@@ -1,4 +1,4 @@
-"""Memory that goes from one gathered buffer to the next of equal size.
+"""The memory of buffers: shards have their own, gathered memory goes from one buffer to the next of equal size.
 
     allocate(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
     recycle(storage)       storage -> parked, with an event of its last use; the storage is empty
@@ -14,22 +14,24 @@ On the host, blocks of buffers whose ranks may read each other's memory are from
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ragged_shard import DeviceLayer, device_layer, is_cpu
+from ragged_shard import DeviceLayer, PinnedMemory, device_layer, is_cpu
 
 from .. import _torch_compat as compat
 from . import shared
-from .geometry import ALIGNMENT
+from .geometry import ALIGNMENT, Geometry
 from .huge_pages import SMALLEST, prefer_huge_pages
 
 DEBUG_VARIABLE = "DBUFFER_DEBUG_MEMORY"
 _POISON = 0xA5  # bf16, fp32 and fp64 made of it are tiny negative numbers, integers are nonsense
 _QUARANTINED_BYTES = 1 << 28  # how much released memory the debug recycler watches
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 # Memory that must not be used again, kept until the process ends.
@@ -355,6 +357,61 @@ class Scratch(Recycled):
         self.flat = torch.empty(0, dtype=torch.uint8, device=recycler.device)
         self.flat.set_(storage, 0, (nbytes,), (1,))
         self.release()
+
+
+class ShardMemory:
+    """This rank's slices and the views into them.
+
+    Args:
+        device: where they are.
+        pinned_for: the device whose copies page-locked memory is for; None: the memory is not page-locked.
+
+    Attributes:
+        flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
+        views: this rank's slice of each tensor, in its local shape.
+        gaps: the runs of `flats` that hold padding.
+    """
+
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pinned_for: DeviceLayer | None
+    ) -> None:
+        self._geometry = geometry
+        self._dtype, self._device = dtype, device
+        self._pinned: list[PinnedMemory] = []  # one a segment, or none
+        if pinned_for is not None:
+            for segment in geometry.layout.segments:
+                self._pinned.append(PinnedMemory(pinned_for, segment.shard_size, dtype))
+        self.flats: tuple[torch.Tensor, ...] = ()
+        self.views = _NOTHING
+        self.gaps: list[torch.Tensor] = []
+        self.allocate(zeroed=True)
+
+    def allocate(self, *, zeroed: bool = False) -> None:
+        """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
+        geometry = self._geometry
+        flats: list[torch.Tensor] = []
+        for index, segment in enumerate(geometry.layout.segments):
+            if self._pinned:
+                flat = self._pinned[index].empty()
+            else:
+                flat = torch.empty(segment.shard_size, dtype=self._dtype, device=self._device)
+                if flat.nbytes >= SMALLEST:
+                    prefer_huge_pages(flat)
+            if zeroed:
+                flat.zero_()
+            check_aligned(flat.data_ptr())
+            flats.append(flat)
+        views: dict[str, torch.Tensor] = {}
+        for name, part in geometry.slices.items():  # one op a view; in steps too, gradients get new memory
+            views[name] = flats[part.segment].as_strided(part.local_shape, part.local_stride, part.begin)
+        self.views = MappingProxyType(views)
+        if geometry.gaps:
+            self.gaps = geometry.gaps_in(flats)
+        self.flats = tuple(flats)  # last: an interrupt before leaves no shard, not one without views or gaps
+
+    def give(self) -> None:
+        """Detach the memory: it belongs to the tensors that still view it, and is freed with the last of them."""
+        self.flats, self.views, self.gaps = (), _NOTHING, []
 
 
 class DebugRecycler(Recycler):

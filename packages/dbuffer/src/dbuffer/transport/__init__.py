@@ -13,11 +13,12 @@ from .choice import (
     resolved,
     transport_of,
 )
-from .collectives import Collectives
+from .collectives import Coalesced, Collectives
 from .protocol import Op, Pairs, Transport, Work
 
 __all__ = [
     "TRANSPORT_VARIABLE",
+    "Coalesced",
     "Collectives",
     "Op",
     "Pairs",

@@ -20,6 +20,26 @@ from .protocol import Op, Pairs, Work
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+class Coalesced:
+    """The work of several collectives that were started as one.
+
+    Attributes:
+        works: torch's.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Block until all have completed, or one has failed."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have completed."""
+        return all(work.is_completed() for work in self.works)
+
+
 class Collectives:
     """The transport that every process group has.
 
@@ -33,9 +53,7 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup, *, own_stream: bool = False) -> None:
         self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
         self._own_stream = own_stream
-        self._queues: dict[
-            torch.device, bool
-        ] = {}  # whether calls with tensors there are queued on the current stream
+        self._queued: dict[torch.device, bool] = {}
 
     def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """One all-gather."""
@@ -74,18 +92,21 @@ class Collectives:
         if order is not None and order.unmet is not None:
             order.meet()  # equal sizes would mix values up, others end the process (gloo) or hang (NCCL)
         device = calls[0][0].device
-        if device not in self._queues:
-            self._queues[device] = self._is_queued(group, device)
-        asynchronous = not self._queues[device]
+        if device not in self._queued:
+            self._queued[device] = self._is_queued(group, device)
+        asynchronous = not self._queued[device]
         if len(calls) == 1:
             work: Work | None = call(*calls[0], group=group, async_op=asynchronous, **options)
             return work
         with compat.coalescing(group=group, async_ops=asynchronous) as works:
             for tensors in calls:
                 call(*tensors, group=group, async_op=asynchronous, **options)
-        return works if asynchronous else None
+        return Coalesced(works.works) if asynchronous else None
 
     def _is_queued(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether there is nothing to wait for: calls are queued on the current stream, or move nothing."""
+        if compat.is_fake(group):
+            return True
         on_streams = device_layer(device).asynchronous
         return on_streams and not self._own_stream and not compat.is_gloo(group, device)
 

@@ -402,8 +402,9 @@ class GradBuffer:
             with torch.no_grad():
                 compat.add(grads, added)
         slots.buffer.give_shard()
-        for param, hook in compat.post_accumulate_hooks(params):
-            hook(param.sharded)
+        for param in params:
+            for hook in list((compat.post_accumulate_hooks(param.sharded) or {}).values()):
+                hook(param.sharded)
 
     def _locals_of_runs(self, slots: Slots) -> list[torch.Tensor]:
         """This rank's slices of reduced gradients, in their local shapes; empty for parameters without a slot."""

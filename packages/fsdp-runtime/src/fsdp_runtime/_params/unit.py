@@ -3,6 +3,7 @@
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from ..offload_policy import SelectiveOffloadPolicy
 from .group import Group
 
 Param = ManagedParam[Group]
+_NO_LABEL: AbstractContextManager[None] = nullcontext()
 
 
 class UnitState(enum.Enum):
@@ -50,6 +52,13 @@ class UnitState(enum.Enum):
 
 # Units that hold more than their shards; few at a time, however many units there are.
 not_at_rest: "weakref.WeakSet[Unit]" = weakref.WeakSet()
+
+
+def label(what: str, unit: str = "") -> AbstractContextManager[object]:
+    """A range `FSDP::<what> (<unit>)` in a profile, the labels of FSDP2; does nothing while no profile is taken."""
+    if not compat.profiling():
+        return _NO_LABEL
+    return torch.profiler.record_function(f"FSDP::{what} ({unit})" if unit else f"FSDP::{what}")
 
 
 @dataclass(frozen=True)
@@ -358,7 +367,7 @@ class Unit:
         absent = self.groups
         if self.state is UnitState.THINNED:  # in one order on all ranks, for any order of backward
             absent = [group for group in self.groups if group in self._freed]
-        with compat.label("all_gather", self.name):
+        with label("all_gather", self.name):
             for group in absent:
                 if group.buffer is None:
                     self.prepare()

@@ -27,7 +27,7 @@ from .._grads.buffer import WRITABLE, Closed, GradBuffer
 from .._grads.missing import WAY_OUT, Missing
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
-from .._params.unit import Param, Unit
+from .._params.unit import Param, Unit, label
 from .._plan.mesh import DataMesh
 from .._torch.streams import Streams
 
@@ -79,7 +79,7 @@ class Reduction:
             (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
         self.stays_partial = bool(self._replicated) and not self._options.all_reduce
         self._handles: list[Handle] = []
-        with compat.label("post_backward_reduce", unit.name):
+        with label("post_backward_reduce", unit.name):
             for (_, _, partial), (first, buffers) in calls.items():
                 call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
                 self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
@@ -148,7 +148,7 @@ class Reduction:
         if not self._replicated or self.stays_partial:
             return
         layer = self._streams.layer
-        with layer.on(self._streams.reduce, ()), compat.label("post_backward_all_reduce", self.unit.name):
+        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
             for buffer, how in self._replicated:
                 reduction = AllReduce([buffer], how.replica_op, how.replica_divide)
                 self._handles.append(reduction.start())

@@ -10,17 +10,18 @@ inputs' gradients are there -- post-backward: free, reduce
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from .. import _torch_compat as compat
-from .._params.unit import Param, Unit
+from .._params.unit import Param, Unit, label
 from .._torch.tree import cast_to, map_tensors, tensors_in
 from .activations import Activations
 from .model import Member
 
+T = TypeVar("T")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -32,9 +33,17 @@ def attach(member: Member) -> None:
         module.register_state_dict_pre_hook(lambda *_: member.passes.before_save())
 
 
+def _outside_transforms(call: Callable[..., T], *args: Any) -> T:
+    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
+    if not compat.transforming():
+        return call(*args)
+    with compat.without_transforms():
+        return call(*args)
+
+
 def _pre_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with compat.label("pre_forward", member.unit.name):
+        with label("pre_forward", member.unit.name):
             return before_forward(member, module, args, kwargs)
 
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
@@ -43,7 +52,7 @@ def _pre_forward(member: Member) -> Callable[..., Any]:
 
 def _post_forward(member: Member) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        with compat.label("post_forward", member.unit.name):
+        with label("post_forward", member.unit.name):
             return after_forward(member, module, output)
 
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
@@ -56,15 +65,15 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     if passes.is_begun_by(unit, module):
         if member.settled != Member.registered or member.borrowed:
             member.settle()
-        compat.outside_transforms(passes.begin_forward, unit)
+        _outside_transforms(passes.begin_forward, unit)
         device = unit.data.device
         args, kwargs = map_tensors(
             lambda t: t if t.device == device or t.is_meta else t.to(device), (args, kwargs)
         )
-    recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
+    recomputed = _outside_transforms(passes.enter_forward, unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
-        with compat.label("cast_forward_inputs"):
+        with label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
     # Of a list of modules the first one is the last that backward reaches.
     if torch.is_grad_enabled() and not recomputed and (unit.first is module or unit.host is not None):
@@ -84,7 +93,7 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     unit, passes = member.unit, member.passes
     if passes.activations is not None:
         passes.activations.leave(unit, module)
-    recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
+    recomputed = _outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
         if torch.is_grad_enabled() and not recomputed:
             _mark_outputs(member, tensors_in(output))
@@ -102,7 +111,7 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     dtype = unit.mp_policy.output_dtype
     if dtype is None:
         return output
-    with compat.label("cast_forward_outputs"):
+    with label("cast_forward_outputs"):
         return map_tensors(cast_to(dtype), output)
 
 
@@ -158,7 +167,7 @@ def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
 def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
     def hook(grad: torch.Tensor) -> None:
         if compat.transforming():
-            compat.outside_transforms(member.passes.enter_backward, member.unit)
+            _outside_transforms(member.passes.enter_backward, member.unit)
         else:
             member.passes.enter_backward(member.unit)
 
@@ -231,8 +240,8 @@ class _PostBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         member: Member = ctx.member
-        with compat.label("post_backward", member.unit.name):
-            compat.outside_transforms(member.passes.leave_backward, member.unit)
+        with label("post_backward", member.unit.name):
+            _outside_transforms(member.passes.leave_backward, member.unit)
         if torch.is_grad_enabled() and member.unit.freed:  # create_graph
             for grad in grads:
                 if grad is not None and grad.requires_grad:

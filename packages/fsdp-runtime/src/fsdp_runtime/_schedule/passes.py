@@ -20,7 +20,7 @@ from dbuffer import CollectiveOrder, watch_order
 
 from .. import _torch_compat as compat
 from .._params.group import Group
-from .._params.unit import Unit, UnitState
+from .._params.unit import Unit, UnitState, label
 from .._torch.streams import Streams
 from .activations import Activations
 from .backward import Backward, find_used_anywhere
@@ -159,7 +159,7 @@ class Pass:
         alone = root.options.skippable or root.host is not None  # not on every rank
         if alone:
             self._check_follower(root)
-        with compat.label("root_pre_forward"):
+        with label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
             if self.streams.layer.capturing:
                 self._check_capture(event)
@@ -252,7 +252,7 @@ class Pass:
             if other.by_phase:
                 other.gather_for(backward=what == "backward")
             if other.state is not UnitState.GATHERING:
-                with compat.label(f"{what}_prefetch for {other.name}"):
+                with label(f"{what}_prefetch for {other.name}"):
                     other.gather(_AT_ONCE)
                     self._ahead.add(other)
 
@@ -360,7 +360,7 @@ class Pass:
                 self.activations.enter_backward()
         elif unit.state in _USABLE:
             return
-        with compat.label("pre_backward", unit.name):
+        with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
                 if unit.by_phase:
                     unit.gather_for(backward=True)
@@ -397,7 +397,7 @@ class Pass:
         if unit.followers:
             self._leave_followers(unit.followers)
         if unit.options.reshard_after_backward and not unit.at_rest:
-            with compat.label("post_backward_reshard", unit.name):
+            with label("post_backward_reshard", unit.name):
                 unit.reshard()
                 if not self._backward.upcoming():
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
@@ -434,7 +434,7 @@ class Pass:
         )
 
     def _end_backward(self) -> None:
-        with compat.label("root_post_backward_callback"):
+        with label("root_post_backward_callback"):
             self.finish_backward()
             self.last_backward = self._backward.seen
             self._backward.end()

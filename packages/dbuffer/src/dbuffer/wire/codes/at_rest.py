@@ -14,8 +14,7 @@ import torch
 from ...memory.gathered import Flats, GatheredMemory
 from ...memory.geometry import Geometry
 from ...memory.huge_pages import SMALLEST, prefer_huge_pages
-from ...memory.recycler import Recycler
-from ...memory.shard import ShardMemory
+from ...memory.recycler import Recycler, ShardMemory
 from ..blocks import BlockFormat
 from ..form import Encoder, Pairs
 from ..tiles import RowRun
