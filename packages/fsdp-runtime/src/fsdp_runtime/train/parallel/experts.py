@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from ..._torch.tree import local_tensor
 from ..model import MixtureOfExperts, swiglu_of_experts
 
 
@@ -65,11 +66,10 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Param
             )
     params: set[nn.Parameter] = set()
     for parent, name, _, layer in layers:
-        parallel: ParallelMixtureOfExperts | ParallelStackedExperts
-        if isinstance(layer, MixtureOfExperts):
-            parallel = ParallelMixtureOfExperts(layer, ep_mesh)
-        else:
-            parallel = ParallelStackedExperts(layer, ep_mesh)
+        kind: Any = (
+            ParallelMixtureOfExperts if isinstance(layer, MixtureOfExperts) else ParallelStackedExperts
+        )
+        parallel = kind(layer, ep_mesh)
         setattr(parent, name, parallel)
         params.update(parallel.experts())
     return params
@@ -108,7 +108,7 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU, wherever that is."""
-        gate_LFD, up_LFD, down_LDF = map(_local, self.experts())
+        gate_LFD, up_LFD, down_LDF = map(local_tensor, self.experts())
         return through_experts(
             x_SD,
             counts_E,
@@ -134,8 +134,8 @@ class ParallelStackedExperts(nn.Module):
 
     def forward(self, x_ND: Tensor, chosen_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
         """(N, D) in and out; each row through its k experts, times their weights."""
-        gate_LFD, up_LFD = _local(self.gate_up_proj).chunk(2, dim=1)
-        down_LDF = _local(self.down_proj)
+        gate_LFD, up_LFD = local_tensor(self.gate_up_proj).chunk(2, dim=1)
+        down_LDF = local_tensor(self.down_proj)
         order_S = chosen_Nk.flatten().argsort(stable=True)
         token_S = order_S // chosen_Nk.shape[-1]
         counts_E = order_S.new_zeros(self.num_experts)
@@ -163,45 +163,32 @@ def through_experts(
         return compute(x_SD, counts_E)
     come_RL = torch.empty_like(counts_E).view(R, -1)
     dist.all_to_all_single(come_RL, counts_E.view(R, -1), group=group)
-    send, receive = _row_sizes(counts_E.view(R, -1), come_RL, len(x_SD))
+    send, receive, order_P = _routes(counts_E.view(R, -1), come_RL, len(x_SD))
     x_PD = _AllToAll.apply(x_SD, send, receive, group)
-    order_P = _by_expert(come_RL, len(x_PD))
     y_PD = compute(x_PD[order_P], come_RL.sum(0))
     y_PD = torch.empty_like(y_PD).index_copy(0, order_P, y_PD)
     y_SD: Tensor = _AllToAll.apply(y_PD, receive, send, group)
     return y_SD
 
 
-def _row_sizes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int]]:
-    """Numbers of rows to send to and receive from each rank, on the host; equal ones without values (meta)."""
-    R = len(go_RL)
+def _routes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int], Tensor]:
+    """Numbers of rows to send to and receive from each rank, and the order that sorts received rows by expert.
+
+    Without values (meta) as many from each rank, in their order.
+    """
+    R, L = come_RL.shape
     if go_RL.is_meta or type(go_RL).__name__ == "FakeTensor":
         even = [total // R + (r < total % R) for r in range(R)]
-        return even, even
+        return even, even, torch.arange(total, device=go_RL.device)
     send, receive = torch.stack((go_RL.sum(1), come_RL.sum(1))).tolist()
-    return send, receive
+    expert_RL = torch.arange(L, device=come_RL.device).repeat(R)
+    expert_P = expert_RL.repeat_interleave(come_RL.flatten(), output_size=sum(receive))
+    return send, receive, expert_P.argsort(stable=True)
 
 
 def _shared_out(weight: Any, mesh: DeviceMesh) -> nn.Parameter:
     local: Any = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
     return nn.Parameter(local, requires_grad=weight.requires_grad)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _by_expert(come_RL: Tensor, total: int) -> Tensor:
-    """The order that sorts rows, which came rank by rank and expert by expert, by expert."""
-    R, L = come_RL.shape
-    if come_RL.is_meta or type(come_RL).__name__ == "FakeTensor":
-        return torch.arange(total, device=come_RL.device)
-    expert_P = (
-        torch.arange(L, device=come_RL.device)
-        .repeat(R)
-        .repeat_interleave(come_RL.flatten(), output_size=total)
-    )
-    return expert_P.argsort(stable=True)
 
 
 class _AllToAll(torch.autograd.Function):

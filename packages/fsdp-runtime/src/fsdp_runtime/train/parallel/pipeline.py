@@ -81,9 +81,8 @@ class Pipeline:
         if before == self.splits.rank_of_stage(number):
             return self._here
         config, dtype = self.config, torch.bfloat16 if self.config.precision == "bf16" else torch.float32
-        x_BTD = torch.empty(
-            rows, config.seq_len // self.splits.slices, config.model.dim, device=self.device, dtype=dtype
-        )
+        shape = rows, config.seq_len // self.splits.slices, config.model.dim
+        x_BTD = torch.empty(shape, device=self.device, dtype=dtype)
         dist.recv(x_BTD, group=self.group, group_src=before)
         return x_BTD
 

@@ -58,17 +58,14 @@ def parallelize(model: Transformer, meshes: Meshes, seq_len: int) -> set[nn.Para
         tp = meshes.dense["tp"]
         for block in model.blocks:
             parallelize_module(block, tp, _block_plan(block))
-        parallelize_module(
-            model,
-            tp,
-            {
-                "embed": RowwiseParallel(input_layouts=_WHOLE, output_layouts=_POSITIONS),
-                "norm": SequenceParallel(),
-                "head": ColwiseParallel(
-                    input_layouts=_POSITIONS, output_layouts=Shard(-1), use_local_output=False
-                ),
-            },
-        )
+        ends = {
+            "embed": RowwiseParallel(input_layouts=_WHOLE, output_layouts=_POSITIONS),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(
+                input_layouts=_POSITIONS, output_layouts=Shard(-1), use_local_output=False
+            ),
+        }
+        parallelize_module(model, tp, ends)
         model.tie_weights()
     if splits.one_mesh or not model.config.num_experts:
         return set()
@@ -123,9 +120,7 @@ class ContextParallelAttention(CausalAttention):
 
 
 def _gathered(x_BKTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    whole = DTensor.from_local(x_BKTC, mesh, [Shard(2)], run_check=False).redistribute(
-        placements=[Replicate()]
-    )
+    whole = DTensor.from_local(x_BKTC, mesh, [Shard(2)], run_check=False).redistribute(placements=[_WHOLE])
     return whole.to_local(grad_placements=[Partial()])
 
 
