@@ -123,6 +123,22 @@ def test_a_second_backward_through_one_graph_gathers_what_the_first_freed():
     assert_same_gradients(model, plain_backward(seeded(Body)), scale=2)
 
 
+@on_ranks(2)
+@children_from(1)
+def test_what_backward_has_freed_early_is_gathered_again_if_it_is_asked_for():
+    model, alone = shard(seeded(Watched)), seeded(Watched)
+    weights: list[torch.Tensor] = []
+
+    def look() -> None:
+        model.unshard()
+        weights.append(model.head.weight.detach().clone())
+
+    model.look, alone.look = look, lambda: None
+    loss_of(model, tokens()).backward()
+    assert torch.equal(weights[0], alone.head.weight)
+    assert_same_gradients(model, plain_backward(alone), atol=1e-7)
+
+
 @on_ranks(1)
 @children_from(1)
 def test_own_buffers_change_neither_names_nor_their_order():
