@@ -43,10 +43,11 @@ class LocalParam:
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
     def refresh(self) -> None:
-        """Renew `local` if the parameter has another address."""
+        """Renew `local` if the parameter has another address, and perhaps dtype."""
         local = self.param.local
         if local.data_ptr() != self.local.data_ptr():
             self.local = local.view(-1)
+            self.cast = self.momentum.dtype != self.param.dtype
 
     def rows(self, low: int, high: int) -> torch.Tensor:
         """NorMuon's second moments of the rows in local elements [low, high)."""
