@@ -8,8 +8,8 @@ import pytest
 import torch
 from runs import KINDS, full, run_of, same, tensors
 
-from block_optim import AdamW, AdamW8bit, Muon, local_of
-from layout_planner import Elements
+from block_optim import AdamW, AdamW8bit, Mixed, Muon, local_of
+from layout_planner import Elements, Tile
 from ragged_shard.testing import on_ranks, record_collectives
 
 CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
@@ -203,6 +203,26 @@ def test_a_parameter_that_does_not_fit_is_refused_in_each_step():
             run.optimizer.step()
 
 
+class NoState(AdamW):
+    """Has no states for one parameter."""
+
+    def init_states(self, group, params):
+        if any(p.name == "late" for p in params):
+            raise ValueError("late: no states")
+        super().init_states(group, params)
+
+
+def test_a_parameter_whose_states_cannot_be_made_is_refused_in_each_step():
+    first, late = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = NoState([("first", first)])
+    optimizer.param_groups[0]["params"].append(late)
+    optimizer.param_groups[0]["param_names"].append("late")
+    first.grad = late.grad = torch.ones(4)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="late: no states"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "Mixed"])
 @on_ranks(3)
 def test_an_edit_that_does_not_fit_is_refused_on_every_rank(case):
@@ -278,6 +298,30 @@ def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
     before = moved.detach().clone()
     run.step(3)
     assert torch.equal(before, moved)
+
+
+def test_a_parameter_that_is_put_back_into_another_group_of_8_bit_adamw_takes_its_options():
+    def put_back(**options):
+        (p, q), twin = (torch.nn.Parameter(t) for t in tensors(((64, 64),) * 2, 0)), None
+        optimizer = AdamW8bit([p, q], block=Elements(64))
+        optimizer.param_groups[0]["params"].pop(0)
+        q.grad = torch.ones_like(q)
+        optimizer.step()
+        kept, twin = optimizer.state.pop(p), torch.nn.Parameter(p.detach().clone())
+        optimizer.add_param_group({"params": [p], **options})
+        expected = AdamW8bit([{"params": [twin], **options}])
+        p.grad = twin.grad = torch.randn(64, 64)
+        optimizer.step()
+        expected.step()
+        assert torch.equal(p, twin)
+        same(optimizer.state[p], expected.state[twin])
+        return optimizer, p, kept
+
+    put_back(block=Tile(16, 16))
+    optimizer, p, codes = put_back(quantize=False)
+    optimizer.state[p] = codes
+    with pytest.raises(ValueError, match=r"'exp_avg' is torch\.uint8, expected torch\.float32"):
+        optimizer.step()
 
 
 # ---------------------------------------------------------------- options of groups
@@ -415,11 +459,17 @@ def test_it_is_pickled_and_copied_after_all_of_this(case):
         same(copied.result(), twin.result())
 
 
-def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit():
-    p, q = (torch.nn.Parameter(t) for t in tensors(((8, 8), (8, 8)), 0))
-    groups = [{"params": [p], "quantize": False}, {"params": [q], "quantize": True}]
-    _, copied = copy.deepcopy(((p, q), AdamW8bit(groups, block=Elements(8))))
-    assert ["exp_avg_scale" in state for state in copied.state.values()] == [False, True]
+@pytest.mark.parametrize("kind", [AdamW8bit, Mixed])
+def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit(kind):
+    p, q = (torch.nn.Parameter(t) for t in tensors(((8, 8), (64,)), 0))
+    more = {"block": Elements(8), **({"algorithm": "adamw8bit"} if kind is Mixed else {})}
+    optimizer = kind([{"params": [p], "quantize": False, **more}, {"params": [q], "quantize": True, **more}])
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.step()
+    _, copied = copy.deepcopy(((p, q), optimizer))
+    assert [state["exp_avg"].dtype for state in copied.state.values()] == [torch.float32, torch.uint8]
+    for own, other in zip(optimizer.state.values(), copied.state.values(), strict=True):
+        same(other, own)
 
 
 # ---------------------------------------------------------------- parameters of another shape
@@ -430,6 +480,7 @@ RESHAPED = {
     "another shape": lambda p: torch.zeros(p.shape[::-1]),
     "another order of its elements": lambda p: torch.zeros(p.shape[::-1]).T,
     "a view of its memory": lambda p: p.data.view(p.shape[::-1]),
+    "a wider dtype": lambda p: p.data.double(),
 }
 
 
@@ -444,3 +495,12 @@ def test_a_parameter_whose_data_got_another_shape_raises_by_name(case):
             param.grad = torch.ones_like(param)
             with pytest.raises(ValueError, match=r"its \.data was set"):
                 pytest.fail(f"{how}, after {steps} steps: {run.optimizer.step()}")
+
+
+def test_muon_follows_a_model_that_is_cast_to_bf16():
+    run, expected = run_of("Muon"), run_of("Muon", dtype=torch.bfloat16, momentum_dtype=torch.float32)
+    run.optimizer.assignment  # noqa: B018
+    run.dtype = torch.bfloat16
+    for param in run.params:
+        param.data = param.data.bfloat16()
+    same({**run.steps(0, 3).result()}, expected.steps(0, 3).result())

@@ -86,8 +86,8 @@ def expert_columns(model):
     return rows(model)
 
 
-def tensor_parallel(model):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+def tensor_parallel(model, shape=(2, 2)):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return rows(model, mesh=mesh["data"])
 
@@ -292,6 +292,32 @@ def test_8bit_states_saved_under_tensor_parallelism_load_on_three_ranks_of_rows(
     steps(expected, narrow_by_columns(expected), (0, 1, 2))
     for result in run_ranks(3, loaded, tmp_path):
         assert all(torch.equal(p, result[name]) for name, p in expected.named_parameters())
+
+
+@on_ranks(3)
+def test_8bit_states_under_tensor_parallelism_over_all_ranks():
+    model, expected = tensor_parallel(Model(), (1, 3)), Model()
+    for each in (model, expected):
+        steps(each, AdamW8bit(named(each), lr=0.02, block=Tile(1, 4), **MATRICES_ONLY), (0, 1))
+    assert all(
+        torch.equal(full(p), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Muon, Shampoo, SOAP])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_to_empty_is_refused_by_name(kind):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    fully_shard(model)
+    optimizer = kind(list(model.named_parameters()))
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(
+        ValueError, match=r"0\.weight: it has memory real, and had memory meta when its states"
+    ):
+        optimizer.step(grad_norm=1.0)
 
 
 CHOSEN: dict[Any, Any] = {  # of tensors on three ranks, by shape and placement

@@ -179,6 +179,21 @@ def test_momentum_of_another_dtype_follows_the_same_path(dtype):
     torch.testing.assert_close(params[0].float(), twins[0].detach(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_gradients_may_have_another_dtype_than_their_parameter(dtype, grad_dtype):
+    params, twins = ([torch.nn.Parameter(torch.ones(6, 9, dtype=dtype))] for _ in "ab")
+    params[0].grad_dtype = grad_dtype
+    ours, theirs = Muon(params, lr=0.05), Muon(twins, lr=0.05)
+    for step in range(3):
+        grad = torch.randn(6, 9, generator=torch.Generator().manual_seed(step)).bfloat16()
+        params[0].grad, twins[0].grad = grad.to(grad_dtype), grad.to(dtype)
+        ours.step()
+        theirs.step()
+    assert equal(params, twins)
+
+
 @pytest.mark.parametrize("momentum_dtype", [None, torch.float32])
 def test_parameters_of_several_dtypes_share_a_group(momentum_dtype):
     """As they would be updated alone."""

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import (
     RaggedDTensor,
@@ -322,6 +323,20 @@ def compare(found, wanted):
         for key, value in state.items():
             assert type(found["state"][name][key]) is type(value)
             assert torch.equal(found["state"][name][key], value), (name, key)
+
+
+@on_ranks(4)
+def test_rank_0_loads_what_fsdp2_and_tensor_parallelism_cut_into_unequal_shares():
+    module: Any = nn.Module()
+    full = torch.arange(12.0).view(6, 2)
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    module.w = nn.Parameter(
+        torch_distribute_tensor(full * 0, rank_mesh(2, 2), placements, src_data_rank=None)
+    )
+    load_full_state_dict(module, {"w": full} if dist.get_rank() == 0 else {}, rank0_only=True)
+    assert (
+        module.w.to_local().tolist() == [full[:2], full[3:5], full[2:3], full[5:]][dist.get_rank()].tolist()
+    )
 
 
 @pytest.mark.parametrize("make", [adamw, two_optimizers])

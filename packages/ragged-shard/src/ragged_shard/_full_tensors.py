@@ -19,6 +19,7 @@ from ragged_shard._distribute import scatter
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
+from ragged_shard._torch_compat import TorchStridedShard
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -94,6 +95,8 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
         target._local_tensor.copy_(local)
     elif isinstance(target, DISTRIBUTED):
         assert full is not None
+        if from_rank0 and any(type(p) is TorchStridedShard for p in target.placements):
+            full, from_rank0 = _broadcast(full.contiguous()), False  # torch scatters equal shares only
         placed = torch_distribute_tensor(
             full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None
         )

@@ -109,7 +109,8 @@ class AdamW8bit(BlockOptimizer):
         self._wide = AdamWRule(fused=has_fused_adamw, capturable=self.capturable)
         self._narrow = QuantizedRule(capturable=self.capturable)
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
-        self._chosen: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
+        self._earlier: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
+        self._chosen: dict[torch.Tensor, bool] = {}
         self._rules: dict[int, QuantizeRule | bool] = {}
         self._told = False
 
@@ -135,7 +136,9 @@ class AdamW8bit(BlockOptimizer):
         for param in params:
             param.check_dense()
             if param.tensor not in self._chosen:
-                self._chosen[param.tensor] = is_quantized(param.name, param.tensor, least, rule)
+                earlier = self._earlier.pop(param.tensor, None)
+                new = is_quantized(param.name, param.tensor, least, rule) if earlier is None else earlier
+                self._chosen[param.tensor] = new
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
                 block = _fitting_block(param, group["block"])
@@ -162,6 +165,7 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
+        self._chosen = {p.tensor: self._chosen[p.tensor] for p in self.members}  # one put back is chosen anew
         for rule, is_narrow in ((self._narrow, True), (self._wide, False)):
             rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow])
 
@@ -170,8 +174,9 @@ class AdamW8bit(BlockOptimizer):
         self._narrow.update(active)
         self._wide.update(active)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_chosen": self._chosen}
+    @override
+    def copied_attributes(self) -> dict[str, Any]:
+        return {**super().copied_attributes(), "_chosen": self._chosen}
 
 
 def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule | bool) -> bool:

@@ -168,6 +168,10 @@ class Algorithm:
 
     # ---------------------------------------------------------------- called by the optimizer
 
+    def copied_attributes(self) -> dict[str, Any]:
+        """The attributes that copies and pickles keep, besides groups and states."""
+        return {name: getattr(self, name) for name in self.shared_options}
+
     def check(self, group: Group, params: list[Param]) -> None:
         """Raise ValueError if an option of a group does not fit, or one of these parameters of it."""
         group["lr"] = check_lr(group["lr"])

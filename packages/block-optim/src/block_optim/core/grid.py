@@ -235,8 +235,10 @@ class _Slab:
 
 
 def _slab_at(param: Param, grid: Grid, along: Sequence[int], where: tuple[int, ...]) -> _Slab:
-    mesh, placements = param.mesh, list(param.placements)
+    mesh = param.mesh
     assert mesh is not None
+    # An axis of size 1 cuts nothing, also if its placement refers to other axes.
+    placements = [p if mesh.size(a) > 1 else Replicate() for a, p in enumerate(param.placements)]
     counts = []
     for rank in range(mesh.size(along[0]) if along else 1):
         there = tuple(rank if a in along else c for a, c in enumerate(where))

@@ -44,8 +44,7 @@ class Param:
         placements: one for each mesh axis; () for a plain tensor.
         start: the first element of this rank's run in the flattened global tensor, or None where its elements are
             not one run (a `Shard(1)`, say).
-        local_shape, local_stride: of this rank's elements when the optimizer was given the parameter; strides of
-            dimensions that have one.
+        local_shape: of this rank's elements when the optimizer was given the parameter.
         master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
         states: its entry of `optimizer.state` as `init_states` made it; None: it has no states.
         replicas: the mesh whose ranks divide the work on it where each of them holds all of it; None: they do not.
@@ -53,9 +52,9 @@ class Param:
 
     __slots__ = (
         "_holding",
+        "_layout",
         "group",
         "local_shape",
-        "local_stride",
         "master",
         "mesh",
         "name",
@@ -91,8 +90,7 @@ class Param:
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point parameter, got {tensor.dtype}")
         self.start = first_element(tensor)
-        local = local_of(tensor)
-        self.local_shape, self.local_stride = local.shape, strides_of(local)
+        self.local_shape, self._layout = local_of(tensor).shape, _layout_of(tensor)
 
     @property
     def local(self) -> torch.Tensor:
@@ -166,14 +164,10 @@ class Param:
 
     def check_layout(self) -> None:
         """Raise ValueError if the tensor has another layout than when the optimizer was given it."""
-        own, local = self.tensor, local_of(self.tensor)
-        placements = tuple(own.placements) if isinstance(own, DISTRIBUTED) else ()
-        before = self.shape, self.placements, self.local_shape, self.local_stride
-        if (own.shape, placements, local.shape, strides_of(local)) != before:
+        if (now := _layout_of(self.tensor)) != self._layout:
             raise ValueError(
-                f"{self.name}: it has shape {tuple(own.shape)}, placements {placements} and local strides "
-                f"{strides_of(local)}, and had {tuple(self.shape)}, {self.placements} and {self.local_stride} when its "
-                "states were made (its .data was set); build a new optimizer"
+                f"{self.name}: it has {_differences(now, self._layout)}, and had {_differences(self._layout, now)} "
+                "when its states were made (its .data was set, or its module moved or cast); build a new optimizer"
             )
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
@@ -268,3 +262,20 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     if not tensor.numel():
         return ()
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
+def _layout_of(tensor: Any) -> dict[str, Any]:
+    """What a parameter's states depend on."""
+    local = local_of(tensor)
+    return {
+        "shape": tuple(tensor.shape),
+        "placements": tuple(getattr(tensor, "placements", ())),
+        "local shape": tuple(local.shape),
+        "local strides": strides_of(local),
+        "arithmetic in": torch.promote_types(tensor.dtype, torch.float32),
+        "memory": "meta" if local.is_meta else "real",
+    }
+
+
+def _differences(layout: dict[str, Any], other: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in layout.items() if value != other[name])

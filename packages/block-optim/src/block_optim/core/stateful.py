@@ -106,7 +106,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self._params, self.members = params, list(params.values())
         known = self.known_options
         self.known_options = {id(g): known.get(id(g)) or self._options_of(g) for g in self.param_groups}
-        self._look = self._members()
+        self._look = [*self._members(), None]  # None: until their states are made, too
 
     def _members(self) -> list[Any]:
         return [member for group in self.param_groups for member in (group, *group["params"])]
@@ -209,6 +209,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         """Renew what refers to the memory of parameters and states."""
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
+        self._look = self._members()
         self.state_snapshot = StateSnapshot(self.trained)
         for param in self.trained:
             if MASTER in param.states:
@@ -327,8 +328,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._complete()
         self._sync()
-        kept = {name: getattr(self, name) for name in self.shared_options}
-        return {**super().__getstate__(), **kept}
+        return {**super().__getstate__(), **self.copied_attributes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo `__getstate__` (pickle, deepcopy): states are made again and filled with the old values."""

@@ -102,10 +102,10 @@ class Bucket:
         foreach_copy_(packed, values)
 
     def _pack_cast(self, run: LocalRun, mu: float, nesterov: bool) -> None:
-        """Pack momentum that has another dtype than the gradient, through fp32."""
+        """Pack momentum that has another dtype than the gradient, through a wide copy."""
         scratch, shape = self._layout.scratch, (run.high - run.low,)
-        value = scratch.take("pack", shape, torch.float32)
-        momentum = scratch.take("cast", shape, torch.float32)
+        value = scratch.take("pack", shape, run.param.wide)
+        momentum = scratch.take("cast", shape, run.param.wide)
         momentum.copy_(run.param.momentum[run.low : run.high])
         if nesterov:
             momentum = value.copy_(run.param.grad[run.low : run.high]).lerp_(momentum, mu)

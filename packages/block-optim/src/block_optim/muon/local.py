@@ -22,7 +22,6 @@ class LocalParam:
         local: this rank's elements of it, 1-D.
         grad: this step's gradient, 1-D.
         momentum: the buffer, 1-D.
-        cast: whether the buffer is of another dtype than the parameter, and so its gradients.
         steps: number of its updates, with stochastic rounding; else None.
     """
 
@@ -38,7 +37,6 @@ class LocalParam:
         """Use the memory that the states have now."""
         state = self.param.states
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
-        self.cast = self.momentum.dtype != self.param.dtype
         self.steps: torch.Tensor | None = state.get("step")
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
@@ -48,16 +46,26 @@ class LocalParam:
         if local.data_ptr() != self.local.data_ptr():
             self.local = local.view(-1)
 
+    @property
+    def cast(self) -> bool:
+        """Whether the buffer is of another dtype than this step's gradient."""
+        return self.momentum.dtype != self.grad.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which gradients and a buffer of different dtypes are added up."""
+        return torch.promote_types(self.momentum.dtype, torch.float32)
+
     def rows(self, low: int, high: int) -> torch.Tensor:
         """NorMuon's second moments of the rows in local elements [low, high)."""
         assert self._rows is not None
         return self._rows[low // self.columns : high // self.columns]
 
     def update_cast(self, mu: float, scratch: Scratch) -> None:
-        """Update momentum of another dtype, in fp32."""
+        """Update momentum of another dtype, in `wide`."""
         if self.momentum.numel():
-            value = scratch.take("cast", (self.momentum.numel(),), torch.float32).copy_(self.momentum)
-            grad = scratch.take("pack", (self.momentum.numel(),), torch.float32).copy_(self.grad)
+            value = scratch.take("cast", (self.momentum.numel(),), self.wide).copy_(self.momentum)
+            grad = scratch.take("pack", (self.momentum.numel(),), self.wide).copy_(self.grad)
             self.momentum.copy_(value.lerp_(grad, 1 - mu))
 
 

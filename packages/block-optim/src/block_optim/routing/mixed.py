@@ -77,7 +77,7 @@ class Mixed(BlockOptimizer):
     ) -> None:
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
-        self._shared: dict[str, dict[str, Any]] = {}  # options of whole algorithms
+        self._kept: dict[str, dict[str, Any]] = {}  # what a copy has for algorithms until they are made
         self._algorithms: dict[str, BlockOptimizer]
         super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
 
@@ -149,7 +149,10 @@ class Mixed(BlockOptimizer):
         group.setdefault("lr", self.defaults["lr"])
         shared = {key: group.pop(key) for key in kind.shared_options if key in group}
         if name not in self._algorithms:
-            made = self._algorithms[name] = kind(None, **self._shared.setdefault(name, shared))
+            made = self._algorithms[name] = kind(None, **shared)
+            if kept := self._kept.pop(name, None):
+                made.__dict__.update(kept)
+                made.setup()
             made.defaults = {"algorithm": name, **made.defaults}
             made.format_options = ("algorithm", *made.format_options)  # type: ignore[misc]
             self._share()
@@ -216,9 +219,10 @@ class Mixed(BlockOptimizer):
         for algorithm, positions in split:
             algorithm.update(active.select(positions))
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {"routes": self.routes, "_kinds": self._kinds, "_shared": self._shared}
-        return {**super().__getstate__(), **kept}
+    @override
+    def copied_attributes(self) -> dict[str, Any]:
+        parts = {name: algorithm.copied_attributes() for name, algorithm in self._algorithms.items()}
+        return {"routes": self.routes, "_kinds": self._kinds, "_kept": parts}
 
 
 def _first_of(group: Group) -> object:

@@ -53,10 +53,6 @@ class Codes(Entry):
 class QuantizedRule(Rule[Codes]):
     """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), and scales (`.._scale`)."""
 
-    def __init__(self, *, capturable: bool = False) -> None:
-        super().__init__(capturable=capturable)
-        self._layouts: dict[torch.Tensor, ScaleLayout] = {}
-
     @override
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make codes and scales in flat buffers for each device."""
@@ -87,15 +83,18 @@ class QuantizedRule(Rule[Codes]):
             }
 
     def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Codes:
-        if param.tensor not in self._layouts:
-            self._layouts[param.tensor] = scale_layout(param, block_for(param, param.group["block"]))
+        known = self._entries.get(param.tensor)
+        if known is not None and known.param is param:  # else it was put back, perhaps with other blocks
+            layout = known.layout
+        else:
+            layout = scale_layout(param, block_for(param, param.group["block"]))
         codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
         return Codes(
             param,
             state["step"],
             slot,
-            self._layouts[param.tensor],
+            layout,
             (codes[0], codes[1]),
             (scales[0], scales[1]),
         )
