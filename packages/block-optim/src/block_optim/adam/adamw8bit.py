@@ -117,12 +117,10 @@ class AdamW8bit(BlockOptimizer):
     @override
     def check_options(self, group: Group) -> None:
         check_adamw_options(group)
-        if "quantize" in group:
-            if id(group) in self.known_options:
-                raise ValueError(
-                    "quantize: which tensors have 8-bit states was chosen when their group was added"
-                )
-            self._rules[id(group)] = group.pop("quantize")
+        if id(group) not in self.known_options:
+            self._rules[id(group)] = group.pop("quantize", self.defaults["quantize"])
+        elif "quantize" in group:
+            raise ValueError("quantize: which tensors have 8-bit states was chosen when their group was added")
         least = group["min_8bit_numel"]
         if least != 0:
             check_count("min_8bit_numel", least)
@@ -132,7 +130,7 @@ class AdamW8bit(BlockOptimizer):
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
         least, chosen = group["min_8bit_numel"], {}
-        rule = self._rules.get(id(group), self.defaults["quantize"])
+        rule = self._rules[id(group)]
         for param in params:
             param.check_dense()
             if param.tensor not in self._chosen:
