@@ -17,6 +17,7 @@ from runtime_helpers import (
     shard_with_tensor_parallelism,
 )
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from fsdp_runtime import (
     MixedPrecisionPolicy,
@@ -214,6 +215,24 @@ def test_after_an_export_that_was_broken_off_everything_is_exported_again():
     assert not exported.complete
     again = {change.name for change in iter_full_params(model, changed_since=exported)}
     assert again == dict(model.named_parameters()).keys()
+
+
+@on_ranks(2)
+def test_an_export_to_other_receivers_is_complete():
+    model, exported = shard(seeded()), ExportedParams()
+    list(iter_full_params(model, ranks=(0,), changed_since=exported))
+    names = {change.name for change in iter_full_params(model, ranks=(1,), changed_since=exported)}
+    assert names == (dict(model.named_parameters()).keys() if dist.get_rank() == 1 else set())
+
+
+@on_ranks(2)
+def test_tensors_that_no_unit_has_are_the_callers_too():
+    mesh, model = rank_mesh(), nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    before = {name: value.clone() for name, value in full_values(model).items()}
+    for _, tensor in iter_full_params(model):
+        tensor.zero_()
+    assert_same_values(full_values(model), before)
 
 
 class Rows(nn.Module):
