@@ -86,6 +86,24 @@ def test_codes_and_plain_parameters_come_too():
         iter_full_params(on_meta())
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+@on_ranks(3)
+def test_dtypes_that_gloo_does_not_move_come_too(dtype):
+    model = nn.Module()
+    for name, rows in (("five", 5), ("seven", 7)):
+        model.register_parameter(name, nn.Parameter(torch.arange(rows).to(dtype), requires_grad=False))
+    fully_shard(model)
+    for bucket_bytes, ranks in itertools.product((1, 1 << 20), (None, (0, 1, 2), (1,))):
+        options: Any = {"bucket_bytes": bucket_bytes, "ranks": ranks}
+        found = collected(model, **options)
+        changes = {
+            one.name: one.values for one in iter_full_params(model, changed_since=ExportedParams(), **options)
+        }
+        receives = ranks is None or dist.get_rank() in ranks
+        assert found.keys() == changes.keys() == ({"five", "seven"} if receives else set())
+        assert all(value.float().equal(torch.arange(len(value)).float()) for value in found.values())
+
+
 @on_ranks(4)
 def test_replicas_and_tensor_parallel_parameters_are_exported():
     wanted = seeded(TwoLayers).state_dict()

@@ -34,6 +34,7 @@ from fsdp_runtime import (
     offload,
     set_full_state_dict,
 )
+from fsdp_runtime.block_policies import whole
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -173,11 +174,13 @@ def test_training_goes_on_from_full_state_dicts(kind):
         assert step_of(model, optimizer, number).equal(step_of(again, other, number))
 
 
+@pytest.mark.parametrize("block_policy", [None, whole()])
 @on_ranks(2)
-def test_weights_that_are_kept_as_codes_go_as_values():
+def test_weights_that_are_kept_as_codes_go_as_values(block_policy):
     quantize = QuantizationPolicy(at_rest=BlockInt8(8))
-    model = shard(seeded().requires_grad_(False), quantization_policy=quantize)
+    model = shard(seeded().requires_grad_(False), quantization_policy=quantize, block_policy=block_policy)
     values = get_full_state_dict(model, rank0_only=True)
+    assert all(type(value) is torch.Tensor for value in values.values())
     other = shard(seeded(seed=1).requires_grad_(False), quantization_policy=quantize)
     set_full_state_dict(other, values, rank0_only=True)
     for name, value in get_full_state_dict(other).items():

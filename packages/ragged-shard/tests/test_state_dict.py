@@ -41,8 +41,9 @@ def values():
         "vector": torch.arange(12.0),
         "scalar": torch.tensor(3.0),
         "sharded": torch.arange(20.0).view(5, 4),
-        "plain": torch.arange(3.0),
-        "steps": torch.tensor([5, 6]),
+        "plain": torch.arange(6.0).view(2, 3).t(),  # not contiguous, as what it is loaded into
+        "steps": torch.tensor([5, 6], dtype=torch.int16),
+        "short": torch.arange(5, dtype=torch.int16),  # travels as bytes
     }
 
 
@@ -56,6 +57,7 @@ def model(two_d=False, device="cpu"):
         "vector": [Replicate(), RaggedShard((0,), (1, 3))] if two_d else [RaggedShard((0,), (0, 1, 0))],
         "scalar": [Replicate(), RaggedShard((), (1, 0))] if two_d else [RaggedShard((), (0, 0, 1))],
         "sharded": [Replicate(), Shard(0)] if two_d else [Shard(0)],
+        "short": [Replicate(), RaggedShard((0,), (2, 3))] if two_d else [RaggedShard((0,), (2, 0, 3))],
     }
     module = nn.Module()
     for name, value in blank.items():
@@ -63,7 +65,7 @@ def model(two_d=False, device="cpu"):
             value = torch_distribute_tensor(value, mesh, u[name])
         elif name in u:
             value = distribute_tensor(value, mesh, u[name])
-        if name == "steps":
+        if name in ("steps", "short"):
             module.register_buffer(name, value)
         else:
             setattr(module, name, nn.Parameter(value))
@@ -297,7 +299,7 @@ def trained(module, make):
 def reference():
     module = nn.Module()
     for name, value in values().items():
-        if name == "steps":
+        if name in ("steps", "short"):
             module.register_buffer(name, value)
         else:
             setattr(module, name, nn.Parameter(value.clone()))

@@ -100,7 +100,7 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
         target.to_local().copy_(placed.to_local())
     else:
         if from_rank0:
-            full = _broadcast(target.detach().clone() if full is None else full.contiguous())
+            full = _broadcast((target.detach().clone() if full is None else full).contiguous())
         assert full is not None
         target.detach().copy_(full)
 
@@ -111,7 +111,7 @@ def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None  # the group's backend is one of an accelerator
         return _broadcast(tensor.to(accelerator)).to(tensor.device)
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # backends move few dtypes
     return tensor
 
 
@@ -143,4 +143,6 @@ def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     moved = _redistribute.start(local, sharding, target).wait()
     if sharding.coordinate[axis] > 0:
         return moved.new_zeros(()).expand(base).contiguous()
-    return (moved.clone() if moved is local else moved).view(base)
+    if moved is local:  # a copy, which is plain where local tensors are codes
+        return local.new_empty(base).copy_(local.view(base))
+    return moved.view(base)

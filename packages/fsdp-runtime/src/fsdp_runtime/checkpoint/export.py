@@ -274,7 +274,7 @@ def _exchange(
         edges = flat if mine else flat.new_empty(num_edges if takes else 0)
         sent = values if mine else values.new_empty(num_values if takes else 0)
         for tensor in (edges, sent):
-            _give(tensor, rank, receivers, data.shard_rank, members, group)
+            _give(tensor.view(torch.uint8), rank, receivers, data.shard_rank, members, group)
         if takes:
             changes.append((edges, sent))
     return changes
