@@ -107,10 +107,11 @@ def test_dtypes_that_gloo_does_not_move_come_too(dtype):
 @on_ranks(4)
 def test_replicas_and_tensor_parallel_parameters_are_exported():
     wanted = seeded(TwoLayers).state_dict()
-    for hybrid, ranks in itertools.product((True, False), (None, (2,))):
-        mesh = rank_mesh(2, 2, names=("replicate", "shard") if hybrid else ("dp", "tp"))
+    for replicas, ranks in itertools.product((2, 4, None), (None, (2,))):
+        shape = (replicas, 4 // replicas) if replicas else (2, 2)
+        mesh = rank_mesh(*shape, names=("replicate", "shard") if replicas else ("dp", "tp"))
         model, exported = seeded(TwoLayers), ExportedParams()
-        model = fully_shard(model, mesh=mesh) if hybrid else shard_with_tensor_parallelism(model, mesh)
+        model = fully_shard(model, mesh=mesh) if replicas else shard_with_tensor_parallelism(model, mesh)
         receives = ranks is None or dist.get_rank() in ranks
         assert_same_values(collected(model, ranks=ranks), wanted if receives else {})
         list(iter_full_params(model, ranks=ranks, changed_since=exported))

@@ -259,7 +259,7 @@ def _exchange(
     own = piece.to(data.device, run.dtype)
     flat, values = find(run, own, low, exported)
     if data.shard_size == 1:
-        return [(flat, values)] if flat.numel() else []
+        return [(flat, values)] if flat.numel() and receivers is None else []
     group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
     counts = torch.empty(2 * data.shard_size, dtype=torch.int64, device=data.device)
     here = counts[2 * data.shard_rank : 2 * data.shard_rank + 2]
