@@ -136,6 +136,13 @@ def test_what_is_written_is_dropped_on_request_and_after_a_failure():
         pass
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    """Values that are read from a file when they are asked for."""
+
+    def __getitem__(self, name):
+        raise OSError(f"{name} cannot be read")
+
+
 @on_ranks(3)
 def test_a_full_state_dict_loads_into_a_model_on_meta():
     model, wanted = shard(seeded()), seeded().state_dict()
@@ -144,12 +151,15 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
         expected = {} if rank0_only and dist.get_rank() else dict(wanted)
         assert_same_values(found, expected)
         other = shard(on_meta())
-        for values, message in (
-            ({**found, "blocks.0.weight": torch.zeros(2)}, r"blocks.0.weight: a tensor of shape"),
-            ({**found, "more": torch.zeros(2)}, "more of the state dict is not in the model"),
-            ({}, "is missing from the state dict"),
+        bias = torch.zeros(8, dtype=torch.int64)
+        for values, kind, message in (
+            ({**found, "blocks.0.weight": torch.zeros(2)}, ValueError, r"blocks.0.weight: a tensor of shape"),
+            ({**found, "more": torch.zeros(2)}, ValueError, "more of the state dict is not in the model"),
+            ({}, ValueError, "is missing from the state dict"),
+            ({**found, "blocks.0.bias": bias}, TypeError, "blocks.0.bias: a tensor of torch.int64; expected"),
+            (Unreadable(found), OSError, "cannot be read"),
         ):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(kind, match=message):
                 set_full_state_dict(other, values, rank0_only=rank0_only)
         assert all(param.is_meta for param in other.parameters())
         set_full_state_dict(other, found, rank0_only=rank0_only)

@@ -106,6 +106,13 @@ def test_gathering_to_rank_0_sends_each_byte_once():
     assert record.bytes_sent == (0 if dist.get_rank() == 0 else module.w.to_local().numel() * 4)
 
 
+class Unreadable(dict[str, Any]):
+    """Values that are read from a file when they are asked for."""
+
+    def __getitem__(self, name):
+        raise FileNotFoundError(f"{name} cannot be read")
+
+
 def bad(kind, rank0_only):
     module = model(device="meta" if kind == "meta" else "cpu")
     given = values()
@@ -117,9 +124,13 @@ def bad(kind, rank0_only):
         given["other"] = torch.zeros(1)
     elif kind == "type":
         given["vector"] = 3
+    elif kind == "dtype":
+        given["steps"] = torch.tensor([0.5, 6.5])
+    elif kind == "file":
+        given = Unreadable(given)
     if rank0_only and dist.get_rank() != 0:
         given = {}
-    with pytest.raises((ValueError, TypeError)) as caught:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
         load_full_state_dict(module, given, rank0_only=rank0_only)
     if kind != "meta":
         assert all(not value.any() for value in full_state_dict(module).values())
@@ -136,6 +147,8 @@ def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_
         ("missing", "missing names ['vector']"),
         ("unexpected", "unexpected names ['other']"),
         ("type", "vector: expected a full plain tensor"),
+        ("dtype", "steps: a tensor of torch.float32 for one of torch.int16"),
+        ("file", "plain cannot be read"),
         ("meta", "are on the meta device; allocate them first"),
     ):
         for rank0_only in (True, False):

@@ -46,7 +46,7 @@ def check_storage(tensors: Tensors) -> None:
 
 
 def check_given(name: str, target: torch.Tensor, value: Any) -> None:
-    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, and a number where that is one.
+    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, floating point where that is.
 
     Raises:
         TypeError: not a plain tensor, or floating point for integers (or the reverse).
@@ -58,6 +58,8 @@ def check_given(name: str, target: torch.Tensor, value: Any) -> None:
         raise ValueError(
             f"{name}: a tensor of shape {tuple(value.shape)} for one of shape {tuple(target.shape)}"
         )
+    if value.is_floating_point() != target.is_floating_point():
+        raise TypeError(f"{name}: a tensor of {value.dtype} for one of {target.dtype}; cast it first")
 
 
 def agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: bool) -> Any:

@@ -32,10 +32,10 @@ def set_full_state_dict(
 ) -> None:
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
-    Tensor by tensor, cast to the model's dtypes. Each rank copies its ranges out of its own state dict and communicates
-    nothing but a small object; with `rank0_only` they are sent from rank 0, each byte to the ranks that hold it. Names
-    and shapes are checked first; where one is wrong nothing is changed. Parameters that were on meta are other objects
-    afterwards: build optimizers then.
+    Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
+    ranges out of its own state dict and communicates nothing but a small object; with `rank0_only` they are sent from
+    rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
+    changed. Parameters that were on meta are other objects afterwards: build optimizers then.
 
     Args:
         model: the same on every rank.
@@ -46,13 +46,13 @@ def set_full_state_dict(
     Raises:
         ValueError: missing or unexpected names, a wrong shape, different values for a tied parameter, a mesh that does
             not begin at rank 0 (`rank0_only`); on every rank.
-        TypeError: a value that is not a plain tensor.
+        TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     problem: Exception | None = None
     try:
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
             _check(model, state_dict, strict)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     ragged_shard.raise_on_all_ranks(problem, _SET)
     give_memory(model)
@@ -72,6 +72,10 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
             if value.shape != target.tensor.shape:
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
+                )
+            if value.is_floating_point() != target.tensor.is_floating_point():
+                raise TypeError(
+                    f"{name}: a tensor of {value.dtype}; expected {target.tensor.dtype}; cast it first"
                 )
             first = state_dict[present[0]]
             if name != present[0] and not torch.allclose(
