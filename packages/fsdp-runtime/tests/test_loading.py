@@ -175,10 +175,12 @@ def test_training_goes_on_from_full_state_dicts(kind):
     for number in range(2):
         step_of(model, optimizer, number)
     weights = get_full_state_dict(model, rank0_only=rank0_only)
+    model.unshard()
     states = get_full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
     again = shard(seeded(width=16, seed=1))
     set_full_state_dict(again, weights, rank0_only=rank0_only)
     other = OPTIMIZERS[kind](list(again.parameters()))
+    again.unshard()
     set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
     for number in range(2, 4):
         assert step_of(model, optimizer, number).equal(step_of(again, other, number))

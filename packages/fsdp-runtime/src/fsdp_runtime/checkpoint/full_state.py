@@ -12,10 +12,9 @@ from torch import nn
 
 import ragged_shard
 from ragged_shard import DISTRIBUTED
-from ragged_shard import full_optimizer_state_dict as get_full_optimizer_state_dict
 from ragged_shard import full_state_dict as get_full_state_dict
 
-from .targets import give_memory, targets_of
+from .targets import give_memory, targets_of, units_of
 
 __all__ = [
     "get_full_optimizer_state_dict",
@@ -93,6 +92,24 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         )
 
 
+def get_full_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """States of optimizers by parameter name, with full, plain tensors; `ragged_shard.full_optimizer_state_dict`.
+
+    Gathered units are resharded first: torch names an optimizer's parameters by those that the modules have.
+    """
+    _reshard(model)
+    return ragged_shard.full_optimizer_state_dict(
+        model, optimizers, rank0_only=rank0_only, cpu_offload=cpu_offload
+    )
+
+
+def _reshard(model: nn.Module) -> None:
+    for unit in units_of(model):
+        unit.reshard()
+
+
 def set_full_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -102,12 +119,14 @@ def set_full_optimizer_state_dict(
 ) -> None:
     """Load what `get_full_optimizer_state_dict` returned, as `set_full_state_dict` does it.
 
-    An optimizer without states makes them by a step with a learning rate of zero (torch's way).
+    Gathered units are resharded first. An optimizer without states makes them by a step with a learning rate of zero
+    (torch's way).
 
     Raises:
         ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank. Without
             `rank0_only` ranks whose states fit have loaded them.
     """
+    _reshard(model)
     problem: Exception | None = None
     try:
         ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)
