@@ -123,6 +123,12 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_written(tmp_path
         assert main([str(tmp_path / source), str(tmp_path / to), *rules]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "b").exists()
+    two = saved(tmp_path / "two", {"a": torch.randn(9), "w": torch.randn(64, 64)})
+    (file,) = two.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-200])  # the second file cannot be written
+    with pytest.raises(ValueError, match="w: its chunk is damaged"):
+        convert_checkpoint(two, tmp_path / "d", max_file_bytes=100)
+    assert not list((tmp_path / "d").iterdir())
 
 
 @pytest.mark.long

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import seeded, shard
+from runtime_helpers import full_values, same_bits, seeded, shard
 
-from fsdp_runtime import QuantizationPolicy, save_safetensors
+from fsdp_runtime import QuantizationPolicy, load_safetensors, save_safetensors
 from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import on_ranks, run_ranks
@@ -41,6 +41,18 @@ def test_several_files_have_an_index_and_the_dtype_asked_for(tmp_path):
     for key, name in index["weight_map"].items():
         assert torch.equal(safetensors.load_file(tmp_path / name)[key], wanted[key].bfloat16())
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+@on_ranks(2)
+def test_an_earlier_export_into_the_folder_is_not_read_for_the_new_one(tmp_path):
+    for seed, limit in enumerate((10**9, 400, 900, 10**9)):
+        model, loaded = shard(seeded(seed=seed)), shard(seeded(seed=9))
+        files = save_safetensors(model, tmp_path, max_file_bytes=limit)
+        load_safetensors(loaded, tmp_path)
+        assert same_bits(full_values(loaded).values(), full_values(model).values())
+        dist.barrier()
+        assert {path.name for path in tmp_path.glob("*.safetensors")} == {path.name for path in files}
+        dist.barrier()
 
 
 @on_ranks(3)

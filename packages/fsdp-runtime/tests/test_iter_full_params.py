@@ -17,6 +17,7 @@ from runtime_helpers import (
     shard_with_tensor_parallelism,
 )
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from fsdp_runtime import (
     MixedPrecisionPolicy,
@@ -85,13 +86,32 @@ def test_codes_and_plain_parameters_come_too():
         iter_full_params(on_meta())
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+@on_ranks(3)
+def test_dtypes_that_gloo_does_not_move_come_too(dtype):
+    model = nn.Module()
+    for name, rows in (("five", 5), ("seven", 7)):
+        model.register_parameter(name, nn.Parameter(torch.arange(rows).to(dtype), requires_grad=False))
+    fully_shard(model)
+    for bucket_bytes, ranks in itertools.product((1, 1 << 20), (None, (0, 1, 2), (1,))):
+        options: Any = {"bucket_bytes": bucket_bytes, "ranks": ranks}
+        found = collected(model, **options)
+        changes = {
+            one.name: one.values for one in iter_full_params(model, changed_since=ExportedParams(), **options)
+        }
+        receives = ranks is None or dist.get_rank() in ranks
+        assert found.keys() == changes.keys() == ({"five", "seven"} if receives else set())
+        assert all(value.float().equal(torch.arange(len(value)).float()) for value in found.values())
+
+
 @on_ranks(4)
 def test_replicas_and_tensor_parallel_parameters_are_exported():
     wanted = seeded(TwoLayers).state_dict()
-    for hybrid, ranks in itertools.product((True, False), (None, (2,))):
-        mesh = rank_mesh(2, 2, names=("replicate", "shard") if hybrid else ("dp", "tp"))
+    for replicas, ranks in itertools.product((2, 4, None), (None, (2,))):
+        shape = (replicas, 4 // replicas) if replicas else (2, 2)
+        mesh = rank_mesh(*shape, names=("replicate", "shard") if replicas else ("dp", "tp"))
         model, exported = seeded(TwoLayers), ExportedParams()
-        model = fully_shard(model, mesh=mesh) if hybrid else shard_with_tensor_parallelism(model, mesh)
+        model = fully_shard(model, mesh=mesh) if replicas else shard_with_tensor_parallelism(model, mesh)
         receives = ranks is None or dist.get_rank() in ranks
         assert_same_values(collected(model, ranks=ranks), wanted if receives else {})
         list(iter_full_params(model, ranks=ranks, changed_since=exported))
@@ -214,6 +234,24 @@ def test_after_an_export_that_was_broken_off_everything_is_exported_again():
     assert not exported.complete
     again = {change.name for change in iter_full_params(model, changed_since=exported)}
     assert again == dict(model.named_parameters()).keys()
+
+
+@on_ranks(2)
+def test_an_export_to_other_receivers_is_complete():
+    model, exported = shard(seeded()), ExportedParams()
+    list(iter_full_params(model, ranks=(0,), changed_since=exported))
+    names = {change.name for change in iter_full_params(model, ranks=(1,), changed_since=exported)}
+    assert names == (dict(model.named_parameters()).keys() if dist.get_rank() == 1 else set())
+
+
+@on_ranks(2)
+def test_tensors_that_no_unit_has_are_the_callers_too():
+    mesh, model = rank_mesh(), nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    before = {name: value.clone() for name, value in full_values(model).items()}
+    for _, tensor in iter_full_params(model):
+        tensor.zero_()
+    assert_same_values(full_values(model), before)
 
 
 class Rows(nn.Module):

@@ -34,6 +34,7 @@ from fsdp_runtime import (
     offload,
     set_full_state_dict,
 )
+from fsdp_runtime.block_policies import whole
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -135,6 +136,13 @@ def test_what_is_written_is_dropped_on_request_and_after_a_failure():
         pass
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    """Values that are read from a file when they are asked for."""
+
+    def __getitem__(self, name):
+        raise OSError(f"{name} cannot be read")
+
+
 @on_ranks(3)
 def test_a_full_state_dict_loads_into_a_model_on_meta():
     model, wanted = shard(seeded()), seeded().state_dict()
@@ -143,12 +151,15 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
         expected = {} if rank0_only and dist.get_rank() else dict(wanted)
         assert_same_values(found, expected)
         other = shard(on_meta())
-        for values, message in (
-            ({**found, "blocks.0.weight": torch.zeros(2)}, r"blocks.0.weight: a tensor of shape"),
-            ({**found, "more": torch.zeros(2)}, "more of the state dict is not in the model"),
-            ({}, "is missing from the state dict"),
+        bias = torch.zeros(8, dtype=torch.int64)
+        for values, kind, message in (
+            ({**found, "blocks.0.weight": torch.zeros(2)}, ValueError, r"blocks.0.weight: a tensor of shape"),
+            ({**found, "more": torch.zeros(2)}, ValueError, "more of the state dict is not in the model"),
+            ({}, ValueError, "is missing from the state dict"),
+            ({**found, "blocks.0.bias": bias}, TypeError, "blocks.0.bias: a tensor of torch.int64; expected"),
+            (Unreadable(found), OSError, "cannot be read"),
         ):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(kind, match=message):
                 set_full_state_dict(other, values, rank0_only=rank0_only)
         assert all(param.is_meta for param in other.parameters())
         set_full_state_dict(other, found, rank0_only=rank0_only)
@@ -164,20 +175,24 @@ def test_training_goes_on_from_full_state_dicts(kind):
     for number in range(2):
         step_of(model, optimizer, number)
     weights = get_full_state_dict(model, rank0_only=rank0_only)
+    model.unshard()
     states = get_full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
     again = shard(seeded(width=16, seed=1))
     set_full_state_dict(again, weights, rank0_only=rank0_only)
     other = OPTIMIZERS[kind](list(again.parameters()))
+    again.unshard()
     set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
     for number in range(2, 4):
         assert step_of(model, optimizer, number).equal(step_of(again, other, number))
 
 
+@pytest.mark.parametrize("block_policy", [None, whole()])
 @on_ranks(2)
-def test_weights_that_are_kept_as_codes_go_as_values():
+def test_weights_that_are_kept_as_codes_go_as_values(block_policy):
     quantize = QuantizationPolicy(at_rest=BlockInt8(8))
-    model = shard(seeded().requires_grad_(False), quantization_policy=quantize)
+    model = shard(seeded().requires_grad_(False), quantization_policy=quantize, block_policy=block_policy)
     values = get_full_state_dict(model, rank0_only=True)
+    assert all(type(value) is torch.Tensor for value in values.values())
     other = shard(seeded(seed=1).requires_grad_(False), quantization_policy=quantize)
     set_full_state_dict(other, values, rank0_only=True)
     for name, value in get_full_state_dict(other).items():

@@ -42,8 +42,9 @@ def values():
         "vector": torch.arange(12.0),
         "scalar": torch.tensor(3.0),
         "sharded": torch.arange(20.0).view(5, 4),
-        "plain": torch.arange(3.0),
-        "steps": torch.tensor([5, 6]),
+        "plain": torch.arange(6.0).view(2, 3).t(),  # not contiguous, as what it is loaded into
+        "steps": torch.tensor([5, 6], dtype=torch.int16),
+        "short": torch.arange(5, dtype=torch.int16),  # travels as bytes
     }
 
 
@@ -57,6 +58,7 @@ def model(two_d=False, device="cpu"):
         "vector": [Replicate(), RaggedShard((0,), (1, 3))] if two_d else [RaggedShard((0,), (0, 1, 0))],
         "scalar": [Replicate(), RaggedShard((), (1, 0))] if two_d else [RaggedShard((), (0, 0, 1))],
         "sharded": [Replicate(), Shard(0)] if two_d else [Shard(0)],
+        "short": [Replicate(), RaggedShard((0,), (2, 3))] if two_d else [RaggedShard((0,), (2, 0, 3))],
     }
     module = nn.Module()
     for name, value in blank.items():
@@ -64,7 +66,7 @@ def model(two_d=False, device="cpu"):
             value = torch_distribute_tensor(value, mesh, u[name])
         elif name in u:
             value = distribute_tensor(value, mesh, u[name])
-        if name == "steps":
+        if name in ("steps", "short"):
             module.register_buffer(name, value)
         else:
             setattr(module, name, nn.Parameter(value))
@@ -105,6 +107,13 @@ def test_gathering_to_rank_0_sends_each_byte_once():
     assert record.bytes_sent == (0 if dist.get_rank() == 0 else module.w.to_local().numel() * 4)
 
 
+class Unreadable(dict[str, Any]):
+    """Values that are read from a file when they are asked for."""
+
+    def __getitem__(self, name):
+        raise FileNotFoundError(f"{name} cannot be read")
+
+
 def bad(kind, rank0_only):
     module = model(device="meta" if kind == "meta" else "cpu")
     given = values()
@@ -116,9 +125,13 @@ def bad(kind, rank0_only):
         given["other"] = torch.zeros(1)
     elif kind == "type":
         given["vector"] = 3
+    elif kind == "dtype":
+        given["steps"] = torch.tensor([0.5, 6.5])
+    elif kind == "file":
+        given = Unreadable(given)
     if rank0_only and dist.get_rank() != 0:
         given = {}
-    with pytest.raises((ValueError, TypeError)) as caught:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
         load_full_state_dict(module, given, rank0_only=rank0_only)
     if kind != "meta":
         assert all(not value.any() for value in full_state_dict(module).values())
@@ -135,6 +148,8 @@ def test_a_state_dict_that_does_not_fit_raises_on_every_rank_before_anything_is_
         ("missing", "missing names ['vector']"),
         ("unexpected", "unexpected names ['other']"),
         ("type", "vector: expected a full plain tensor"),
+        ("dtype", "steps: a tensor of torch.float32 for one of torch.int16"),
+        ("file", "plain cannot be read"),
         ("meta", "are on the meta device; allocate them first"),
     ):
         for rank0_only in (True, False):
@@ -298,7 +313,7 @@ def trained(module, make):
 def reference():
     module = nn.Module()
     for name, value in values().items():
-        if name == "steps":
+        if name in ("steps", "short"):
             module.register_buffer(name, value)
         else:
             setattr(module, name, nn.Parameter(value.clone()))

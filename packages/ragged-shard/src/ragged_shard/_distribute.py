@@ -125,8 +125,8 @@ def _send_runs(
         return flat.clone()
     send_counts = counts if rank == source else [0] * ranks
     recv_counts = [counts[rank] if peer == source else 0 for peer in range(ranks)]
-    flat = flat if rank == source else flat[:0]
-    return _comm.all_to_all(flat.contiguous(), send_counts, recv_counts, group).wait()
+    flat = flat.contiguous() if rank == source else flat.new_empty(0)
+    return _comm.all_to_all(flat, send_counts, recv_counts, group).wait()
 
 
 def distribute_like(

@@ -47,7 +47,7 @@ def check_storage(tensors: Tensors) -> None:
 
 
 def check_given(name: str, target: torch.Tensor, value: Any) -> None:
-    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, and a number where that is one.
+    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, floating point where that is.
 
     Raises:
         TypeError: not a plain tensor, or floating point for integers (or the reverse).
@@ -59,6 +59,8 @@ def check_given(name: str, target: torch.Tensor, value: Any) -> None:
         raise ValueError(
             f"{name}: a tensor of shape {tuple(value.shape)} for one of shape {tuple(target.shape)}"
         )
+    if value.is_floating_point() != target.is_floating_point():
+        raise TypeError(f"{name}: a tensor of {value.dtype} for one of {target.dtype}; cast it first")
 
 
 def agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: bool) -> Any:
@@ -103,7 +105,7 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
         target.to_local().copy_(placed.to_local())
     else:
         if from_rank0:
-            full = _broadcast(target.detach().clone() if full is None else full.contiguous())
+            full = _broadcast((target.detach().clone() if full is None else full).contiguous())
         assert full is not None
         target.detach().copy_(full)
 
@@ -114,7 +116,7 @@ def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None  # the group's backend is one of an accelerator
         return _broadcast(tensor.to(accelerator)).to(tensor.device)
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # backends move few dtypes
     return tensor
 
 
@@ -146,4 +148,6 @@ def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     moved = _redistribute.start(local, sharding, target).wait()
     if sharding.coordinate[axis] > 0:
         return moved.new_zeros(()).expand(base).contiguous()
-    return (moved.clone() if moved is local else moved).view(base)
+    if moved is local:  # a copy, which is plain where local tensors are codes
+        return local.new_empty(base).copy_(local.view(base))
+    return moved.view(base)

@@ -40,14 +40,14 @@ def load_full_state_dict(
 
     Args:
         module: its parameters must have storage: call ``to_empty`` first if they are on the meta device.
-        state_dict: name -> full tensor; dtypes are cast to the module's.
+        state_dict: name -> full tensor; cast to the module's dtypes, but not between floating point and integers.
         rank0_only: only global rank 0 has the state dict.
         strict: the names must be exactly the module's; otherwise those that both have are loaded.
 
     Raises:
         ValueError: a meta parameter, a mesh that does not begin at rank 0 (``rank0_only``), a wrong shape,
             missing or unexpected names (strict).
-        TypeError: a value that is not a plain tensor.
+        TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     own = module.state_dict(keep_vars=True)
     problem: Exception | None = None
@@ -61,7 +61,7 @@ def load_full_state_dict(
         full_tensors.check_storage(tensors)
         if rank0_only:
             full_tensors.check_mesh_roots(tensors, loading=True)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # such as of a file that values are read from; the other ranks must not wait
         problem = error
     names = full_tensors.agreed("load_full_state_dict", problem, names, from_rank0=rank0_only)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def load_full_optimizer_state_dict(
             full_tensors.check_mesh_roots(tensors, loading=True)
     except KeyError as error:
         problem = ValueError(f"the state dict has no {error}; expected 'state' and 'param_groups'")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # as above
         problem = error
     caller = "load_full_optimizer_state_dict"
     values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
@@ -201,8 +201,6 @@ def _check_state(name: str, own: Any, saved: Any) -> None:
         raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(saved).__name__}")
     if isinstance(own, torch.Tensor):
         full_tensors.check_given(name, own, saved)
-        if own.is_floating_point() != saved.is_floating_point():
-            raise TypeError(f"{name}: a tensor of {saved.dtype} for one of {own.dtype}")
 
 
 def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

@@ -68,7 +68,7 @@ class ExportedParams:
     """What `iter_full_params(changed_since=...)` exported last: a copy of this rank's shards in the exported dtype.
 
     Make one, pass it to every export; the first exports everything. It is valid only where an export has run to its
-    end on all ranks: after one that was broken off everything is exported again.
+    end on all ranks: after one that was broken off, or to other receivers, everything is exported again.
 
     Args:
         device: where the copy is, such as "cpu". Defaults to where the shards are.
@@ -77,8 +77,9 @@ class ExportedParams:
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = None if device is None else torch.device(device)
         self._copies: dict[Any, torch.Tensor] = {}
-        #: Whether the last export ran to its end on this rank.
+        #: Whether the last export ran to its end on this rank, and the ranks that received it.
         self.complete = False
+        self.receivers: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,9 +92,9 @@ class ExportedParams:
         if not valid:
             self._copies.clear()
 
-    def end(self) -> None:
-        """An export has run to its end."""
-        self.complete = True
+    def end(self, receivers: tuple[int, ...] | None) -> None:
+        """An export to these ranks, or to all, has run to its end."""
+        self.complete, self.receivers = True, receivers
 
     def swap(self, key: Any, now: torch.Tensor) -> torch.Tensor | None:
         """Keep a copy of these values; which of them differ from the last ones (bool, 1-D). None: there were none."""

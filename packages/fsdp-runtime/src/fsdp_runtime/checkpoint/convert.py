@@ -117,8 +117,13 @@ def convert_checkpoint(
     bins = split_by_size([tensor.nbytes for tensor in converted], max_file_bytes)
     files = dict(zip(file_names(len(bins)), bins, strict=True))
     destination.mkdir(parents=True, exist_ok=True)
-    for file, members in files.items():
-        write_safetensors(destination / file, [converted[index] for index in members], {})
+    try:
+        for file, members in files.items():
+            write_safetensors(destination / file, [converted[index] for index in members], {})
+    except BaseException:
+        for file in files:
+            (destination / file).unlink(missing_ok=True)
+        raise
     if len(files) > 1:
         where = {converted[index].name: file for file, members in files.items() for index in members}
         write_index(destination, where, sum(tensor.nbytes for tensor in converted))

@@ -177,7 +177,9 @@ class Exporter:
             if isinstance(tensor, DISTRIBUTED):
                 tensor = tensor.full_tensor()
             if self._receives:
-                tensor = tensor.to(self.dtype_of(entry), copy=tensor is entry.tensor)
+                tensor = tensor.to(
+                    self.dtype_of(entry), copy=True
+                )  # a replicated one is the model's own memory
         if self._receives:
             yield entry.name, tensor
 
@@ -205,7 +207,7 @@ class Exporter:
         self, exported: ExportedParams, find: Callable[..., Changed]
     ) -> Iterator[tuple[Run | None, Any]]:
         """Runs with each rank's changes, and None with an iterator over tensors that come as a whole."""
-        valid = all(gather_from_ranks(exported.complete))
+        valid = all(gather_from_ranks(exported.complete and exported.receivers == self._ranks))
         exported.begin(valid=valid)
         whole = [run for run in self._runs if run.cut_by_others]
         single = [*self._single, *(entry for run in whole for entry in run.members)]
@@ -226,7 +228,7 @@ class Exporter:
         for entry in self._single:
             if entry.name in changed:
                 yield None, self._whole_entry(entry)
-        exported.end()
+        exported.end(self._ranks)
 
 
 def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:
@@ -257,7 +259,7 @@ def _exchange(
     own = piece.to(data.device, run.dtype)
     flat, values = find(run, own, low, exported)
     if data.shard_size == 1:
-        return [(flat, values)] if flat.numel() else []
+        return [(flat, values)] if flat.numel() and receivers is None else []
     group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
     counts = torch.empty(2 * data.shard_size, dtype=torch.int64, device=data.device)
     here = counts[2 * data.shard_rank : 2 * data.shard_rank + 2]
@@ -272,7 +274,7 @@ def _exchange(
         edges = flat if mine else flat.new_empty(num_edges if takes else 0)
         sent = values if mine else values.new_empty(num_values if takes else 0)
         for tensor in (edges, sent):
-            _give(tensor, rank, receivers, data.shard_rank, members, group)
+            _give(tensor.view(torch.uint8), rank, receivers, data.shard_rank, members, group)
         if takes:
             changes.append((edges, sent))
     return changes

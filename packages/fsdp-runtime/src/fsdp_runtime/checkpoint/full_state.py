@@ -12,10 +12,9 @@ from torch import nn
 
 import ragged_shard
 from ragged_shard import DISTRIBUTED
-from ragged_shard import full_optimizer_state_dict as get_full_optimizer_state_dict
 from ragged_shard import full_state_dict as get_full_state_dict
 
-from .targets import give_memory, targets_of
+from .targets import give_memory, targets_of, units_of
 
 __all__ = [
     "get_full_optimizer_state_dict",
@@ -32,10 +31,10 @@ def set_full_state_dict(
 ) -> None:
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
-    Tensor by tensor, cast to the model's dtypes. Each rank copies its ranges out of its own state dict and communicates
-    nothing but a small object; with `rank0_only` they are sent from rank 0, each byte to the ranks that hold it. Names
-    and shapes are checked first; where one is wrong nothing is changed. Parameters that were on meta are other objects
-    afterwards: build optimizers then.
+    Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
+    ranges out of its own state dict and communicates nothing but a small object; with `rank0_only` they are sent from
+    rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
+    changed. Parameters that were on meta are other objects afterwards: build optimizers then.
 
     Args:
         model: the same on every rank.
@@ -46,13 +45,13 @@ def set_full_state_dict(
     Raises:
         ValueError: missing or unexpected names, a wrong shape, different values for a tied parameter, a mesh that does
             not begin at rank 0 (`rank0_only`); on every rank.
-        TypeError: a value that is not a plain tensor.
+        TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     problem: Exception | None = None
     try:
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
             _check(model, state_dict, strict)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the other ranks must not wait for this one
         problem = error
     ragged_shard.raise_on_all_ranks(problem, _SET)
     give_memory(model)
@@ -73,6 +72,10 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
                 raise ValueError(
                     f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
                 )
+            if value.is_floating_point() != target.tensor.is_floating_point():
+                raise TypeError(
+                    f"{name}: a tensor of {value.dtype}; expected {target.tensor.dtype}; cast it first"
+                )
             first = state_dict[present[0]]
             if name != present[0] and not torch.allclose(
                 first, value.to(first), rtol=0, atol=0, equal_nan=True
@@ -89,6 +92,24 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         )
 
 
+def get_full_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """States of optimizers by parameter name, with full, plain tensors; `ragged_shard.full_optimizer_state_dict`.
+
+    Gathered units are resharded first: torch names an optimizer's parameters by those that the modules have.
+    """
+    _reshard(model)
+    return ragged_shard.full_optimizer_state_dict(
+        model, optimizers, rank0_only=rank0_only, cpu_offload=cpu_offload
+    )
+
+
+def _reshard(model: nn.Module) -> None:
+    for unit in units_of(model):
+        unit.reshard()
+
+
 def set_full_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -98,12 +119,14 @@ def set_full_optimizer_state_dict(
 ) -> None:
     """Load what `get_full_optimizer_state_dict` returned, as `set_full_state_dict` does it.
 
-    An optimizer without states makes them by a step with a learning rate of zero (torch's way).
+    Gathered units are resharded first. An optimizer without states makes them by a step with a learning rate of zero
+    (torch's way).
 
     Raises:
         ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank. Without
             `rank0_only` ranks whose states fit have loaded them.
     """
+    _reshard(model)
     problem: Exception | None = None
     try:
         ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)

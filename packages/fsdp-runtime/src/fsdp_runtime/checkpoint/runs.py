@@ -106,7 +106,8 @@ def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
     """The elements of a run, in its dtype, on receivers; None on others.
 
     One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
-    some of it, or one all-to-all for each receiver. A receiver gets what it lacks, nobody more.
+    some of it, or one all-to-all for each receiver. A receiver gets what it lacks, nobody more. Bytes are sent, since
+    backends move few dtypes.
     """
     data = run.group.plan.data
     piece, low = run.own()
@@ -118,9 +119,10 @@ def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
         here = receiver == data.shard_rank
         out = own.new_empty(run.stop - run.start if here else 0)
         pieces = [run.piece(rank) for rank in range(data.shard_size)]
-        takes = [high - first if here else 0 for first, high in pieces]
-        gives = [own.numel() if rank == receiver else 0 for rank in range(data.shard_size)]
-        dist.all_to_all_single(out, own, takes, gives, group=data.groups[-1])
+        takes = [(high - first) * own.itemsize if here else 0 for first, high in pieces]
+        gives = [own.nbytes if rank == receiver else 0 for rank in range(data.shard_size)]
+        received_bytes, own_bytes = out.view(torch.uint8), own.view(torch.uint8)
+        dist.all_to_all_single(received_bytes, own_bytes, takes, gives, group=data.groups[-1])
         received = out if here else received
     return received
 
@@ -135,12 +137,13 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
     group = data.groups[-1]
     pieces = [run.piece(rank) for rank in range(data.shard_size)]
     if all(high - first == size for first, high in pieces):
-        compat.all_gather(full, full[low : low + size], group)
+        compat.all_gather(full.view(torch.uint8), full[low : low + size].view(torch.uint8), group)
         return full
     members = dist.get_process_group_ranks(group)
     for rank, (first, high) in enumerate(pieces):
         if first < high:
-            dist.broadcast(full[first - run.start : high - run.start], src=members[rank], group=group)
+            sent = full[first - run.start : high - run.start].view(torch.uint8)
+            dist.broadcast(sent, src=members[rank], group=group)
     return full
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from .fp8_files import CONFIG, SCALES
 from .targets import Entry
 
 INDEX = "model.safetensors.index.json"
+_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
 _CALLER = "save_safetensors"
 
 
@@ -40,7 +42,9 @@ def save_safetensors(
     Tensors come as those of `iter_full_params`, to rank 0 alone: memory for it is at most `bucket_bytes` on any rank,
     and one file on rank 0's CPU. One file is `model.safetensors`; several are
     `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied parameters the first name is
-    written. Files are complete under their names or not there.
+    written. Files are complete under their names or not there. Those of an earlier export into the folder are removed
+    first: loaders would take its index or its single file for the new weights. One `model.safetensors` replaces another
+    when it is complete.
 
     Args:
         module: with the names that the files should have; of a transformers model the files have the names and forms
@@ -120,12 +124,15 @@ class _Files:
         return {name: shape.numel(), name + SCALES: 4 * fmt.grid(shape).num_scales}
 
     def prepare(self) -> None:
-        """Make the folder. Raises ValueError for a dtype that files do not have."""
+        """Make the folder, without an earlier export. Raises ValueError for a dtype that files do not have."""
         for name, entry in self._entries.items():
             dtype = self._exporter.dtype_of(entry)
             if self._format_of(name) is None:
                 header_of({name: (dtype, ())}, {})
         self.folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.folder.iterdir(), reverse=True):  # the index before what it names
+            if _FILES.fullmatch(path.name) and [path] != self.paths:
+                path.unlink()
 
     def add(self, name: str, full: torch.Tensor) -> None:
         """Put a tensor into its file's content, when its group is complete, and write the file when that is."""
