@@ -69,8 +69,11 @@ def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluat
     assert weight.equal(wanted.bfloat16())
 
 
-def second_order(model, x):
+def second_order(model, x, evaluate=False):
     (grad,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    if evaluate:
+        with torch.no_grad():
+            model(x)
     grad.square().sum().backward()
 
 
@@ -83,12 +86,13 @@ def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
     fully_shard(model[0])
     fully_shard(model)
     x = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
-    ):
-        second_order(model, x)
-    model.reset_iter_state()  # type: ignore[operator]
-    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    for evaluate in (False, True):
+        with pytest.raises(
+            RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
+        ):
+            second_order(model, x, evaluate)
+        model.reset_iter_state()  # type: ignore[operator]
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
     second_order(model, x)
     second_order(alone, x)
     assert_same_gradients(model, alone)
