@@ -67,6 +67,10 @@ def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluat
     with torch.no_grad():
         _, weight = model(torch.ones(2, 4))
     assert weight.equal(wanted.bfloat16())
+    for _ in range(2):
+        out, weight = model(torch.ones(2, 4))
+        (out.sum() + weight.sum()).backward()
+    assert not weight._backward_hooks, "one more with each forward"
 
 
 def second_order(model, x, evaluate=False):

@@ -142,7 +142,9 @@ def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
     hook: Callable[[torch.Tensor], None] | None = None
     unit = member.unit
     for tensor in outputs:
-        if not tensor.requires_grad:
+        if (
+            not tensor.requires_grad or tensor.is_leaf
+        ):  # a leaf, such as a parameter, would keep the hook for good
             continue
         if compat.is_view(tensor):
             warnings.warn(
