@@ -229,8 +229,12 @@ def test_values_that_others_have_replaced_can_be_put_back(ranks):
     """As those of a moving average are, for an evaluation, which may be in inference mode."""
     model, alone = shard(seeded()), seeded()
     for how, (replace, keep) in REPLACED.items():
+        with pytest.raises(IndexError):
+            model(tokens() + 1000)
         before = keep(model)
         replace(model, {name: nn.Parameter(value.detach() * 2) for name, value in before.items()})
+        model.set_reshard_after_backward(False)
+        model.set_reshard_after_backward(True)
         model.blocks[0].unshard()
         with torch.inference_mode():
             assert model.blocks[0].weight.eq(2 * alone.blocks[0].weight).all(), how

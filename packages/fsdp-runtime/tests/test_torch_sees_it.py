@@ -179,7 +179,9 @@ class Inside(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x):
-        other = {name: nn.Parameter(param.detach() + 1) for name, param in nn.Linear(4, 4).named_parameters()}
+        other: Any = {
+            name: nn.Parameter(param.detach() + 1) for name, param in nn.Linear(4, 4).named_parameters()
+        }
         return torch.func.functional_call(self.inner, other, x)
 
 

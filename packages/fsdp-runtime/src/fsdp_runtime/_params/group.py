@@ -307,9 +307,9 @@ class Group:
     def _refuse_swapped(self, param: "ManagedParam[Group]", value: torch.Tensor | None) -> NoReturn:
         raise ValueError(
             f"{self.name}: parameter {param.name} is a {type(value).__name__} that was put into the module for this "
-            "call; a sharded module computes with its own parameters only. torch.func.functional_call takes those "
-            "(dict(model.named_parameters())), or a module that is not sharded; to load values use load_state_dict "
-            "before the forward"
+            "call, or between forward and backward; a sharded module computes with its own parameters only. "
+            "torch.func.functional_call takes those (dict(model.named_parameters())), or a module that is not "
+            "sharded; to load values use load_state_dict before the forward"
         )
 
     def check_same(self, param: "ManagedParam[Group]", value: torch.Tensor, other: torch.Tensor) -> None:
