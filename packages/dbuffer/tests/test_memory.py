@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import sys
+import threading
 
 import pytest
 import torch
@@ -149,6 +151,37 @@ def test_trimming_gives_all_parked_memory_back():
 
 
 @can_swap
+def test_threads_share_a_recycler_and_get_memory_of_the_size_that_they_ask_for():
+    recycler, problems = Recycler("cpu"), []
+
+    def work(number: int) -> None:
+        storages = [torch.UntypedStorage(0) for _ in range(4)]
+        try:
+            for step in range(1000):
+                for storage in storages:
+                    recycler.allocate(storage, 64 * (1 + (number + step) % 3))
+                assert {storage.nbytes() for storage in storages} == {64 * (1 + (number + step) % 3)}
+                for storage in storages:
+                    recycler.recycle(storage)
+                if step % 20 == 0:
+                    recycler.trim()
+        except Exception as error:
+            problems.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not problems
+    assert recycler.stats.lent_bytes == 0
+
+
 def test_the_debug_recycler_finds_a_write_after_release():
     recycler, storage = DebugRecycler("cpu"), torch.UntypedStorage(0)
     recycler.allocate(storage, 4096)

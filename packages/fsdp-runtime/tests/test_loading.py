@@ -219,6 +219,46 @@ WRITES = {
 }
 
 
+def put(model, values):
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, value)
+
+
+def put_data(model, values):
+    for name, param in model.named_parameters():
+        param.data = values[name]
+
+
+#: How to put other values in the place of a model's, and what of the model keeps those before.
+REPLACED = {
+    "load_state_dict": (lambda m, v: m.load_state_dict(v, assign=True), lambda m: m.state_dict()),
+    "setattr": (put, lambda m: dict(m.named_parameters())),
+    "data": (put_data, lambda m: {name: param.data for name, param in m.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks("ranks")
+def test_values_that_others_have_replaced_can_be_put_back(ranks):
+    """As those of a moving average are, for an evaluation, which may be in inference mode."""
+    model, alone = shard(seeded()), seeded()
+    for how, (replace, keep) in REPLACED.items():
+        with pytest.raises(IndexError):
+            model(tokens() + 1000)
+        before = keep(model)
+        replace(model, {name: nn.Parameter(value.detach() * 2) for name, value in before.items()})
+        model.set_reshard_after_backward(False)
+        model.set_reshard_after_backward(True)
+        model.blocks[0].unshard()
+        with torch.inference_mode():
+            assert model.blocks[0].weight.eq(2 * alone.blocks[0].weight).all(), how
+            model(tokens())
+        replace(model, before)
+        assert model(tokens()).equal(alone(tokens())), how
+        loss_of(model, tokens()).backward()
+
+
 @pytest.mark.parametrize(
     "options",
     [

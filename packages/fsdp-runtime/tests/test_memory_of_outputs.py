@@ -67,10 +67,17 @@ def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluat
     with torch.no_grad():
         _, weight = model(torch.ones(2, 4))
     assert weight.equal(wanted.bfloat16())
+    for _ in range(2):
+        out, weight = model(torch.ones(2, 4))
+        (out.sum() + weight.sum()).backward()
+    assert not weight._backward_hooks, "one more with each forward"
 
 
-def second_order(model, x):
+def second_order(model, x, evaluate=False):
     (grad,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    if evaluate:
+        with torch.no_grad():
+            model(x)
     grad.square().sum().backward()
 
 
@@ -83,12 +90,13 @@ def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
     fully_shard(model[0])
     fully_shard(model)
     x = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
-    ):
-        second_order(model, x)
-    model.reset_iter_state()  # type: ignore[operator]
-    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    for evaluate in (False, True):
+        with pytest.raises(
+            RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
+        ):
+            second_order(model, x, evaluate)
+        model.reset_iter_state()  # type: ignore[operator]
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
     second_order(model, x)
     second_order(alone, x)
     assert_same_gradients(model, alone)

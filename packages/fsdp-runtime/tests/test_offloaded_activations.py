@@ -291,6 +291,20 @@ def test_after_a_failed_forward_the_next_step_has_the_same_bits():
         assert same_bits(values, expected)
 
 
+def test_an_evaluation_in_inference_mode_between_forward_and_backward_changes_no_bit():
+    def evaluated_between(model):
+        for number in range(2):
+            loss = loss_of(model, tokens(number))
+            with torch.inference_mode():
+                model(tokens())
+            loss.backward()
+
+    with device("late"):
+        expected, _ = values_after(evaluated_between, blocks=NONE)
+        values, _ = values_after(evaluated_between, root=POLICY)
+        assert same_bits(values, expected)
+
+
 class OnMesh(nn.Linear):
     """Computes with DTensors, as under tensor parallelism."""
 

@@ -77,6 +77,13 @@ def test_equal_versions_of_torch_packages_and_python_travel_with_the_layout_and_
 Pair = namedtuple("Pair", "left right")
 
 
+class Batch(dict):
+    """A dictionary with a constructor of its own."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+
+
 @dataclass
 class Output:
     value: torch.Tensor
@@ -86,9 +93,9 @@ class Output:
 
 def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing_to_change_is_returned():
     x = torch.ones(2)
-    tree = (x, [x, 3], {"k": x}, OrderedDict(a=x), Pair(x, "s"), Output(x, "n", [x]), None)
+    tree = (x, [x, 3], {"k": x}, OrderedDict(a=x), Pair(x, "s"), Output(x, "n", [x]), None, Batch(k=x))
     found = map_tensors(lambda t: t + 1, tree)
-    assert len(list(tensors_in(tree))) == len(list(tensors_in(found))) == 7
+    assert len(list(tensors_in(tree))) == len(list(tensors_in(found))) == 8
     assert all(torch.equal(t, x + 1) for t in tensors_in(found))
     assert [type(item) for item in found] == [type(item) for item in tree]
     assert (found[4].right, found[5].note, found[1][1], found[6]) == ("s", "n", 3, None)

@@ -79,6 +79,36 @@ def test_replicate_around_sharded_children():
         replicate(model.blocks[0])
 
 
+class Nested(nn.Module):
+    """Methods that call each other, and use parameters after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        x = torch.tanh(self.last(x) * self.scale)
+        return self.last(self.encode(x)) + self.first(x)
+
+    def encode(self, x):
+        return torch.tanh(self.first(x) * self.scale)
+
+
+@on_ranks(2)
+def test_a_unit_stays_gathered_until_the_outermost_of_its_methods_that_call_each_other_has_ended():
+    model, alone = (nn.Sequential(nn.Linear(4, 4), seeded(Nested)) for _ in range(2))
+    model[0].load_state_dict(alone[0].state_dict())
+    fully_shard(model[1])
+    torch_fsdp.register_fsdp_forward_method(model[1], "encode")
+    fully_shard(model)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), alone(x))
+    for one in (model, alone):
+        one(x).square().sum().backward()
+    assert_same_gradients(model, alone)
+
+
 # -- torch.func --------------------------------------------------------------------------------------------------------
 
 
@@ -139,3 +169,35 @@ def test_transforms_of_torch_func_pass_through_units():
                 assert one is None or not one.full_tensor().any(), what
             else:
                 torch.testing.assert_close(full(one), other, msg=f"{what}: {{}}".format)
+
+
+class Inside(nn.Module):
+    """Calls a unit with other tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        other: Any = {
+            name: nn.Parameter(param.detach() + 1) for name, param in nn.Linear(4, 4).named_parameters()
+        }
+        return torch.func.functional_call(self.inner, other, x)
+
+
+@on_ranks(2)
+def test_functional_call_with_other_tensors_raises_and_leaves_the_weights():
+    """Also with tensors that a transform differentiates by, and for a unit inside a forward."""
+    model, alone, around = seeded(Smooth), seeded(Smooth), Inside()
+    for unit in (model.layers[0], model, around.inner, around):
+        fully_shard(unit)
+    x, call = torch.randn(3, 4), torch.func.functional_call
+    other = {name: param.detach() + 1 for name, param in alone.named_parameters()}
+    refused: Any = pytest.raises(ValueError, match=r"parameter .*weight is a .*functional_call takes those")
+    with refused:
+        call(model, other, x)
+    with refused:
+        torch.func.grad(lambda params: call(model, params, x).sum())(other)
+    with refused:
+        around(x)
+    torch.testing.assert_close(call(model, dict(model.named_parameters()), x), alone(x))

@@ -96,6 +96,8 @@ class FSDPModule(fsdp.FSDPModule):
             async_op: return at once, with a handle; the unit's forward waits automatically.
         """
         unit = _unit(self)
+        if unit.has_moved():
+            unit.adopt()
         if unit.by_phase and unit.at_rest:
             unit.gather_for(backward=False)
         unit.gather()

@@ -120,7 +120,9 @@ class AdamW8bit(BlockOptimizer):
         if id(group) not in self.known_options:
             self._rules[id(group)] = group.pop("quantize", self.defaults["quantize"])
         elif "quantize" in group:
-            raise ValueError("quantize: which tensors have 8-bit states was chosen when their group was added")
+            raise ValueError(
+                "quantize: which tensors have 8-bit states was chosen when their group was added"
+            )
         least = group["min_8bit_numel"]
         if least != 0:
             check_count("min_8bit_numel", least)

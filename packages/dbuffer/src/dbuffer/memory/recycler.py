@@ -13,6 +13,7 @@ On the host, blocks of buffers whose ranks may read each other's memory are from
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ class Recycler:
         self.home: Any = None
         self.home_in_capture: Any = None
         self._lean = lean
+        self._lock = threading.RLock()  # models that are trained in separate threads share this
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # with memory of a graph
@@ -137,7 +139,8 @@ class Recycler:
 
     def _used(self) -> int:
         # Asked of the storages themselves, so that those which died while lent do not count.
-        return sum(map(torch.UntypedStorage.nbytes, self._homes))
+        with self._lock:
+            return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
     def note_use(self) -> tuple[Any, bool]:
         """The end of what the current stream holds, for `wait_for_use`."""
@@ -166,41 +169,42 @@ class Recycler:
         Raises:
             RuntimeError: the storage is in quarantine, on a torch release that cannot give it other memory.
         """
-        if storage.nbytes():
-            if not compat.CAN_SWAP:
-                raise RuntimeError(
-                    f"this storage of {storage.nbytes()} bytes is in quarantine since a collective on it failed, and "
-                    f"torch {torch.__version__} cannot give it other memory; build the buffer again"
-                )
-            self.quarantine(storage)  # an interrupt kept it from being taken back
-        capturing = self._layer.capturing
-        block = None if capturing else self._pop_parked(nbytes)
-        if block is not None:
-            if block.last_use is not None:
-                self._layer.wait(block.last_use)
-            compat.swap_memory(storage, block.storage)
-            self._spare.append(block.storage)
-            self._homes[storage] = block.home
-            self._reuses += 1
-            return
-        if self._lean:
-            self.trim()
-        if self._layer.asynchronous:
-            home = self.home_in_capture if capturing else self.home
-            self._homes[storage] = self._resize_at_home(storage, nbytes, home)
-            if capturing:
-                self._captured.add(storage)
-        elif self._shares and nbytes >= shared.SMALLEST_SHARED:
-            compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
-            self._homes[storage] = None
-        else:
-            self._layer.resize(storage, nbytes)
-            if nbytes >= SMALLEST:
-                prefer_huge_pages(storage)
-            self._homes[storage] = None
-        check_aligned(storage.data_ptr())
-        self._allocations += 1
-        self._peak = max(self._peak, self._used() + self._parked_bytes)
+        with self._lock:
+            if storage.nbytes():
+                if not compat.CAN_SWAP:
+                    raise RuntimeError(
+                        f"this storage of {storage.nbytes()} bytes is in quarantine since a collective on it failed, "
+                        f"and torch {torch.__version__} cannot give it other memory; build the buffer again"
+                    )
+                self.quarantine(storage)  # an interrupt kept it from being taken back
+            capturing = self._layer.capturing
+            block = None if capturing else self._pop_parked(nbytes)
+            if block is not None:
+                if block.last_use is not None:
+                    self._layer.wait(block.last_use)
+                compat.swap_memory(storage, block.storage)
+                self._spare.append(block.storage)
+                self._homes[storage] = block.home
+                self._reuses += 1
+                return
+            if self._lean:
+                self.trim()
+            if self._layer.asynchronous:
+                home = self.home_in_capture if capturing else self.home
+                self._homes[storage] = self._resize_at_home(storage, nbytes, home)
+                if capturing:
+                    self._captured.add(storage)
+            elif self._shares and nbytes >= shared.SMALLEST_SHARED:
+                compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
+                self._homes[storage] = None
+            else:
+                self._layer.resize(storage, nbytes)
+                if nbytes >= SMALLEST:
+                    prefer_huge_pages(storage)
+                self._homes[storage] = None
+            check_aligned(storage.data_ptr())
+            self._allocations += 1
+            self._peak = max(self._peak, self._used() + self._parked_bytes)
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         """Give a storage's memory back to its allocator."""
@@ -226,52 +230,56 @@ class Recycler:
         Raises:
             RuntimeError: a graph is captured, and the memory is from before.
         """
-        captured = storage in self._captured
-        if not captured and self._layer.capturing:
-            raise RuntimeError(
-                "memory that was gathered before a graph's capture began is released inside it, and each replay would "
-                "use it again; reshard before the capture"
-            )
-        nbytes, home = storage.nbytes(), self._homes.pop(storage)
-        last_use = self._layer.record() if self._layer.asynchronous else None
-        self._captured.discard(storage)
-        if captured or not compat.CAN_SWAP:
-            self._layer.wait(last_use, home)
-            self._layer.resize(storage, 0)
-            return
-        if (
-            self._shares
-            and nbytes >= shared.SMALLEST_SHARED
-            and not self._low <= storage.data_ptr() < self._high
-        ):
-            self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
-            return
-        holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
-        compat.swap_memory(storage, holder)
-        self._park(_Block(holder, last_use, home), nbytes)
+        with self._lock:
+            captured = storage in self._captured
+            if not captured and self._layer.capturing:
+                raise RuntimeError(
+                    "memory that was gathered before a graph's capture began is released inside it, and each replay "
+                    "would use it again; reshard before the capture"
+                )
+            nbytes, home = storage.nbytes(), self._homes.pop(storage)
+            last_use = self._layer.record() if self._layer.asynchronous else None
+            self._captured.discard(storage)
+            if captured or not compat.CAN_SWAP:
+                self._layer.wait(last_use, home)
+                self._layer.resize(storage, 0)
+                return
+            if (
+                self._shares
+                and nbytes >= shared.SMALLEST_SHARED
+                and not self._low <= storage.data_ptr() < self._high
+            ):
+                self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
+                return
+            holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
+            compat.swap_memory(storage, holder)
+            self._park(_Block(holder, last_use, home), nbytes)
 
     def drop(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty, and give its memory back to torch's allocator instead of keeping it."""
-        self._layer.wait(self._layer.record(), self._homes.pop(storage))
-        self._empty(storage)
+        with self._lock:
+            self._layer.wait(self._layer.record(), self._homes.pop(storage))
+            self._empty(storage)
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""
-        self._homes.pop(storage, None)
-        self._quarantined += storage.nbytes()
-        holder = storage
-        if compat.CAN_SWAP:
-            holder = torch.UntypedStorage(0, device=self.device)
-            compat.swap_memory(storage, holder)
-        _quarantine.append(holder)
+        with self._lock:
+            self._homes.pop(storage, None)
+            self._quarantined += storage.nbytes()
+            holder = storage
+            if compat.CAN_SWAP:
+                holder = torch.UntypedStorage(0, device=self.device)
+                compat.swap_memory(storage, holder)
+            _quarantine.append(holder)
 
     def trim(self) -> None:
         """Give all parked blocks back to torch's allocator. A graph that is being captured leaves them alone."""
-        if not self._parked or self._layer.capturing:
-            return
-        parked, self._parked, self._parked_bytes = self._parked, [], 0
-        for block in parked:
-            self._give_back(block)
+        with self._lock:
+            if not self._parked or self._layer.capturing:
+                return
+            parked, self._parked, self._parked_bytes = self._parked, [], 0
+            for block in parked:
+                self._give_back(block)
 
     def _park(self, block: _Block, nbytes: int) -> None:
         self._parked.append(block)
@@ -489,13 +497,21 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
     return recycler
 
 
-def _copy_for_child() -> None:
-    storages = [storage for recycler in list(_recyclers) for storage in list(recycler._homes)]
+_forking: list[Recycler] = []  # locked during a fork, so that the child finds nothing half changed
+
+
+def _before_fork() -> None:
+    _forking.extend(_recyclers)
+    for recycler in _forking:
+        recycler._lock.acquire()
+    storages = [storage for recycler in _forking for storage in list(recycler._homes)]
     shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
 
 
-os.register_at_fork(
-    before=_copy_for_child,
-    after_in_parent=shared.forget_copies,
-    after_in_child=shared.take_copies,
-)
+def _after_fork() -> None:
+    while _forking:
+        _forking.pop()._lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+os.register_at_fork(after_in_parent=shared.forget_copies, after_in_child=shared.take_copies)

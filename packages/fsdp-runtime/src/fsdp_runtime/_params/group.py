@@ -10,7 +10,7 @@ gathered    unsharded parameters are views of the gathered memory
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -171,6 +171,7 @@ class Group:
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
 
+        Its shard is new: users may hold the memory before, to put it back.
         Communicates only for assigned parameters of another layout (the collective that `ragged_shard.redistribute`
         uses for it).
 
@@ -188,12 +189,14 @@ class Group:
         locals_ = [param.plain(local_of(param.sharded)) for param in self.params]
         if self.buffer is None or self.buffer.dtype != dtype:
             self._replan(dtype)
-            moved = self.params
-        assert self.buffer is not None
-        values: list[torch.Tensor | None] = [None] * len(self.params)
-        for param in moved:
-            values[param.index] = locals_[param.index]
-        self._point_to(self._filled(values))
+        elif self.buffer.aliased:
+            self._allocate()
+        else:
+            self.buffer.give_shard()
+            self.buffer.new_shard()
+            compat.zero(list(self.buffer.shard))
+            self.buffer.forget_encoding()
+        self._point_to(self._filled(locals_))
 
     def _common_dtype(self) -> torch.dtype:
         dtypes = {param.sharded.dtype: param.name for param in self.params}
@@ -287,6 +290,8 @@ class Group:
 
     def _check_assigned(self, param: "ManagedParam[Group]", value: torch.Tensor) -> None:
         """Raise ValueError, naming the parameter, if this cannot take its place."""
+        if not isinstance(value, nn.Parameter):
+            self._refuse_swapped(param, value)
         other = managed_of(value)
         if other is not None and other is not param:
             raise ValueError(
@@ -298,6 +303,14 @@ class Group:
                 f"{self.name}: parameter {param.name} was replaced by one of shape {tuple(value.shape)}; "
                 f"expected {tuple(param.sharded.shape)}"
             )
+
+    def _refuse_swapped(self, param: "ManagedParam[Group]", value: torch.Tensor | None) -> NoReturn:
+        raise ValueError(
+            f"{self.name}: parameter {param.name} is a {type(value).__name__} that was put into the module for this "
+            "call, or between forward and backward; a sharded module computes with its own parameters only. "
+            "torch.func.functional_call takes those (dict(model.named_parameters())), or a module that is not "
+            "sharded; to load values use load_state_dict before the forward"
+        )
 
     def check_same(self, param: "ManagedParam[Group]", value: torch.Tensor, other: torch.Tensor) -> None:
         """Raise ValueError on every rank if values for a tied parameter differ. One all-gather of small objects.
@@ -407,6 +420,9 @@ class Group:
             if unsharded.requires_grad is not param.sharded.requires_grad:
                 self.follow_training()
             for slots, attribute in param.slots:
+                registered = slots.get(attribute)
+                if registered is not param.sharded and registered is not unsharded:
+                    self._refuse_swapped(param, registered)
                 slots[attribute] = unsharded
 
     def follow_training(self) -> None:

@@ -280,9 +280,11 @@ class Unit:
         if any(group.gathered_written() for group in self.groups):
             self._refuse_written()
 
+    @torch.inference_mode(False)  # training uses this memory too
     def adopt(self) -> None:
-        """Copy parameters that were moved or assigned into the shards."""
+        """Copy parameters that were moved or assigned into the shards; gathered values are out of date then."""
         self.check_open()
+        self.reshard()
         for group in self.groups:
             before = group.buffer
             group.adopt()
@@ -508,14 +510,19 @@ class Unit:
             end: wait for no further module.
 
         Returns:
-            whether all of its modules have run in this pass.
+            whether all of its modules have run in this pass, and none is under way.
         """
         if module in self._entered:
             self._entered.remove(module)
         self._waiting_for.discard(module)
         if end:
             self._waiting_for.clear()
-        return not self._waiting_for
+        return not self._waiting_for and not self._entered
+
+    @property
+    def nested(self) -> bool:
+        """Whether a forward runs inside another of the unit, as registered methods that call each other do."""
+        return len(self._entered) > 1
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a forward of this module is under way."""

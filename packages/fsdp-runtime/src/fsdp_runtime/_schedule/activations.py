@@ -218,6 +218,7 @@ class Activations:
                 self.bytes_out += run.nbytes
         self._left = self._layer.record(self._stream)
 
+    @torch.inference_mode(False)  # an evaluation may begin before the last copies of a forward
     def _host_memory(self, nbytes: int) -> torch.Tensor:
         """The smallest free CPU memory that is large enough, or more of it."""
         index = bisect.bisect_left(self._free, nbytes, key=_SIZE)

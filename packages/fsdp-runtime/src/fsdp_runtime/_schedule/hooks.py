@@ -76,7 +76,8 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
         with label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
     # Of a list of modules the first one is the last that backward reaches.
-    if torch.is_grad_enabled() and not recomputed and (unit.first is module or unit.host is not None):
+    outer = unit.first is module and not unit.nested
+    if torch.is_grad_enabled() and not recomputed and (outer or unit.host is not None):
         marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if marked:  # free the unit and reduce its gradients when the gradients of all inputs are computed
             passed = iter(_PostBackward.apply(member, *marked))
@@ -150,7 +151,7 @@ def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
     hook: Callable[[torch.Tensor], None] | None = None
     unit = member.unit
     for tensor in outputs:
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or tensor.is_leaf:  # a leaf would keep the hook for good
             continue
         if compat.is_view(tensor):
             warnings.warn(
@@ -218,7 +219,8 @@ def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
         if unit.freed:
             raise RuntimeError(
                 f"{unit.name} ({type(unit.modules[0]).__name__}): a second backward (create_graph=True) needs "
-                "parameters that were freed after the first. Call set_reshard_after_backward(False) on the model"
+                "parameters that were freed since the first. Call set_reshard_after_backward(False) on the model, and "
+                "evaluate or reshard nothing in between"
             )
 
     return hook
@@ -242,7 +244,7 @@ class _PostBackward(torch.autograd.Function):
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
             _outside_transforms(member.passes.leave_backward, member.unit)
-        if torch.is_grad_enabled() and member.unit.freed:  # create_graph
+        if torch.is_grad_enabled():  # create_graph
             for grad in grads:
                 if grad is not None and grad.requires_grad:
                     grad.register_hook(_second_backward(member.unit))

@@ -483,7 +483,8 @@ class Pass:
         if self.in_backward:
             return
         for unit in units:
-            if unit in self._left and unit.options.unshard_in_backward:
+            # One with new parameters has no backward to come: its forward failed, or its loss was dropped.
+            if unit in self._left and unit.options.unshard_in_backward and not unit.has_moved():
                 if unit.by_phase:
                     unit.gather_for(backward=True)
                 unit.unshard()

@@ -1,5 +1,6 @@
 """Tensors inside the containers that modules take and return."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,6 +45,8 @@ def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
     if dataclasses.is_dataclass(tree):  # an output class that is both: attributes and items must agree
         return dataclasses.replace(tree, **changed)  # type: ignore[type-var]
     copied = tree.copy() if hasattr(tree, "copy") else dict(tree)
+    if isinstance(tree, dict) and type(copied) is not type(tree):  # `dict.copy` makes a dict of any subclass
+        copied = copy.copy(tree)
     copied.update(changed)
     return copied
 
