@@ -105,6 +105,8 @@ class Unit:
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
+        entered: the modules whose forward is under way, the outer ones first.
+        first: the module that began the forward of a list of modules.
     """
 
     def __init__(
@@ -144,9 +146,9 @@ class Unit:
         self._freed: list[Group] = []  # where thinned
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
-        self._entered: list[nn.Module] = []
+        self.entered: list[nn.Module] = []
         self._waiting_for: set[nn.Module] = set()
-        self.first: nn.Module | None = None  # that began the forward of a list of modules
+        self.first: nn.Module | None = None
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
@@ -258,7 +260,7 @@ class Unit:
         Raises:
             RuntimeError: parameters without memory, by name.
         """
-        if not self._entered:
+        if not self.entered:
             self._waiting_for.clear()
         for group in self.groups:
             if group.has_moved():
@@ -498,7 +500,7 @@ class Unit:
 
     def enter_module(self, module: nn.Module) -> None:
         """Record that `module` began its forward."""
-        self._entered.append(module)
+        self.entered.append(module)
         if not self._waiting_for:
             self._waiting_for.update(self.modules)
             self.first = module
@@ -512,28 +514,23 @@ class Unit:
         Returns:
             whether all of its modules have run in this pass, and none is under way.
         """
-        if module in self._entered:
-            self._entered.remove(module)
+        if module in self.entered:
+            self.entered.remove(module)
         self._waiting_for.discard(module)
         if end:
             self._waiting_for.clear()
-        return not self._waiting_for and not self._entered
-
-    @property
-    def nested(self) -> bool:
-        """Whether a forward runs inside another of the unit, as registered methods that call each other do."""
-        return len(self._entered) > 1
+        return not self._waiting_for and not self.entered
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a forward of this module is under way."""
-        return module in self._entered
+        return module in self.entered
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Free the gathered memory and the unreduced gradients of a failed iteration."""
         self._waiting_for.clear()
-        self._entered.clear()
+        self.entered.clear()
         if self._handles:
             self.state = UnitState.GATHERING  # also where not all could start
         handles, self._handles = self._handles, []

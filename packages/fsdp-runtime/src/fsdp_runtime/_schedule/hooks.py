@@ -75,8 +75,8 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with label("cast_forward_inputs"):
             args, kwargs = map_tensors(cast_to(policy.param_dtype), (args, kwargs))
-    # Of a list of modules the first one is the last that backward reaches.
-    outer = unit.first is module and not unit.nested
+    # Of a list of modules the first one is the last that backward reaches; of methods inside methods the outer one.
+    outer = unit.first is module and len(unit.entered) == 1
     if torch.is_grad_enabled() and not recomputed and (outer or unit.host is not None):
         marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if marked:  # free the unit and reduce its gradients when the gradients of all inputs are computed

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..._torch.tree import local_tensor
 from ..model import MixtureOfExperts, swiglu_of_experts
 
 
@@ -108,7 +107,7 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU, wherever that is."""
-        gate_LFD, up_LFD, down_LDF = map(local_tensor, self.experts())
+        gate_LFD, up_LFD, down_LDF = map(_local, self.experts())
         return through_experts(
             x_SD,
             counts_E,
@@ -134,8 +133,8 @@ class ParallelStackedExperts(nn.Module):
 
     def forward(self, x_ND: Tensor, chosen_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
         """(N, D) in and out; each row through its k experts, times their weights."""
-        gate_LFD, up_LFD = local_tensor(self.gate_up_proj).chunk(2, dim=1)
-        down_LDF = local_tensor(self.down_proj)
+        gate_LFD, up_LFD = _local(self.gate_up_proj).chunk(2, dim=1)
+        down_LDF = _local(self.down_proj)
         order_S = chosen_Nk.flatten().argsort(stable=True)
         token_S = order_S // chosen_Nk.shape[-1]
         counts_E = order_S.new_zeros(self.num_experts)
@@ -169,6 +168,10 @@ def through_experts(
     y_PD = torch.empty_like(y_PD).index_copy(0, order_P, y_PD)
     y_SD: Tensor = _AllToAll.apply(y_PD, receive, send, group)
     return y_SD
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _routes(go_RL: Tensor, come_RL: Tensor, total: int) -> tuple[list[int], list[int], Tensor]:
