@@ -439,9 +439,9 @@ def _take(source: _Source, data: DataMesh) -> _Taken:
             f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
         )
     if param.dtype.is_complex or param.dtype == torch.bool:
+        instead = ", or keep torch.view_as_real of it" if param.dtype.is_complex else ""
         raise ValueError(
-            f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params, or keep "
-            "torch.view_as_real of it"
+            f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params{instead}"
         )
     if type(param.data) is torch.Tensor:
         taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
