@@ -214,3 +214,12 @@ def test_a_gradient_too_large_for_its_square_moves_weights_by_adams_step_and_no_
         assert p.abs().max() < 0.5
         assert not p[32:].any()  # blocks of zeros
     assert all(state.isfinite().all() for state in optimizer.state[p].values())
+
+
+def test_frozen_parameters_may_have_a_dtype_that_torch_does_not_promote():
+    trained = torch.nn.Parameter(torch.ones(3))
+    frozen = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    optimizer = AdamW([trained, frozen], lr=0.1)
+    trained.grad = torch.ones(3)
+    optimizer.step()
+    assert (trained < 1).all()

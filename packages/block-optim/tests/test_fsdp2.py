@@ -315,7 +315,7 @@ def test_an_optimizer_that_was_built_before_to_empty_is_refused_by_name(kind):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     with pytest.raises(
-        ValueError, match=r"0\.weight: it has memory real, and had memory meta when its states"
+        ValueError, match=r"0\.weight: it has memory its own, and had memory none \(meta\) when its states"
     ):
         optimizer.step(grad_norm=1.0)
 

@@ -182,6 +182,7 @@ def test_threads_share_a_recycler_and_get_memory_of_the_size_that_they_ask_for()
     assert recycler.stats.lent_bytes == 0
 
 
+@can_swap
 def test_the_debug_recycler_finds_a_write_after_release():
     recycler, storage = DebugRecycler("cpu"), torch.UntypedStorage(0)
     recycler.allocate(storage, 4096)

@@ -136,6 +136,21 @@ def test_what_is_from_before_cannot_be_captured(prepare, use, message):
             use(model, BATCH)
 
 
+def test_parameters_that_a_graph_uses_cannot_be_replaced_afterwards():
+    with device() as simulated:
+        model = shard(seeded(Net), mesh=mesh_of(4))
+        with simulated.capture():
+            loss_of(model, BATCH).backward()
+        values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(values)
+        loss_of(model, BATCH)
+        model.load_state_dict(values, assign=True)
+        with pytest.raises(
+            RuntimeError, match=r"were replaced, but a graph was captured .* copy values in place"
+        ):
+            loss_of(model, BATCH)
+
+
 def test_offload_cannot_be_captured():
     message = r"(Net|blocks.0) is offloaded: .* a graph cannot capture"
     for where, policy in (("cpu:0", CPUOffloadPolicy()), ("cpu", SelectiveOffloadPolicy(gradients=True))):

@@ -95,13 +95,12 @@ def test_dtypes_that_gloo_does_not_move_come_too(dtype):
     fully_shard(model)
     for bucket_bytes, ranks in itertools.product((1, 1 << 20), (None, (0, 1, 2), (1,))):
         options: Any = {"bucket_bytes": bucket_bytes, "ranks": ranks}
-        found = collected(model, **options)
-        changes = {
-            one.name: one.values for one in iter_full_params(model, changed_since=ExportedParams(), **options)
-        }
+        exported = collected(model, **options)
+        since_nothing = iter_full_params(model, changed_since=ExportedParams(), **options)
+        changes = {change.name: change.values for change in since_nothing}
         receives = ranks is None or dist.get_rank() in ranks
-        assert found.keys() == changes.keys() == ({"five", "seven"} if receives else set())
-        assert all(value.float().equal(torch.arange(len(value)).float()) for value in found.values())
+        assert exported.keys() == changes.keys() == ({"five", "seven"} if receives else set())
+        assert all(value.float().equal(torch.arange(len(value)).float()) for value in exported.values())
 
 
 @on_ranks(4)

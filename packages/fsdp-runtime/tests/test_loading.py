@@ -38,7 +38,7 @@ from fsdp_runtime.block_policies import whole
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import on_ranks, record_collectives
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ON_ALL = StateDictOptions(full_state_dict=True)
@@ -217,6 +217,20 @@ WRITES = {
     "load_state_dict": load,
     "a write that torch does not count": uncounted,
 }
+
+
+@on_ranks(2)
+def test_a_rank_alone_may_replace_values_that_no_other_rank_shards():
+    model = shard(seeded(), mesh=rank_mesh(2, 1, names=("replicate", "shard")))
+    with record_collectives() as record, torch.no_grad():
+        for param in model.parameters() if dist.get_rank() == 0 else ():
+            param.data = param.data * 2
+        after = model(tokens())
+    assert record.kinds == []
+    alone = seeded()
+    for param in alone.parameters():
+        param.data *= 2 - dist.get_rank()
+    torch.testing.assert_close(after, alone(tokens()))
 
 
 def put(model, values):

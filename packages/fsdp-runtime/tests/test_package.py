@@ -78,10 +78,11 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Batch(dict):
-    """A dictionary with a constructor of its own."""
+    """A dictionary with a constructor of its own, whose items are attributes too."""
 
     def __init__(self, **items):
         super().__init__(items)
+        self.__dict__ = self
 
 
 @dataclass
@@ -99,6 +100,7 @@ def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing
     assert all(torch.equal(t, x + 1) for t in tensors_in(found))
     assert [type(item) for item in found] == [type(item) for item in tree]
     assert (found[4].right, found[5].note, found[1][1], found[6]) == ("s", "n", 3, None)
+    assert found[7].k is found[7]["k"]
     assert map_tensors(lambda t: t, tree) is tree
     mixed = [x, torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
     cast = map_tensors(cast_to(torch.bfloat16), mixed)  # of floating-point tensors alone

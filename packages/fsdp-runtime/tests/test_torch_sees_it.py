@@ -104,8 +104,8 @@ def test_a_unit_stays_gathered_until_the_outermost_of_its_methods_that_call_each
     x = torch.randn(3, 4)
     with torch.no_grad():
         torch.testing.assert_close(model(x), alone(x))
-    for one in (model, alone):
-        one(x).square().sum().backward()
+    for each in (model, alone):
+        each(x).square().sum().backward()
     assert_same_gradients(model, alone)
 
 

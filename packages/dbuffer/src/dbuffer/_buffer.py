@@ -343,6 +343,20 @@ class DBuffer:
         if not self.shard_memory.flats:
             self.shard_memory.allocate()
 
+    def renew_shard(self) -> None:
+        """Replace the shard by a new, zeroed one; the memory of the last one belongs to the tensors that view it.
+
+        `local_views` are new, and `empty_views` too if shard and full are the same memory.
+        """
+        self.check_idle("renew_shard")
+        self.shard_memory.give()
+        self.shard_memory.allocate(zeroed=True)
+        if self.aliased:
+            self.gathered = GatheredMemory(
+                self.geometry, self.full_dtype, self.recycler, self.shard_memory.flats
+            )
+        self.forget_encoding()
+
     def materialize(self) -> None:
         """Allocate `full`, uninitialised, for use on the current stream. No effect if it is allocated."""
         self.gathered.materialize()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import _redistribute
@@ -74,7 +74,7 @@ def agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: b
         dist.broadcast_object_list(shared, src=0)
         return shared[0]
     if problem is not None:
-        raise type(problem)(f"{caller}: {problem}")
+        raise_on_all_ranks(problem, caller, groups=())
     return answer
 
 
@@ -97,8 +97,8 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
         target._local_tensor.copy_(local)
     elif isinstance(target, DISTRIBUTED):
         assert full is not None
-        if from_rank0 and any(type(p) is TorchStridedShard for p in target.placements):
-            full, from_rank0 = _broadcast(full.contiguous()), False  # torch scatters equal shares only
+        if from_rank0 and _has_unequal_shares(target):  # which torch cannot scatter
+            full, from_rank0 = _broadcast(full.contiguous()), False
         placed = torch_distribute_tensor(
             full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None
         )
@@ -108,6 +108,16 @@ def load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: 
             full = _broadcast((target.detach().clone() if full is None else full).contiguous())
         assert full is not None
         target.detach().copy_(full)
+
+
+def _has_unequal_shares(target: Any) -> bool:
+    """Whether several mesh axes cut one dimension of a DTensor of torch's into shares of different sizes."""
+    cuts: dict[int, int] = {}
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, (Shard, TorchStridedShard)):
+            cuts[placement.dim] = cuts.get(placement.dim, 1) * target.device_mesh.size(axis)
+    strided = [placement.dim for placement in target.placements if type(placement) is TorchStridedShard]
+    return any(target.shape[dim] % cuts[dim] for dim in strided)
 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:

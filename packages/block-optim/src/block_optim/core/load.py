@@ -52,8 +52,10 @@ def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
         value = torch.as_tensor(value)
     if tuple(value.shape) != tuple(target.shape):
         raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
-    if value.ndim and target.is_floating_point() and not value.is_floating_point():
-        raise ValueError(f"{what} is {value.dtype}, expected {target.dtype}: codes are no numbers")
+    if value.dtype in (torch.uint8, torch.int8) and target.is_floating_point():
+        raise ValueError(
+            f"{what} is {value.dtype}, expected {target.dtype}: 8-bit codes cannot be loaded as values"
+        )
     if not isinstance(value, DISTRIBUTED):
         return local_of(distribute_like(value, target, src_data_rank=None))
     expected = tuple(target.placements) if isinstance(target, DISTRIBUTED) else "a plain tensor"

@@ -272,8 +272,8 @@ def _layout_of(tensor: Any) -> dict[str, Any]:
         "placements": tuple(getattr(tensor, "placements", ())),
         "local shape": tuple(local.shape),
         "local strides": strides_of(local),
-        "arithmetic in": torch.promote_types(tensor.dtype, torch.float32),
-        "memory": "meta" if local.is_meta else "real",
+        "precision": "double" if tensor.dtype == torch.float64 else "single or lower",
+        "memory": "none (meta)" if local.is_meta else "its own",
     }
 
 

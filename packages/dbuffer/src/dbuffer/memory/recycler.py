@@ -464,7 +464,8 @@ class DebugRecycler(Recycler):
     def check(self) -> None:
         """Raise if released memory was written to."""
         self._layer.synchronize()
-        self._check(self._watched)
+        with self._lock:
+            self._check(self._watched)
 
     def _check(self, blocks: Iterable[_Block]) -> None:
         for block in blocks:
@@ -497,21 +498,36 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
     return recycler
 
 
-_forking: list[Recycler] = []  # locked during a fork, so that the child finds nothing half changed
+_fork_lock = threading.RLock()  # two threads may fork at once, and share what `shared` copies
 
 
 def _before_fork() -> None:
-    _forking.extend(_recyclers)
-    for recycler in _forking:
-        recycler._lock.acquire()
-    storages = [storage for recycler in _forking for storage in list(recycler._homes)]
+    _fork_lock.acquire()
+    storages: list[torch.UntypedStorage] = []
+    for recycler in list(_recyclers):
+        with recycler._lock:
+            storages += recycler._homes
     shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
 
 
-def _after_fork() -> None:
-    while _forking:
-        _forking.pop()._lock.release()
+def _after_in_parent() -> None:
+    try:
+        shared.forget_copies()
+    finally:
+        _fork_lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-os.register_at_fork(after_in_parent=shared.forget_copies, after_in_child=shared.take_copies)
+def _after_in_child() -> None:
+    for recycler in list(_recyclers):
+        recycler._lock = threading.RLock()  # another thread of the parent may have held it
+    try:
+        shared.take_copies()
+    finally:
+        _fork_lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_in_parent,
+    after_in_child=_after_in_child,
+)

@@ -189,13 +189,9 @@ class Group:
         locals_ = [param.plain(local_of(param.sharded)) for param in self.params]
         if self.buffer is None or self.buffer.dtype != dtype:
             self._replan(dtype)
-        elif self.buffer.aliased:
-            self._allocate()
         else:
-            self.buffer.give_shard()
-            self.buffer.new_shard()
-            compat.zero(list(self.buffer.shard))
-            self.buffer.forget_encoding()
+            self.buffer.renew_shard()
+            self._views = self.buffer.empty_views
         self._point_to(self._filled(locals_))
 
     def _common_dtype(self) -> torch.dtype:
@@ -256,7 +252,7 @@ class Group:
             return
         value = self.as_sharded(param, assigned)
         if isinstance(assigned, RaggedDTensor):
-            adopted = assigned if isinstance(assigned, nn.Parameter) else nn.Parameter(assigned)
+            adopted = assigned
             adopted.data = value
         else:
             adopted = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
@@ -269,9 +265,7 @@ class Group:
         for slots, attribute in param.slots:
             registered = slots.get(attribute)
             if registered is None:
-                raise ValueError(
-                    f"{self.name}: parameter {param.name} was taken out of its module after fully_shard"
-                )
+                self._refuse_swapped(param, None)
             if registered is param.sharded or registered is param.unsharded:
                 kept = True
             else:
@@ -305,6 +299,10 @@ class Group:
             )
 
     def _refuse_swapped(self, param: "ManagedParam[Group]", value: torch.Tensor | None) -> NoReturn:
+        if value is None:
+            raise ValueError(
+                f"{self.name}: parameter {param.name} was taken out of its module after fully_shard"
+            )
         raise ValueError(
             f"{self.name}: parameter {param.name} is a {type(value).__name__} that was put into the module for this "
             "call, or between forward and backward; a sharded module computes with its own parameters only. "

@@ -132,6 +132,7 @@ class Unit:
         self.by_phase = False
         self._for_backward = False  # what the next gather moves, where by_phase
         self.captured = False
+        self._in_graph = False  # whether any gather was captured; its replays use this memory
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
@@ -286,6 +287,11 @@ class Unit:
     def adopt(self) -> None:
         """Copy parameters that were moved or assigned into the shards; gathered values are out of date then."""
         self.check_open()
+        if self._in_graph and any(group.buffer is not None and group.has_moved() for group in self.groups):
+            raise RuntimeError(
+                f"{self.name}: its parameters were replaced, but a graph was captured that uses the memory of the ones "
+                "before; copy values in place instead (load_state_dict without assign=True, or param.copy_)"
+            )
         self.reshard()
         for group in self.groups:
             before = group.buffer
@@ -379,6 +385,7 @@ class Unit:
             not_at_rest.add(self)
             self.captured = self._streams.layer.capturing
             if self.captured:
+                self._in_graph = True
                 self._streams.follow_capture()
             key = tuple(map(id, absent))
             calls = self._gathers.get(key)

@@ -48,6 +48,8 @@ def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
     if isinstance(tree, dict) and type(copied) is not type(tree):  # `dict.copy` makes a dict of any subclass
         copied = copy.copy(tree)
     copied.update(changed)
+    attributes = getattr(copied, "__dict__", {})  # where a subclass shows its items as attributes too
+    attributes.update({key: new for key, new in changed.items() if key in attributes})
     return copied
 
 

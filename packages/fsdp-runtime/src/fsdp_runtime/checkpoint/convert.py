@@ -120,13 +120,13 @@ def convert_checkpoint(
     try:
         for file, members in files.items():
             write_safetensors(destination / file, [converted[index] for index in members], {})
+        if len(files) > 1:
+            where = {converted[index].name: file for file, members in files.items() for index in members}
+            write_index(destination, where, sum(tensor.nbytes for tensor in converted))
     except BaseException:
         for file in files:
             (destination / file).unlink(missing_ok=True)
         raise
-    if len(files) > 1:
-        where = {converted[index].name: file for file, members in files.items() for index in members}
-        write_index(destination, where, sum(tensor.nbytes for tensor in converted))
     return converted
 
 

@@ -174,12 +174,12 @@ class Exporter:
     def _whole_entry(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
         tensor: Any = entry.tensor
         with torch.no_grad():
+            own = True  # whether the whole tensor is the model's own memory
             if isinstance(tensor, DISTRIBUTED):
+                own = all(placement.is_replicate() for placement in tensor.placements)
                 tensor = tensor.full_tensor()
             if self._receives:
-                tensor = tensor.to(
-                    self.dtype_of(entry), copy=True
-                )  # a replicated one is the model's own memory
+                tensor = tensor.to(self.dtype_of(entry), copy=own)
         if self._receives:
             yield entry.name, tensor
 
