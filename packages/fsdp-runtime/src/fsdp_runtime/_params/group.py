@@ -251,8 +251,8 @@ class Group:
         if assigned is None:
             return
         value = self.as_sharded(param, assigned)
+        adopted: Any = assigned
         if isinstance(assigned, RaggedDTensor):
-            adopted = assigned
             adopted.data = value
         else:
             adopted = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
