@@ -75,7 +75,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("Activations.__del__", "self._layer.record(self._stream)"): (
         "page-locked memory ends at the same time, and waits for the device"
     ),
-    ("Handle._completes_within", "each.wait(timedelta(seconds=seconds))"): (
+    ("Handle._complete", "self._host_wait.wait()"): (
         "of ranks on CPU, which have no streams; tests on real ranks need it"
     ),
     ("Pass.before_save", "layer.synchronize()"): (

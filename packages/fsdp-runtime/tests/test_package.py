@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from importlib import metadata
 from unittest import mock
@@ -101,6 +101,9 @@ def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing
     assert [type(item) for item in found] == [type(item) for item in tree]
     assert (found[4].right, found[5].note, found[1][1], found[6]) == ("s", "n", 3, None)
     assert found[7].k is found[7]["k"]
+    user = map_tensors(lambda t: t + 1, UserDict(data=x))  # whose attribute `data` is not the item
+    assert list(user) == ["data"]
+    assert torch.equal(user["data"], x + 1)
     assert map_tensors(lambda t: t, tree) is tree
     mixed = [x, torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
     cast = map_tensors(cast_to(torch.bfloat16), mixed)  # of floating-point tensors alone

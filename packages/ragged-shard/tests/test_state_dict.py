@@ -116,23 +116,23 @@ class Unreadable(dict[str, Any]):
 
 def bad(kind, rank0_only):
     module = model(device="meta" if kind == "meta" else "cpu")
-    given = values()
+    state_dict = values()
     if kind == "shape":
-        given["uneven"] = torch.zeros(4, 6)
+        state_dict["uneven"] = torch.zeros(4, 6)
     elif kind == "missing":
-        del given["vector"]
+        del state_dict["vector"]
     elif kind == "unexpected":
-        given["other"] = torch.zeros(1)
+        state_dict["other"] = torch.zeros(1)
     elif kind == "type":
-        given["vector"] = 3
+        state_dict["vector"] = 3
     elif kind == "dtype":
-        given["steps"] = torch.tensor([0.5, 6.5])
+        state_dict["steps"] = torch.tensor([0.5, 6.5])
     elif kind == "file":
-        given = Unreadable(given)
+        state_dict = Unreadable(state_dict)
     if rank0_only and dist.get_rank() != 0:
-        given = {}
+        state_dict = {}
     with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
-        load_full_state_dict(module, given, rank0_only=rank0_only)
+        load_full_state_dict(module, state_dict, rank0_only=rank0_only)
     if kind != "meta":
         assert all(not value.any() for value in full_state_dict(module).values())
     else:
@@ -411,9 +411,9 @@ def bad_optimizer_state(change, rank0_only):
         weight["exp_avg"] = 3.0
     elif change == "groups":
         del full["param_groups"]
-    given = full if not rank0_only or dist.get_rank() == 0 else {}
+    state_dict = full if not rank0_only or dist.get_rank() == 0 else {}
     with pytest.raises((ValueError, TypeError)) as caught:
-        load_full_optimizer_state_dict(module, optimizers, given, rank0_only=rank0_only)
+        load_full_optimizer_state_dict(module, optimizers, state_dict, rank0_only=rank0_only)
     assert not optimizers[0].state[module.uneven]["exp_avg"].any()
     return str(caught.value)
 

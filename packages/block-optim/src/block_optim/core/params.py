@@ -265,7 +265,7 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _layout_of(tensor: Any) -> dict[str, Any]:
-    """What a parameter's states depend on."""
+    """The properties of a parameter that its states depend on, by name."""
     local = local_of(tensor)
     return {
         "shape": tuple(tensor.shape),

@@ -49,7 +49,7 @@ def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
         copied = copy.copy(tree)
     copied.update(changed)
     attributes = getattr(copied, "__dict__", {})  # where a subclass shows its items as attributes too
-    attributes.update({key: new for key, new in changed.items() if key in attributes})
+    attributes.update({key: new for key, new in changed.items() if attributes.get(key) is tree[key]})
     return copied
 
 
