@@ -10,7 +10,6 @@ from dbuffer import Gather
 from fsdp_runtime import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_runtime.memory import SelectiveOffloadPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 BATCH = torch.arange(10).view(2, 5)  # does not move: a graph reads its inputs where they were
 
 

@@ -38,7 +38,6 @@ from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
 
 

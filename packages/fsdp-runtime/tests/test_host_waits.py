@@ -16,7 +16,6 @@ from ragged_shard.testing import OnItsWay, host_waits, rank_mesh, simulated_rank
 
 pytestmark = [
     pytest.mark.gpu_guard,
-    pytest.mark.filterwarnings("ignore:.*returned a view"),  # F.linear does under a mode
 ]
 
 OPTIONS: dict[str, dict[str, Any]] = {

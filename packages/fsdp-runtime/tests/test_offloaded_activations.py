@@ -17,7 +17,6 @@ from fsdp_runtime._schedule import activations
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import SelectiveOffloadPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 POLICY, NONE = SelectiveOffloadPolicy(activations=True), OffloadPolicy()
 
 

@@ -10,7 +10,6 @@ from fsdp_runtime import OffloadPolicy, clip_grad_norm_, fully_shard
 from fsdp_runtime.checkpoint import OffloadedOptimizer
 from fsdp_runtime.memory import SelectiveOffloadPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 POLICY, NONE = SelectiveOffloadPolicy(gradients=True), OffloadPolicy()
 OPTIMIZERS = {
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01),

@@ -14,7 +14,6 @@ from fsdp_runtime import fully_shard
 from fsdp_runtime.checkpoint import OffloadedOptimizer
 from layout_planner import Elements
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
 EIGHT_BIT: dict[str, Any] = {"block": Elements(16), "min_8bit_numel": 64}
 TORCH = {
     "torch adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),

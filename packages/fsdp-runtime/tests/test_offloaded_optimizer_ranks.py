@@ -10,8 +10,6 @@ from test_offloaded_optimizer import BLOCKS, prepared, same_states, train
 
 from ragged_shard.testing import SimulatedDevice, on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
-
 
 @pytest.mark.parametrize(
     "kind",

@@ -131,7 +131,6 @@ class Differs:
         raise RuntimeError("do not agree")
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_on_an_accelerator_orders_are_compared_before_a_state_dict_is_made():
     with device():
         model = shard(seeded())

@@ -74,7 +74,6 @@ ORDERS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 @pytest.mark.parametrize("case", ORDERS)
 def test_gathers_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(case):
     first, *others = [order_on(rank, **case) for rank in range(4)]

@@ -30,8 +30,6 @@ from fsdp_runtime.memory import SelectiveOffloadPolicy
 from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")  # F.linear does under a mode
-
 
 def train(kind, sleeps):
     model = shard(seeded(width=16))

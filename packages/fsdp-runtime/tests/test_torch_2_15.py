@@ -33,7 +33,6 @@ from fsdp_runtime.memory import SelectiveOffloadPolicy, gathered_memory
 from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import on_ranks, simulated_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view")
 # -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
-`DeviceMesh._concatenate` and `_flatten`, a tensor's version and base, the foreach ops,
+`DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
 torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, what DCP's default
@@ -86,9 +86,15 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(VERSION, tensors))
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows the tensor as a view of another that is not a leaf itself."""
-    return tensor._base is not None and not tensor.is_leaf
+def set_versions(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> None:
+    """Set the counts that `versions` returns."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(counts))
+
+
+def node_of_base(tensor: torch.Tensor) -> Any:
+    """The autograd node that made the tensor of which this one is a view; None if it is no view, or of a leaf."""
+    base = tensor._base
+    return None if base is None else base.grad_fn
 
 
 #: Whether a profile is being taken.

@@ -27,7 +27,6 @@ def test_random_programs_have_the_values_of_one_process(ranks: int) -> None:
     run_ranks(ranks, check_programs, list(range(100 * ranks, 100 * ranks + 40)), timeout=240)
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 def test_random_programs_use_no_memory_without_an_order() -> None:
     for seed in range(100):
         check_races(seed)

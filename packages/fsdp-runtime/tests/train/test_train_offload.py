@@ -27,7 +27,6 @@ def runs(folder, out, optimizer, offload):
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*returned a view")
 @pytest.mark.parametrize(
     ("optimizer", "offload"),
     [

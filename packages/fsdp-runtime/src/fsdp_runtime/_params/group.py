@@ -103,7 +103,9 @@ class Group:
         self.gradients = GradBuffer(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
         self._one_a_segment: list[torch.Tensor] = []  # of the views
-        self._full_versions: list[int] = []  # of the gathered memory; a gather does not count
+        self._saved: list[torch.Tensor] = []  # with the version counters of all that autograd may save
+        self._full_versions: list[int] = []  # of these, when they became readable; a gather does not count
+        self._readable = False  # whether autograd may use tensors that it saved on the gathered memory
         self._users_at_rest = 0
         self.keeps_storage = False
         self._loaded: list[RaggedDTensor] = []  # until `commit`
@@ -359,6 +361,7 @@ class Group:
             self.keep_storage(True)
         segments = plan.layout.segments if self._views and not self.buffer.aliased else ()
         self._one_a_segment = [self._views[segment.names[0]] for segment in segments]
+        self._saved, self._full_versions, self._readable = [], [], False
 
     def _filled(self, values: Sequence[torch.Tensor | None]) -> list[RaggedDTensor]:
         """Copy slices into the buffer (None: already there), and return the sharded tensors on it."""
@@ -413,6 +416,8 @@ class Group:
 
     def register_unsharded(self) -> None:
         """Put the unsharded parameters into their modules."""
+        if not self._readable:
+            self._let_autograd_read()
         for param in self.params:
             unsharded: Any = param.unsharded
             if unsharded.requires_grad is not param.sharded.requires_grad:
@@ -438,11 +443,31 @@ class Group:
     def release(self) -> bool:
         """Free the gathered parameters, and register the sharded ones. Returns whether the former were written to."""
         assert self.buffer is not None
-        versions, self._full_versions = self._full_versions, []
-        written = bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
+        written = self.gathered_written()
         self.buffer.release()
+        self._keep_autograd_out()
         self.register_sharded()
         return written
+
+    def _keep_autograd_out(self) -> None:
+        """Let backward raise where it reads a saved tensor on gathered memory that is freed, or not gathered yet.
+
+        Autograd compares version counters: https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
+        """
+        if self._readable:
+            self._full_versions = [version + 1 for version in map(compat.VERSION, self._saved)]
+            compat.set_versions(self._saved, self._full_versions)
+            self._readable = False
+
+    def _let_autograd_read(self) -> None:
+        """Undo `_keep_autograd_out`: the gather has completed."""
+        compat.set_versions(self._saved, [version - 1 for version in self._full_versions])
+        self._saved = list(self._one_a_segment)
+        for param in self.params:  # tensor subclasses count for themselves
+            if type(param.unsharded) is not nn.Parameter and param.unsharded is not None:
+                self._saved.append(param.unsharded)
+        self._full_versions = compat.versions(self._saved)
+        self._readable = True
 
     def held_by_autograd(self) -> bool:
         """Whether a tensor on the gathered memory is saved for a backward to come.
@@ -473,7 +498,6 @@ class Group:
             for param in self.params:
                 _refuse_patched(param.name, local_of(param.sharded))
         self._gathered_versions = list(map(compat.VERSION, self.buffer.shard))
-        self._full_versions = list(map(compat.VERSION, self._one_a_segment))
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
@@ -485,12 +509,12 @@ class Group:
 
     def gathered_written(self) -> bool:
         """Whether the gathered parameters were written to since they were gathered."""
-        versions = self._full_versions
-        return bool(versions) and versions != list(map(compat.VERSION, self._one_a_segment))
+        return self._readable and self._full_versions != compat.versions(self._saved)
 
     def forget_writes(self) -> None:
         """Make `release` ignore writes to the gathered memory, after a failure."""
-        self._full_versions = []
+        if self._readable:
+            self._full_versions = compat.versions(self._saved)
 
     # -- outside of passes ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ parameter's gradient hook ---- the gradient goes into its buffer
 inputs' gradients are there -- post-backward: free, reduce
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
@@ -148,32 +147,38 @@ def _refuse_freed(unit: Unit) -> NoReturn:
 
 def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
     """Gather the unit when the gradient of any output is computed. Returns whether any requires a gradient."""
-    hook: Callable[[torch.Tensor], None] | None = None
-    unit = member.unit
+    hook: Callable[[Any], None] | None = None
+    again: Callable[[Any], None] | None = None
     for tensor in outputs:
         if not tensor.requires_grad or tensor.is_leaf:  # a leaf would keep the hook for good
             continue
-        if compat.is_view(tensor):
-            warnings.warn(
-                f"{unit.name} ({type(unit.modules[0]).__name__}) returned a view: an in-place change to it (out += x) "
-                "would drop the hook that gathers parameters for backward. Use out = out + x, or return out.clone()",
-                stacklevel=2,
-            )
         if hook is None:
-            hook = _pre_backward(member)
+            hook, again = _pre_backward(member)
         tensor.register_hook(hook)
+        node = compat.node_of_base(tensor)
+        if node is not None and again is not None:
+            # An in-place change of a view (out += x) replaces its node, and with it the hook. It keeps the base's node:
+            # https://docs.pytorch.org/docs/stable/notes/autograd.html
+            node.register_prehook(again)
     return hook is not None
 
 
-def _pre_backward(member: Member) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor) -> None:
+def _pre_backward(member: Member) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    """Two hooks of one forward's outputs: the second does nothing in a backward in which the first was called."""
+    runs: list[int] = [-1]  # the last run of the autograd engine that called the first hook
+
+    def hook(_: Any) -> None:
+        runs[0] = compat.backward_id()
         if compat.transforming():
             _outside_transforms(member.passes.enter_backward, member.unit)
         else:
             member.passes.enter_backward(member.unit)
 
-    disabled: Callable[[torch.Tensor], None] = torch.compiler.disable(hook)
-    return disabled
+    def again(_: Any) -> None:
+        if runs[0] != compat.backward_id():
+            hook(_)
+
+    return torch.compiler.disable(hook), torch.compiler.disable(again)
 
 
 def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -203,7 +208,7 @@ class _PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        _pre_backward(ctx.member)(grad)
+        _pre_backward(ctx.member)[0](grad)
         return None, grad
 
     @staticmethod
