@@ -154,6 +154,21 @@ def dev(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu_tests(session: nox.Session) -> None:
+    """Run the tests marked gpu, then `bench/gpu.sh`, which keeps its figures: `./run gpu_tests -- OUT`."""
+    _prepare_tests(session)
+    device = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    name = session.run("python", "-c", device, silent=True)
+    if not (name and name.strip()):
+        session.log("gpu_tests: torch sees no CUDA device on this machine, so nothing ran")
+        return
+    session.log(f"gpu_tests on {name.strip()}")
+    session.run("python", "-m", "pytest", "-m", "gpu", "--durations=10", "packages", "tests")
+    out = session.posargs or [str(Path(session.create_tmp()).resolve() / "gpu")]
+    session.run("sh", "bench/gpu.sh", *out, env={"PYTHON": str(Path(session.bin) / "python")}, external=True)
+
+
+@nox.session
 def gpu_guard(session: nox.Session) -> None:
     """Collect the tests marked gpu, run those marked gpu_guard, and `gpu.sh --dry-run`, with what a GPU machine has."""
     _prepare(session, *_group("bare"))

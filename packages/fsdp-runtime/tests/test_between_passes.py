@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runtime_helpers import assert_same_gradients, loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, full_values, loss_of, seeded, shard, tokens
 from torch import nn
 
 from fsdp_runtime import block_policies, fully_shard
@@ -150,12 +150,12 @@ def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["dropped loss", "unshard"])
+@pytest.mark.parametrize("way", ["no backward", "unshard"])
 @on_ranks(2)
 def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
     model = shard(seeded())
-    if way == "dropped loss":
-        loss_of(model, tokens())
+    if way == "no backward":
+        kept = loss_of(model, tokens())  # noqa: F841  a backward may come
     else:
         model.unshard()
     with torch.no_grad():
@@ -169,6 +169,82 @@ def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
     with torch.no_grad():
         model.head.weight.mul_(2)
     loss_of(model, tokens()).backward()
+
+
+@pytest.mark.parametrize("holds", ["the loss", "nothing"])
+@on_ranks(2)
+def test_settings_made_after_a_forward_without_backward_are_kept(holds):
+    """Freezing, unfreezing and attributes, set through the module while it may hold gathered parameters."""
+    model, alone = seeded(), seeded()
+    for each in (model, alone):
+        each.embed.requires_grad_(False)
+    shard(model)
+    loss = loss_of(model, tokens(rank=0))
+    if holds == "nothing":
+        del loss
+    for each in (model, alone):
+        each.requires_grad_(True)
+        each.head.weight.requires_grad_(False)
+        each.head.weight.scale = 2
+    for _ in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+            loss_of(each, tokens(rank=0)).backward()
+        assert_same_gradients(model, alone)
+    assert all_sharded(model)
+    assert model.head.weight.scale == 2
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
+
+
+@on_ranks(2)
+def test_settings_made_on_parameters_unsharded_by_hand_are_kept():
+    model = shard(seeded())
+    model.unshard()
+    model.head.requires_grad_(False)
+    model.head.weight.scale = 2
+    model.reshard()
+    assert isinstance(model.head.weight, RaggedDTensor)
+    assert not model.head.weight.requires_grad
+    assert model.head.weight.scale == 2
+
+
+@on_ranks(2)
+def test_weights_edited_after_the_loss_was_dropped_are_those_of_the_next_state_dict():
+    model, alone = shard(seeded()), seeded()
+    loss_of(model, tokens())
+    with torch.no_grad():
+        for each in (model, alone):
+            torch._foreach_mul_(list(each.parameters()), 2)
+            each.head.weight.data.add_(1)
+    torch.testing.assert_close(full_values(model), full_values(alone), rtol=0, atol=0)
+
+
+def set_data(param):
+    param.data = param.data * 2
+
+
+LOST = {
+    "in place": lambda param: param.mul_(2),
+    "data": set_data,
+    "grad": lambda param: setattr(param, "grad", torch.zeros_like(param)),
+    "hook": lambda param: param.register_post_accumulate_grad_hook(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("then", ["state_dict", "forward"])
+@pytest.mark.parametrize("change", LOST)
+@on_ranks(2)
+def test_changes_of_gathered_parameters_that_would_be_lost_raise(change, then):
+    model, alone = shard(seeded()), seeded()
+    loss = loss_of(model, tokens())
+    with torch.no_grad():
+        LOST[change](model.head.weight)
+    with pytest.raises(RuntimeError, match=r"model.reshard\(\) first"):
+        model.state_dict() if then == "state_dict" else model(tokens())
+    del loss
+    for each in (model, alone):
+        loss_of(each, tokens(rank=0)).backward()
+    assert_same_gradients(model, alone)
 
 
 class Hidden(nn.Module):

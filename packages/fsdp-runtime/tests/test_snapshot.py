@@ -51,11 +51,6 @@ def test_a_state_dict_in_a_pass_has_the_sharded_parameters_and_reshards_nothing(
     for plain, kept in during:
         check(plain, wanted)
         assert all(kept[name] is params[name] for name in wanted)
-    loss_of(model, tokens())
-    with torch.no_grad():
-        model.embed.weight.add_(1)
-    with pytest.raises(RuntimeError, match="gathered parameters were changed in place"):
-        model.state_dict()
 
 
 @on_ranks(2)

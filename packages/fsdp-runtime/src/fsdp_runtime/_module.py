@@ -49,6 +49,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.unshard()
+            unit.show()
 
 
 class GradientReductionHandle:

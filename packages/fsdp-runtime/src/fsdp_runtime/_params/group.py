@@ -33,7 +33,7 @@ from .._plan.group import (
     planned,
     wrap_local,
 )
-from .._plan.param import MakeHook, ManagedParam, local_of, managed_of
+from .._plan.param import MakeHook, ManagedParam, Settings, local_of, managed_of
 from .._torch.streams import Streams
 from .._torch.tree import local_tensor
 
@@ -436,6 +436,21 @@ class Group:
                 self._check_trainable(param)
                 param.follow_requires_grad()
                 self.gradients.training_changed()
+
+    def follow_users(self, param: "ManagedParam[Group]", before: Settings) -> None:
+        """Let a sharded parameter follow what users set on the unsharded one since `before`.
+
+        Raises:
+            ValueError: it cannot require a gradient.
+        """
+        unsharded = param.unsharded
+        assert unsharded is not None
+        if unsharded.requires_grad is not before.requires_grad:
+            param.sharded.requires_grad_(unsharded.requires_grad)
+            self._check_trainable(param)
+            param.follow_requires_grad()
+            self.gradients.training_changed()
+        param.follow_attributes(before)
 
     def _check_trainable(self, param: "ManagedParam[Group]") -> None:
         """Raise ValueError, naming the parameter, if it cannot require a gradient."""

@@ -18,7 +18,7 @@ from .. import _torch_compat as compat
 from .._grads.scaling import ReduceOptions
 from .._plan.group import Request, children_of, plan_group
 from .._plan.mesh import DataMesh, check_alike
-from .._plan.param import MakeHook, ManagedParam
+from .._plan.param import MakeHook, ManagedParam, Settings
 from .._torch.streams import Streams
 from ..offload_policy import SelectiveOffloadPolicy
 from .group import Group
@@ -145,6 +145,7 @@ class Unit:
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned
+        self._shown: list[tuple[Param, Settings]] = []  # what users see outside of passes, as it was
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
         self.entered: list[nn.Module] = []
@@ -263,6 +264,8 @@ class Unit:
         """
         if not self.entered:
             self._waiting_for.clear()
+        if self._shown:
+            self.hide()
         for group in self.groups:
             if group.has_moved():
                 self.adopt()
@@ -270,7 +273,7 @@ class Unit:
         for group in self.groups:
             if group.buffer is None:
                 self._refuse_meta()
-            if not self.at_rest and group.changed_since_gather():
+            if not self.at_rest and (group.changed_since_gather() or group.gathered_written()):
                 self.reshard()
 
     def check_open(self) -> None:
@@ -436,6 +439,8 @@ class Unit:
             keep_slices: with an integer `reshard_after_forward`, keep this rank's slice of the smaller group.
         """
         written = False
+        if self._shown:
+            self.hide()
         if self.state is not UnitState.SHARDED or self._handles:
             for handle in self._handles:
                 handle.wait()
@@ -461,9 +466,49 @@ class Unit:
 
     def park(self) -> None:
         """Put the sharded parameters into the modules and keep the gathered memory."""
+        if any(group.gathered_written() for group in self.groups):
+            self.reshard()  # raises
+        if self._shown:
+            self.hide()
         self.state = UnitState.PARKED
         for group in self.groups:
             group.register_sharded()
+
+    def show(self) -> None:
+        """Outside of passes, users see the unsharded parameters from now on: note what they may set on them."""
+        if self.state is UnitState.UNSHARDED:
+            self._shown = [(p, Settings.of(p.unsharded)) for p in self.params if p.unsharded is not None]
+
+    def lost_changes(self) -> str:
+        """What users have changed since `show` that does not reach the sharded parameters; empty: nothing."""
+        for param, before in self._shown:
+            changes = param.lost_changes(before)
+            if changes:
+                return f"{param.name}: {changes}"
+        written = any(group.gathered_written() for group in self.groups)
+        return "gathered parameters were changed in place" if written else ""
+
+    def hide(self, *, in_backward: bool = False) -> None:
+        """Let the sharded parameters follow what users have set on the unsharded ones since `show`.
+
+        Args:
+            in_backward: a backward has begun, which uses hooks and adds to gradients.
+
+        Raises:
+            RuntimeError: a change that is lost, with the parameter's name.
+        """
+        lost = "" if in_backward or not self._shown else self.lost_changes()
+        shown, self._shown = self._shown, []
+        for param, before in shown:
+            param.group.follow_users(param, before)
+            if lost:
+                param.undo_changes()
+        if lost:
+            self.reshard()  # raises for values
+            raise RuntimeError(
+                f"{self.name}, {lost}, while the module held the gathered parameter, which the shards do not follow. "
+                "Call model.reshard() first, so that modules hold the sharded parameters"
+            )
 
     def release_early(self, group: Group) -> None:
         """Free one group of an outer unit as soon as its backward is done."""
@@ -538,6 +583,7 @@ class Unit:
         """Free the gathered memory and the unreduced gradients of a failed iteration."""
         self._waiting_for.clear()
         self.entered.clear()
+        self._shown = []
         if self._handles:
             self.state = UnitState.GATHERING  # also where not all could start
         handles, self._handles = self._handles, []

@@ -8,7 +8,7 @@ unsharded from unshard to reshard                     a view of the gathered mem
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -72,6 +72,21 @@ def local_of(sharded: torch.Tensor) -> torch.Tensor:
     """A sharded parameter's local tensor, the very object."""
     assert isinstance(sharded, RaggedDTensor)
     return sharded.local
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What users may set on a parameter object, apart from its values."""
+
+    requires_grad: bool
+    attributes: dict[str, Any]
+    num_hooks: int  # post-accumulate hooks
+
+    @staticmethod
+    def of(param: nn.Parameter) -> "Settings":
+        """The current settings of a parameter."""
+        hooks = compat.post_accumulate_hooks(param)
+        return Settings(param.requires_grad, dict(param.__dict__), len(hooks or ()))
 
 
 class ManagedParam(Generic[G]):
@@ -229,6 +244,41 @@ class ManagedParam(Generic[G]):
         if self._make_hook is not None and unsharded.requires_grad:
             unsharded.register_post_accumulate_grad_hook(self._make_hook(self))
             self._make_hook = None
+
+    def follow_attributes(self, before: Settings) -> None:
+        """Copy attributes that were set on the unsharded parameter, or removed, since `before` to the sharded one."""
+        assert self.unsharded is not None
+        after = self.unsharded.__dict__
+        for key in before.attributes.keys() - after.keys():
+            self.sharded.__dict__.pop(key, None)
+        for key, value in after.items():
+            if key not in before.attributes or before.attributes[key] is not value:
+                self.sharded.__dict__[key] = value
+
+    def lost_changes(self, before: Settings) -> str:
+        """Changes of the unsharded parameter since `before` that the sharded one cannot follow; empty: none."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        changes = []
+        if self._has_other_data(unsharded):
+            changes.append("its data was replaced")
+        if unsharded.grad is not None:
+            changes.append("its grad was set")
+        if Settings.of(unsharded).num_hooks > before.num_hooks:
+            changes.append("a post-accumulate hook was registered on it")
+        return " and ".join(changes)
+
+    def undo_changes(self) -> None:
+        """Undo replaced `data` and `grad` of the unsharded parameter."""
+        assert self.unsharded is not None
+        self.unsharded.grad = None
+        if self._has_other_data(self.unsharded):
+            self.unsharded.data = cast(torch.Tensor, self._view)
+
+    def _has_other_data(self, unsharded: nn.Parameter) -> bool:
+        assert self._view is not None
+        own = self._view.untyped_storage()._cdata
+        return type(unsharded) is nn.Parameter and unsharded.untyped_storage()._cdata != own
 
     def registered(self) -> torch.Tensor | None:
         """The module's current parameter, or None if it was removed."""

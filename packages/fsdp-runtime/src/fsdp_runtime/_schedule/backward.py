@@ -252,6 +252,11 @@ class Backward:
         self._of_group: dict[Group, Reduction] = {}
         self.updated: set[Unit] = set()  # in this backward
 
+    @property
+    def ends_step(self) -> bool:
+        """Whether the end of backward shows the gradients."""
+        return self.is_last and not self.by_hand
+
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
         self._run = compat.backward_id()

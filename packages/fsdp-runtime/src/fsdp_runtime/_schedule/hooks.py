@@ -147,38 +147,44 @@ def _refuse_freed(unit: Unit) -> NoReturn:
 
 def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:
     """Gather the unit when the gradient of any output is computed. Returns whether any requires a gradient."""
-    hook: Callable[[Any], None] | None = None
-    again: Callable[[Any], None] | None = None
+    marks: _Marks | None = None
     for tensor in outputs:
         if not tensor.requires_grad or tensor.is_leaf:  # a leaf would keep the hook for good
             continue
-        if hook is None:
-            hook, again = _pre_backward(member)
-        tensor.register_hook(hook)
+        if marks is None:
+            marks = _Marks(member)
+        tensor.register_hook(marks.enter)
         node = compat.node_of_base(tensor)
-        if node is not None and again is not None:
+        if node is not None:
             # An in-place change of a view (out += x) replaces its node, and with it the hook. It keeps the base's node:
             # https://docs.pytorch.org/docs/stable/notes/autograd.html
-            node.register_prehook(again)
-    return hook is not None
+            node.register_prehook(marks.enter_once)
+    if marks is not None and member.passes.is_idle:
+        member.passes.follow_graph(marks)
+    return marks is not None
 
 
-def _pre_backward(member: Member) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-    """Two hooks of one forward's outputs: the second does nothing in a backward in which the first was called."""
-    runs: list[int] = [-1]  # the last run of the autograd engine that called the first hook
+class _Marks:
+    """Hooks of one forward's outputs. Only the graph holds them, so that they go with it."""
 
-    def hook(_: Any) -> None:
-        runs[0] = compat.backward_id()
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._run = -1  # the last run of the autograd engine that called `enter`
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self, _: Any) -> None:
+        """Gather the unit for backward."""
+        self._run = compat.backward_id()
         if compat.transforming():
-            _outside_transforms(member.passes.enter_backward, member.unit)
+            _outside_transforms(self._member.passes.enter_backward, self._member.unit)
         else:
-            member.passes.enter_backward(member.unit)
+            self._member.passes.enter_backward(self._member.unit)
 
-    def again(_: Any) -> None:
-        if runs[0] != compat.backward_id():
-            hook(_)
-
-    return torch.compiler.disable(hook), torch.compiler.disable(again)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_once(self, _: Any) -> None:
+        """Gather the unit, unless this backward has called `enter`."""
+        if self._run != compat.backward_id():
+            self.enter(_)
 
 
 def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -208,7 +214,7 @@ class _PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        _pre_backward(ctx.member)[0](grad)
+        _Marks(ctx.member).enter(grad)
         return None, grad
 
     @staticmethod

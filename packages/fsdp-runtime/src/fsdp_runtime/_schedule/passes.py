@@ -111,6 +111,7 @@ class Pass:
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
         self.last_backward: list[Unit] = []
         self._thread = 0  # that ran the last forward
+        self._graph: Any = None  # weak, to what the graph of the last forward holds
         self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
         self._comparing = threading.Lock()  # a state dict may be made in another thread during a pass
 
@@ -146,6 +147,11 @@ class Pass:
                 )
 
     # -- forward ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return self._root is None and not self.in_backward
 
     def is_begun_by(self, unit: Unit, module: nn.Module) -> bool:
         """Whether this forward is that of a root, which begins a pass."""
@@ -284,9 +290,14 @@ class Pass:
     def _end_forward(self) -> None:
         """Finish the root's forward, and free prefetched units that were not used."""
         trimmed = self._trimmed and not self._ahead
+        shows = (
+            self.backward.is_last and not self.backward.by_hand
+        )  # else a pipeline may write gradients by hand
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
+            if shows:
+                unit.show()
         self._ahead.clear()
         self._order.end()
         self._root = None
@@ -313,13 +324,30 @@ class Pass:
                 if not order.titles:  # no pass has begun meanwhile in the thread that runs passes
                     order.compare(layer)
 
+    def follow_graph(self, token: object) -> None:
+        """Put the sharded parameters into the modules when this forward's graph, which holds the token, is dropped.
+
+        No backward can follow then. The next pass raises for changes of gathered parameters.
+        """
+        known_self = weakref.ref(self)
+
+        def dropped(graph: object) -> None:
+            passes = known_self()
+            if passes is None or passes._graph is not graph or threading.get_ident() != passes._thread:
+                return
+            if not any(unit.lost_changes() for unit in passes.units):
+                passes.rest(free=False)
+
+        if self.backward.ends_step:
+            self._graph = weakref.ref(token, dropped)
+
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
 
         Args:
             free: free gathered memory, except of units that were asked to keep it after forward. Else it stays.
         """
-        if self._root is None and not self.in_backward:
+        if self.is_idle:
             offloaded = False
             for unit in self.units:
                 offloaded = offloaded or unit.offloaded
@@ -376,6 +404,8 @@ class Pass:
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: finish the reductions at its end."""
         self.in_backward = True
+        for unit in self.units:
+            unit.hide(in_backward=True)
         if self.streams.layer.capturing:
             self.streams.follow_capture()
         self.backward.begin()
@@ -441,7 +471,7 @@ class Pass:
             if self.activations is not None:
                 self.activations.end_backward()
             self.in_backward = False
-        if self.backward.is_last and not self.backward.by_hand:
+        if self.backward.ends_step:
             self.rest(free=False)
 
     def finish_backward(self) -> None:
@@ -458,7 +488,7 @@ class Pass:
                     "reduces them, had ended; let its output depend on that one's inputs"
                 )
         self._left_backward.clear()
-        if self.backward.is_last and not self.backward.by_hand:
+        if self.backward.ends_step:
             self.publish()
 
     def publish(self) -> None:
