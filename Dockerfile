@@ -13,11 +13,10 @@ RUN python3 -m venv /opt/venv && useradd --create-home --uid 1100 trainer
 ENV PATH=/opt/venv/bin:$PATH
 
 ARG PIP_EXTRA_INDEX_URL
-COPY constraints.txt /opt/fsdp/
+COPY constraints.txt requirements.txt /opt/fsdp/
 COPY packages /opt/fsdp/packages
 WORKDIR /opt/fsdp
-RUN pip install --no-cache-dir --constraint constraints.txt ./packages/layout-planner ./packages/ragged-shard \
-    ./packages/dbuffer ./packages/block-optim './packages/fsdp-runtime[train]'
+RUN pip install --no-cache-dir --constraint constraints.txt -r requirements.txt
 
 USER 1100
 WORKDIR /home/trainer

@@ -192,15 +192,15 @@ def build(session: nox.Session) -> None:
 @nox.session(reuse_venv=False, requires=["build"])
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def isolated(session: nox.Session, package: str) -> None:
-    """Install one package's wheel with what it declares and nothing else; test it outside the tree."""
+    """Install one package's wheel with what it declares and nothing else; run the tests of its sdist."""
     _prepare(session)
     wheels = ROOT / "dist"
     (wheel,) = wheels.glob(f"{package.replace('-', '_')}-*.whl")  # `build` empties dist/ first
     session.install(str(wheel), "--find-links", str(wheels))
-    outside = Path(session.create_tmp()).resolve()
-    for part in ("tests", "docs"):  # tests run the examples of docs
-        shutil.rmtree(outside / part, ignore_errors=True)
-        shutil.copytree(FOLDERS[package] / part, outside / part)
+    (sdist,) = wheels.glob(f"{package.replace('-', '_')}-*.tar.gz")
+    outside = Path(session.create_tmp()).resolve() / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(outside, ignore_errors=True)
+    shutil.unpack_archive(sdist, outside.parent, filter="data")
     session.chdir(outside)
     session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))

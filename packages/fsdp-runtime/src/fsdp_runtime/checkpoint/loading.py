@@ -50,7 +50,7 @@ def load_safetensors(
 
     Each rank reads the byte ranges of what it holds: over all ranks the bytes of the files once (with HSDP once for
     each replica; FP8 scales and tensors that are not sharded on every rank that needs them). Nothing is broadcast; two
-    all-gathers of small objects let all ranks raise together, and groups on meta issue the 32-byte all-gather of
+    all-gathers of small objects let all ranks raise together, and groups on meta issue the 64-byte all-reduce of
     `fully_shard`. Files are mapped, and copied 16 MiB at a time.
 
     Values are cast to the parameters' dtype. FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values.

@@ -122,7 +122,8 @@ def units_of(model: nn.Module) -> list[Unit]:
 def give_memory(model: nn.Module) -> None:
     """Give parameters and persistent buffers on the meta device memory, uninitialised or zeros; communicates.
 
-    One 32-byte all-gather per parameter group that was on meta, which checks that all ranks planned alike.
+    One 64-byte all-reduce per mesh axis and parameter group that was on meta, which checks that all ranks planned the
+    same layout.
     """
     units = units_of(model)
     for unit in units:
@@ -184,7 +185,7 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
     """
     names: dict[int, str] = {}
     others: list[Entry] = []
-    for target in targets_of(model):  # reshards, so that the modules hold the sharded parameters
+    for target in targets_of(model):
         if target.tensor.is_meta:
             raise ValueError(f"{target.name} is on the meta device and has no values; load them first")
         name = target.name
