@@ -300,6 +300,38 @@ def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
     assert torch.equal(before, moved)
 
 
+def two_groups(case, *numbers):
+    """A run whose parameters with these numbers are in a group of larger steps, before the others'."""
+    run = run_of(case)
+    kind, own = (Mixed, {"algorithm": "muon"}) if case == "Mixed" else KINDS[case]
+    named = list(run.module.named_parameters())
+    groups = [
+        {
+            "params": [p for i, p in enumerate(named) if (i in numbers) == first],
+            "lr": lr,
+            "weight_decay": lr,
+            **own,
+        }
+        for first, lr in ((True, 0.1), (False, 0.001))
+    ]
+    if case in ("Muon", "NorMuon", "Mixed"):
+        groups[0] |= {"momentum": 0.5, "nesterov": False}
+    run.optimizer = kind(groups, **({"fused": True} if case == "AdamW fused" else {}))
+    return run
+
+
+@every_kind
+def test_a_parameter_that_moves_to_a_group_that_is_there_takes_its_options_at_once(case):
+    run, twin = two_groups(case, 0).steps(0, 2), two_groups(case, 0, 1)
+    twin.module.load_state_dict(run.module.state_dict())
+    saved = copy.deepcopy(run.optimizer.state_dict()["state"])
+    twin.optimizer.load_state_dict({**twin.optimizer.state_dict(), "state": saved})
+    larger, smaller = run.optimizer.param_groups
+    for key in ("params", "param_names"):
+        larger[key].append(smaller[key].pop(0))
+    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
+
+
 def test_a_parameter_that_is_put_back_into_another_group_of_8_bit_adamw_takes_its_options():
     def put_back(**options):
         (p, q), twin = (torch.nn.Parameter(t) for t in tensors(((64, 64),) * 2, 0)), None

@@ -49,7 +49,8 @@ class MuonEngine:
     def __init__(self, params: Sequence[Param], bucket_bytes: int) -> None:
         self.params, self.recipes = list(params), _recipes(params)
         self._index = {id(param.tensor): i for i, param in enumerate(params)}
-        self._groups = list({id(p.group): p.group for p in params}.values())
+        self._group_of = [p.group for p in params]
+        self._groups = list({id(group): group for group in self._group_of}.values())
         self._locals: list[LocalParam] = []
         domains = self._find_domains(params)
         assignments = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
@@ -125,8 +126,9 @@ class MuonEngine:
         return buckets
 
     def fits(self, params: Sequence[Param]) -> bool:
-        """Whether it was built for these parameters and for the options that they have now."""
-        return same_objects(list(params), self.params) and _recipes(params) == self.recipes
+        """Whether it was built for these parameters, in these groups, and for the options that they have now."""
+        grouped = same_objects([p.group for p in params], self._group_of)
+        return same_objects(list(params), self.params) and grouped and _recipes(params) == self.recipes
 
     def bind(self) -> None:
         """Use the memory that the states have now."""
