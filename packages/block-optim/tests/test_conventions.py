@@ -275,6 +275,41 @@ def test_grad_scaler_unscales_and_its_infinities_skip_the_step(case):
     same(run.result(), twin.result())
 
 
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_grad_scaler_divides_narrow_gradients_in_fp32(case, dtype):
+    run, twin = run_of(case, dtype=dtype), run_of(case, dtype=dtype)
+    for p in twin.params:
+        p.grad_dtype = torch.float32
+    for step in range(3):
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        scaler.scale(torch.ones(()))
+        run.give(step)
+        for p, other in zip(run.params, twin.params, strict=True):
+            p.grad.mul_(1e-3)  # over the scale, less than the smallest number of fp16
+            other.grad = p.grad.float() / 65536
+        scaler.step(run.optimizer)
+        twin.optimizer.step()
+        for p, other in zip(run.params, twin.params, strict=True):
+            assert torch.equal(p.grad, other.grad.to(dtype))
+    same(run.result(), twin.result())
+
+
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
+def test_grad_scaler_gives_fp16_weights_the_step_of_torchs_fused_adamw(make):
+    ours, theirs = (torch.nn.Parameter(torch.ones(8, dtype=torch.float16)) for _ in range(2))
+    for p, optimizer in (
+        (ours, make([ours], lr=0.1)),
+        (theirs, torch.optim.AdamW([theirs], lr=0.1, fused=True)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        scaler.scale(torch.ones(()))
+        p.grad = torch.full_like(p, 2e-8 * 65536)
+        scaler.step(optimizer)
+    assert torch.equal(ours, theirs)
+    assert (ours < 0.95).all()
+
+
 def test_a_run_of_named_groups_keeps_its_names():
     run = run_of("AdamW", shapes=((3, 4), (5,)))
     assert run.optimizer.param_groups[0]["param_names"] == ["p0", "p1"]

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from block_optim.core import device as devices
-from block_optim.core._torch_compat import foreach_div_
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
-from block_optim.core.gradients import Collector, StepGradients
+from block_optim.core.gradients import Collector, StepGradients, unscaled
 from block_optim.core.precision import refresh_masters, store_masters
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
@@ -56,9 +55,9 @@ class BlockOptimizer(Stateful):
             mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
-    `step` communicates nothing if it is known whether gradients are finite (``found_inf``, ``grad_norm``),
-    on one rank, or with ``skip_nonfinite=False``; else one all_reduce of 4 bytes per process group that cuts a
-    parameter. `update` may communicate more.
+    `step` communicates nothing if ``grad_norm`` tells whether gradients are finite, on one rank, or with
+    ``skip_nonfinite=False``; else (`GradScaler`'s ``found_inf`` included, which may differ by rank) one all_reduce
+    of 4 bytes per process group that cuts a parameter. `update` may communicate more.
     """
 
     # GradScaler then leaves found_inf and grad_scale here instead of waiting for them.
@@ -133,7 +132,7 @@ class BlockOptimizer(Stateful):
                 loss = closure()
         self._read_flags()
         self._sync()
-        active = self._collector.collect(self.trained)
+        collected = active = self._collector.collect(self.trained)
         flag = self._nonfinite(active, grad_norm)
         if isinstance(flag, torch.Tensor) and not self.supports_found_inf:
             flag = bool(flag.item())
@@ -144,9 +143,7 @@ class BlockOptimizer(Stateful):
             if self.capturable and scale is not None:
                 check_on_device("grad_scale", scale)
             if scale is not None and active.grads:
-                divisor = scale if devices.runs_ahead(scale.device) else float(scale)
-                for dtype in {g.dtype for g in active.grads}:  # mixed, they are a kernel a tensor on CUDA
-                    foreach_div_([g for g in active.grads if g.dtype == dtype], divisor)
+                active = unscaled(active, scale if devices.runs_ahead(scale.device) else float(scale))
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
             counts = [] if active.found_inf is None or self.capturable else self._host_counts()
             before = torch.stack(counts) if counts else None
@@ -157,34 +154,37 @@ class BlockOptimizer(Stateful):
                 self._skipped_on_device.add_(active.found_inf != 0)
             elif active.found_inf is not None:
                 self._flags.add(active.found_inf, counts, before)
-        if not active.keeps:
-            active.grads = []
+        if not collected.keeps:
+            collected.grads = []
         return loss
 
     def _nonfinite(
         self, active: StepGradients, grad_norm: torch.Tensor | float | None
     ) -> bool | torch.Tensor:
         """Whether to skip this step; identical on every rank. A 0-d tensor if the flag is on the device."""
-        result: torch.Tensor | None = getattr(self, "found_inf", None)
-        if self.capturable and result is not None:
-            check_on_device("found_inf", result)
-        if result is None:
-            if not self.skip_nonfinite:
-                return False
-            if grad_norm is not None:
-                if self.capturable:
-                    check_on_device("grad_norm", grad_norm)
-                finite = norm_is_finite(grad_norm)
-                return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
-            if self._cut_groups is None:
-                self._cut_groups = cut_groups(self.trained)
-            if self.capturable and self._cut_groups:
-                raise ValueError(
-                    "capturable=True: ranks would agree on non-finite gradients by a collective; give "
-                    "step(grad_norm=...) or build the optimizer with skip_nonfinite=False"
-                )
-            own = self._check(active.grads, active.version, next(iter(self._params)).device)
-            result = agreed(own, self._cut_groups)
+        own: torch.Tensor | None = getattr(self, "found_inf", None)
+        if self.capturable and own is not None:
+            check_on_device("found_inf", own)
+            return own
+        if own is None and not self.skip_nonfinite:
+            return False
+        if own is None and grad_norm is not None:
+            if self.capturable:
+                check_on_device("grad_norm", grad_norm)
+            finite = norm_is_finite(grad_norm)
+            return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
+        if self._cut_groups is None:
+            self._cut_groups = cut_groups(self.trained)
+        if self.capturable and self._cut_groups:
+            raise ValueError(
+                "capturable=True: ranks would agree on non-finite gradients by a collective; give "
+                "step(grad_norm=...) or build the optimizer with skip_nonfinite=False"
+            )
+        device = next(iter(self._params)).device
+        check = self._check
+        # Ranks agree on found_inf, too: torch asks the mesh of one gradient, and others may be cut over further ranks.
+        own = check(active.grads, active.version, device) if own is None else own.to(device, copy=True)
+        result = agreed(own, self._cut_groups)
         return result if devices.runs_ahead(result.device) else bool(result.item())
 
     def _host_counts(self) -> list[torch.Tensor]:

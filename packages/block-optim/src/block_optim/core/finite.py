@@ -1,9 +1,9 @@
 """The check for non-finite gradients, with the same result on every rank.
 
-    known already        GradScaler's `found_inf`, or `step(grad_norm=...)`      no collective
-    one rank             this rank's own check                                   no collective
-    several              the own check, then MAX over each process group that    4 bytes, one all_reduce for each
-                         cuts a parameter, one after another
+    known already        `step(grad_norm=...)`                                   no collective
+    one rank             this rank's own check, or GradScaler's `found_inf`      no collective
+    several              either, then MAX over each process group that cuts      4 bytes, one all_reduce for each
+                         a parameter, one after another
 
 Ranks along a Replicate axis hold the same gradients, so those axes are not asked, unless they divide the work on the
 parameter: they then must take the same steps.

@@ -1,4 +1,4 @@
-"""Collects the gradients of a step, and detects whether their memory has moved since the last one."""
+"""Collects the gradients of a step, and detects whether their memory has moved since the last one; divides them."""
 
 import operator
 import weakref
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.core._torch_compat import locals_of
+from block_optim.core._torch_compat import foreach_copy_, foreach_div_, locals_of
 from block_optim.core.params import Param
 
 
@@ -18,7 +18,8 @@ class StepGradients:
     Attributes:
         params: the parameters.
         locals: this rank's elements of each, as `Param.local`.
-        grads: this rank's elements of each gradient: plain and detached, in any stride.
+        grads: this rank's elements of each gradient: plain and detached, in any stride; fp32 where a narrower one was
+            divided by `GradScaler`'s scale.
         version: rises when other parameters have gradients, when a parameter has another address, or when gradients
             are laid out differently among themselves (which share a storage, at which offsets). Anything derived
             from these may be kept while the version stays.
@@ -87,7 +88,7 @@ class Collector:
         if active is not None and stayed and places == places_before:
             active.grads, active.keeps = local_grads, 0
             return active
-        self._version += 1
+        self._version += 2  # odd ones are for `unscaled`
         if active is None or addresses[0] != before[0]:
             for param in present:
                 param.check_layout()
@@ -96,6 +97,23 @@ class Collector:
 
     def _same_objects(self, grads: list[torch.Tensor | None]) -> bool:
         return all(map(operator.is_, grads, map(operator.call, self._seen_grads)))
+
+
+def unscaled(active: StepGradients, divisor: torch.Tensor | float) -> StepGradients:
+    """The gradients over a scale: divided in place, narrow ones in fp32 copies, from which they are then rounded.
+
+    In fp16 small ones would be zero, and large ones would lose bits, before any moment sees them.
+    """
+    grads = [g.float() if g.dtype.itemsize < 4 else g for g in active.grads]
+    for dtype in {g.dtype for g in grads}:  # mixed, they are a kernel a tensor on CUDA
+        foreach_div_([g for g in grads if g.dtype == dtype], divisor)
+    pairs = [(g, wide) for g, wide in zip(active.grads, grads, strict=True) if wide is not g]
+    if not pairs:
+        return active
+    for dtype in {g.dtype for g, _ in pairs}:
+        same = [pair for pair in pairs if pair[0].dtype == dtype]
+        foreach_copy_([g for g, _ in same], [wide for _, wide in same])
+    return StepGradients(active.params, active.locals, grads, active.version + 1)
 
 
 def _nothing() -> None:
