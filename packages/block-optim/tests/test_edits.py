@@ -525,8 +525,24 @@ def test_a_parameter_whose_data_got_another_shape_raises_by_name(case):
             param.grad = None
             param.data = reshaped(param)
             param.grad = torch.ones_like(param)
-            with pytest.raises(ValueError, match=r"its \.data was set"):
-                pytest.fail(f"{how}, after {steps} steps: {run.optimizer.step()}")
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"its \.data was set"):
+                    pytest.fail(f"{how}, after {steps} steps: {run.optimizer.step()}")
+
+
+@pytest.mark.parametrize("layout", ["shard", "one rank"])
+@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "SOAP"])
+@on_ranks(3)
+def test_a_cast_of_a_model_is_refused_in_each_step_on_ranks_that_hold_nothing_of_it_too(case, layout):
+    run = run_of(case, layout, shapes=((2, 6), (1, 8))).steps(0, 2)
+    for p in run.params:
+        p.grad = None
+    run.module.double()
+    run.dtype = torch.float64
+    for step in (2, 3):
+        run.give(step)
+        with pytest.raises(ValueError, match="p0: it has precision double"):
+            run.optimizer.step()
 
 
 def test_muon_follows_a_model_that_is_cast_to_bf16():

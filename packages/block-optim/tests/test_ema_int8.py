@@ -96,3 +96,10 @@ def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
     columns = nn.Parameter(torch_distribute(torch.ones(100, 96), rank_mesh(3), [Shard(1)]))
     with pytest.raises(ValueError, match=r"w: dtype=torch.int8 needs .* one contiguous run"):
         EMA([("w", columns)], 0.9, dtype=torch.int8)
+
+
+@on_ranks(3)
+def test_a_bf16_average_of_columns_is_refused_also_on_a_rank_that_holds_none():
+    columns = nn.Parameter(torch_distribute(torch.ones(8, 2), rank_mesh(3), [Shard(1)]))
+    with pytest.raises(ValueError, match=r"p: dtype=torch.bfloat16 needs .* one contiguous run"):
+        EMA([("p", columns)], 0.9, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import runs
 import torch
 import torch.distributed as dist
 from runs import same, tensors
+from torch.distributed.tensor import Shard
 
 from block_optim import AdamW, Muon, qk_clip_
 from block_optim.core.rounding import CHUNK, Rounder
@@ -227,3 +228,10 @@ def test_a_long_stretch_gets_the_bits_of_its_pieces_and_small_buffers_are_enough
     assert torch.equal(whole, pieces)
     assert ((whole.float() - wide).abs() <= wide.abs() / 128).all()  # a neighbor of bf16
     assert not torch.equal(whole, wide.bfloat16())
+
+
+@on_ranks(3)
+def test_stochastic_rounding_of_columns_is_refused_also_on_a_rank_that_holds_none():
+    weight = runs.put(torch.zeros(8, 2, dtype=torch.bfloat16), runs.world_mesh(), [Shard(1)])
+    with pytest.raises(ValueError, match="p: stochastic_rounding needs"):
+        AdamW([("p", torch.nn.Parameter(weight))], stochastic_rounding=True)

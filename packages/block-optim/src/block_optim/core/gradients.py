@@ -9,6 +9,7 @@ import torch
 
 from block_optim.core._torch_compat import foreach_copy_, foreach_div_, locals_of
 from block_optim.core.params import Param
+from block_optim.core.snapshot import same_objects
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +58,7 @@ class Collector:
         self._active: StepGradients | None = None
         self._seen_grads: list[Callable[[], torch.Tensor | None]] = []
         self._addresses: tuple[list[int], list[int]] = ([], [])  # of parameters, of gradients
+        self._empty: list[torch.Tensor] = []  # locals without elements, and so without an address
         self._places: list[object] = []
         self._epoch = 0
         self._version = 0
@@ -70,9 +72,12 @@ class Collector:
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
         present_grads = [g for g in grads if g is not None]
-        addresses = _addresses(locals_of(tensors)), _addresses(locals_of(present_grads))
+        own = locals_of(tensors)
+        addresses = _addresses(own), _addresses(locals_of(present_grads))
         active, before = self._active, self._addresses
-        if active is not None and addresses == before and self._same_objects(grads):
+        empty = [t for t, address in zip(own, addresses[0], strict=True) if not address]
+        resting = active is not None and addresses[0] == before[0] and same_objects(empty, self._empty)
+        if active is not None and resting and addresses[1] == before[1] and self._same_objects(grads):
             if not active.keeps:  # the caller reuses these tensors, so references to them may be kept
                 active.keeps = self._epoch
                 active.grads = _local_grads(active.params, present_grads)
@@ -80,17 +85,17 @@ class Collector:
         present = [p for p, g in zip(params, grads, strict=True) if g is not None]
         local_grads = _local_grads(present, present_grads)
         self._seen_grads = [_nothing if g is None else weakref.ref(g) for g in grads]
-        self._addresses = addresses
+        self._addresses, self._empty = addresses, empty
         self._epoch += 1
         places, places_before = _places(local_grads, addresses[1]), self._places
         self._places = places
-        stayed = active is not None and addresses[0] == before[0] and present == active.params
-        if active is not None and stayed and places == places_before:
+        if active is not None and resting and present == active.params and places == places_before:
             active.grads, active.keeps = local_grads, 0
             return active
         self._version += 2  # odd ones are for `unscaled`
-        if active is None or addresses[0] != before[0]:
-            for param in present:
+        if not resting:  # on every rank of a parameter, whatever it holds of it
+            self._active = None  # until all fit
+            for param in params:
                 param.check_layout()
         self._active = StepGradients(present, [p.local for p in present], local_grads, self._version)
         return self._active

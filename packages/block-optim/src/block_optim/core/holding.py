@@ -91,6 +91,11 @@ class Holding:
         """Elements that this rank holds."""
         return sum(piece.numel for piece in self.own)
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether no rank holds more than one run of the flattened tensor."""
+        return all(len(own) <= 1 and all(piece.rows == 1 for piece in own) for own in self.by_rank)
+
     @cached_property
     def _bounds(self) -> tuple[list[int], list[int]]:
         """For each rank: the end of the elements of all ranks up to it, and the start of those from it on."""

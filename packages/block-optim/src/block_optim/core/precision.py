@@ -50,7 +50,7 @@ def check_precision(group: Group, params: Sequence[Param]) -> None:
                 f"{param.name}: stochastic_rounding is for bf16 parameters, this one is {param.dtype}; use "
                 "master_weights=True in its group"
             )
-        if param.start is None or not param.local.is_contiguous():
+        if not param.holding.in_runs or not param.local.is_contiguous():
             raise ValueError(
                 f"{param.name}: stochastic_rounding needs what a rank holds to be one contiguous run of the tensor, it "
                 f"has placements {param.placements} and stride {param.local.stride()}; round to nearest in its group"

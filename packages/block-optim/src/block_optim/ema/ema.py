@@ -129,7 +129,7 @@ class EMA:
         self._check_module(gathered=True)
         if fresh := [Param(t, name) for name, t in self._frozen.items() if t.requires_grad]:
             self._begin(fresh)
-        places = [(t.data_ptr(), t.dtype, t.shape) for t in self._locals()]
+        places = [(t.data_ptr(), t.dtype, t.shape, t.device) for t in self._locals()]
         if places == self._places:
             return
         for name, param in self._params.items():
@@ -199,8 +199,8 @@ class EMA:
         """Raise ValueError if there can be no average of a parameter."""
         param.check_dense()
         local = param.local
-        one_run = param.start is not None and local.is_contiguous()
-        if self._dtype_of(param).itemsize < 4 and not (one_run and param.dtype.itemsize <= 4):
+        narrow = self._dtype_of(param).itemsize < 4
+        if narrow and not (param.holding.in_runs and local.is_contiguous() and param.dtype.itemsize <= 4):
             raise ValueError(
                 f"{param.name}: dtype={self._dtype} needs parameters of at most 4 bytes an element, of which a rank "
                 f"has one contiguous run; it is {param.dtype} with placements {param.placements} and stride "
