@@ -88,7 +88,7 @@ def test_averages_of_another_dtype_are_refused_by_state_dicts_and_by_checkpoints
 
 @on_ranks(3)
 def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
-    module = Run(AdamW, "rows", shapes=((61, 100),)).module  # cut by rows of 100 elements
+    module = Run(AdamW, "elements", shapes=((61, 100),), cuts=1).module  # cut inside rows
     with pytest.raises(
         ValueError, match=r"p0: .*inside a block .*block_policy.*; or average in bf16 or fp32"
     ):

@@ -11,22 +11,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import Run, cut_twice, full, put
+from runs import Run, cut_twice, full, put, same
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, mixed_optimizer_for
+from block_optim import SOAP, AdamW, AdamW8bit, Muon, Param, Shampoo, local_of, mixed_optimizer_for
 from block_optim.core.grid import Grid, block_for
 from layout_planner import Elements, Tile
-from ragged_shard import RaggedShard, held_boxes
+from ragged_shard import RaggedShard, distribute_like, held_boxes
 from ragged_shard.testing import on_ranks, run_ranks
 
 WIDTH = 12
-COLUMN_CUT = {"tensor parallel": Tile(1, 24)}  # of `down`, whose 48 columns two ranks share
+EXPERTS = {"experts.up": Tile(1, 256), "experts.down": Tile(1, 256)}  # cut between first and last dimension
+MESH_BLOCKS = {  # `down` has 48 columns that two ranks share
+    "tensor parallel": {"down.weight": Tile(1, 24)},
+    "experts by Shard(1)": EXPERTS,
+    "expert parallel": EXPERTS,
+}
 MATRICES = ("up.weight", "down.weight", "experts.up", "experts.down")
 
 
@@ -128,16 +139,10 @@ MATRICES_ONLY: dict[str, Any] = {"min_8bit_numel": 1, "quantize": lambda name, p
 
 
 def narrow(model, layout):
-    """8-bit AdamW with its default block; in one process, with the blocks that this chooses in the layout."""
-    options = MATRICES_ONLY
-    if torch.distributed.is_initialized() and layout not in ("DDP", "Replicate"):
-        return AdamW8bit(named(model), lr=0.02, **options)
-    group = {
-        "params": [(n, p) for n, p in named(model) if n == "down.weight"],
-        "block": COLUMN_CUT.get(layout, Tile(1, 256)),
-    }
-    rest = [(n, p) for n, p in named(model) if n != "down.weight"]
-    return AdamW8bit([group, {"params": rest, "block": Tile(1, 256)}], lr=0.02, **options)
+    """8-bit AdamW with its default block; in one process, with those that follow the mesh in the layout."""
+    chosen = {} if torch.distributed.is_initialized() else MESH_BLOCKS.get(layout, {})
+    groups = [{"params": [(n, p)], "block": chosen.get(n, "auto")} for n, p in named(model)]
+    return AdamW8bit(groups, lr=0.02, **MATRICES_ONLY)
 
 
 def divided(layout):
@@ -329,8 +334,11 @@ CHOSEN: dict[Any, Any] = {  # of tensors on three ranks, by shape and placement
     ((64, 13), Shard(1)): Tile(1, 5),
     ((64, 3, 7, 7), Shard(0)): Elements(147),
     ((3 * 640,), Shard(0)): Elements(160),
-    ((1000, 768), Replicate()): Elements(256),
-    ((900, 768), RaggedShard((0,), (1, 0, 2))): Elements(256),
+    ((1000, 768), Replicate()): Tile(1, 256),
+    ((900, 768), RaggedShard((0,), (1, 0, 2))): Tile(1, 256),
+    ((64, 48, 3), Shard(0)): Elements(144),
+    ((64, 48, 3), Shard(1)): Tile(1, 256),
+    ((1920,), Replicate()): Elements(256),
 }
 
 
@@ -359,3 +367,37 @@ def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
     for ((shape, _), block), (chosen, scales) in zip(CHOSEN.items(), result, strict=True):
         assert chosen == block, shape
         assert scales == Grid(shape, block).scale_shape
+
+
+@pytest.mark.parametrize("layout", ["shard", "rows", "replicate"])
+@on_ranks(3)
+def test_8_bit_states_of_the_default_blocks_load_from_one_process_and_back(layout):
+    def run(where):
+        return Run(AdamW8bit, where, shapes=((31, 300), (4, 16, 40), (6, 3, 3, 3)), min_8bit_numel=1)
+
+    one, many = run("plain").steps(0, 2), run(layout)
+    before = many.optimizer.state_dict()
+    many.optimizer.load_state_dict(one.optimizer.state_dict())
+    assert {k: full(v).shape for k, v in before["state"][0].items()} == {
+        k: v.shape for k, v in one.optimizer.state_dict()["state"][0].items()
+    }
+    for own, value in zip(many.params, one.params, strict=True):
+        local_of(own).detach().copy_(local_of(distribute_like(value.detach(), own, src_data_rank=None)))
+    same(many.steps(2, 4).result(), one.steps(2, 4).result())
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(3)
+def test_a_full_state_dict_of_8_bit_adamw_is_set_on_rows_that_ranks_do_not_divide(broadcast):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(256, 130))
+    optimizer = AdamW8bit(model.named_parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    expected = {k: full(v).clone() for k, v in optimizer.state[model.weight].items()}
+    optimizer.state.clear()
+    given = saved if not broadcast or torch.distributed.get_rank() == 0 else {}
+    set_optimizer_state_dict(model, optimizer, given, options=options)
+    same({k: full(v) for k, v in optimizer.state[model.weight].items()}, expected)

@@ -13,7 +13,7 @@ from test_checkpoints import checkpoint
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Muon, Shampoo, local_of
-from layout_planner import Elements, Rows, Whole
+from layout_planner import Rows, Tile, Whole
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 SHAPES = ((9, 4), (7,), (3, 5, 2))
@@ -109,7 +109,7 @@ def test_every_block_policy_has_one_signature_and_takes_the_optimizers_options(k
         kind.block_policy(units=[layer], world_size=1, max_padding=0.0),
     ):
         block = policy("weight", layer.weight)
-        wanted = {AdamW: None, AdamW8bit: Elements(256), Muon: Whole()}
+        wanted = {AdamW: None, AdamW8bit: Tile(1, 256), Muon: Whole()}
         assert kind is Shampoo or block == wanted[kind]
     with pytest.raises(TypeError, match=f"{kind.__name__} has no option 'blocks'"):
         kind.block_policy(blocks=3)

@@ -113,7 +113,7 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     spare = block_policy_for(model, units=[*model.blocks, model], world_size=64, max_padding=0.0, **options)
     weights = dict(model.named_parameters())
     assert spare("", weights["blocks.0.down.weight"]) is None
-    assert spare("", weights["blocks.0.up.weight"]) == Elements(256)
+    assert spare("", weights["blocks.0.up.weight"]) == Tile(1, 256)
 
 
 def test_parameters_outside_the_units_are_left_alone_and_units_need_a_world_size():

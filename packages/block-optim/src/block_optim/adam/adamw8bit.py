@@ -14,7 +14,7 @@ from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
-from block_optim.core.grid import AUTO, DEFAULT_BLOCK, block_for, check_block, scale_layout
+from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
 from block_optim.core.options import check_count, check_flag
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
@@ -48,9 +48,10 @@ class AdamW8bit(BlockOptimizer):
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, maximize: as in `AdamW`.
-        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": Elements(256),
-            and on DTensors of torch's Shard blocks that no rank's share cuts, `Tile(1, 256)` of FSDP2's matrices. They
-            follow from global shapes and, only where the last dimension is cut, from the mesh; logged once.
+        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global shape
+            only, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
+            one process, DDP, FSDP2 and fsdp-runtime. Where torch's Shard cuts the last dimension, they follow from the
+            mesh, too; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights, capturable: as in `AdamW`.
@@ -96,7 +97,7 @@ class AdamW8bit(BlockOptimizer):
     @override
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
         """Return the block of a tensor that gets 8-bit states; None for others, as fp32 states may be cut anywhere."""
-        block = DEFAULT_BLOCK if options["block"] == AUTO else check_block(options["block"])
+        block = auto_block(param.shape) if options["block"] == AUTO else check_block(options["block"])
         return block if is_quantized(name, param, options["min_8bit_numel"], options["quantize"]) else None
 
     @property
@@ -142,7 +143,7 @@ class AdamW8bit(BlockOptimizer):
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
                 block = _fitting_block(param, group["block"])
-                if group["block"] == AUTO and block != DEFAULT_BLOCK:
+                if group["block"] == AUTO and block != auto_block(param.shape):
                     chosen[param.name] = str(block)
         self._tell_blocks(chosen)
 
@@ -152,7 +153,7 @@ class AdamW8bit(BlockOptimizer):
             self._told = True
             kinds = {block: [n for n, b in chosen.items() if b == block] for block in chosen.values()}
             text = (f"{b} ({len(names)} tensors, first: {names[0]})" for b, names in kinds.items())
-            _LOG.warning("AdamW8bit: blocks of 8-bit states on torch's Shard: %s", "; ".join(text))
+            _LOG.warning("AdamW8bit: blocks of 8-bit states that follow the mesh: %s", "; ".join(text))
 
     @override
     def check_blocks(self, params: list[Param]) -> None:

@@ -9,7 +9,7 @@
 
 `Elements(n)` cuts the flattened tensor; its scales are one-dimensional.
 
-`block="auto"` takes blocks that no cut of torch's Shard goes through; see `block_for`.
+`block="auto"` takes blocks that no cut between rows goes through; see `auto_block`.
 
 Tensor and expert parallelism leave a slab of the tensor on a rank. If their cuts are between blocks, the slab's
 grid has the same blocks, and its scales are the same slab of the tensor of scales.
@@ -92,42 +92,55 @@ class Grid:
 
 
 AUTO = "auto"
-DEFAULT_BLOCK = Elements(256)
+COLUMNS = 256  # of a block of "auto"
+_LEAST, _MOST = 16, 4096  # of one that is to divide something
+
+
+def auto_block(shape: Sequence[int]) -> Elements | Tile:
+    """The block that "auto" gives a tensor of this shape, wherever it is cut:
+
+    two dimensions, or three with 16 columns       Tile(1, 256): inside a row
+    more (convolutions)                            as many elements as divide all behind one index of the first one
+    a vector, or where there is no such number     Elements(256)
+    """
+    if len(shape) == 2 or (len(shape) == 3 and shape[-1] >= _LEAST):
+        return Tile(1, COLUMNS)
+    return Elements((_divisor(math.prod(shape[1:])) if len(shape) > 2 else None) or COLUMNS)
 
 
 def block_for(param: Param, block: Block | int | str = AUTO) -> Elements | Tile:
-    """The block of a parameter's 8-bit states: ``block`` or, for "auto", by global metadata only:
+    """The block of a parameter's 8-bit states: ``block`` or, for "auto", `auto_block`.
 
-        no Shard among the placements, or a RaggedShard    Elements(256), on whose grid a block policy cuts
-        the last dimension is whole; 2 or 3 dimensions     Tile(1, 256): inside a row, so the mesh does not matter
-        the same, more dimensions                          as many elements as divide all that is behind one index of
-                                                           the first dimension; the mesh does not matter either
-        the last dimension is cut                          as many columns as divide every rank's share
-
-    As many: up to 256 if at least 16, else up to 4096.
+    Where torch's Shard cuts another dimension than the first, or a vector, that may not fit. "auto" then takes blocks
+    inside a row and, if rows are cut, of as many columns as divide every rank's share: up to 256 if at least 16, else
+    up to 4096. It looks at global metadata only.
 
     Raises:
         ValueError: no such number.
     """
     if block != AUTO:
         return check_block(block)
-    cuts = [(a, p) for a, p in enumerate(param.placements) if isinstance(p, SHARDS)]
-    if not cuts or not param.numel or any(isinstance(p, RaggedShard) for p in param.placements):
-        return DEFAULT_BLOCK
-    last, share = len(param.shape) - 1, param.shape[-1]
-    assert param.mesh is not None
-    shares = []
-    for axis, _ in (cut for cut in cuts if cut[1].dim % len(param.shape) == last):
-        share = -(-share // param.mesh.size(axis))
-        shares.append(share)
-    if last and not shares and last < 3:
-        return Tile(1, DEFAULT_BLOCK.count)
-    common = math.gcd(*shares) if shares else math.prod(param.shape[1:])
-    divisors = [n for n in range(min(16, common), min(common, 4096) + 1) if common % n == 0]
-    if not divisors:
+    last, shares, dims = len(param.shape) - 1, list[int](), {0}
+    for axis in cutting_axes(param.mesh, param.placements):
+        placement = param.placements[axis]
+        if isinstance(placement, SHARDS) and not isinstance(placement, RaggedShard):
+            assert param.mesh is not None
+            dims.add(placement.dim % len(param.shape))
+            if placement.dim % len(param.shape) == last:
+                shares.append(-(-(shares or param.shape)[-1] // param.mesh.size(axis)))
+    if not shares or not param.numel:
+        return Tile(1, COLUMNS) if max(dims) else auto_block(param.shape)
+    common = math.gcd(*shares)
+    count = _divisor(common)
+    if count is None:
         raise _refusal(param, f"no block of 16 to 4096 elements divides the {common} between two cuts")
-    count = max((n for n in divisors if n <= DEFAULT_BLOCK.count), default=divisors[0])
-    return Tile(1, count) if shares and last else Elements(count)
+    return Tile(1, count) if last else Elements(count)
+
+
+def _divisor(number: int) -> int | None:
+    """The number of elements of a block that divides this one."""
+    divisors = [n for n in range(min(_LEAST, number), min(number, _MOST) + 1) if n and number % n == 0]
+    return max((n for n in divisors if n <= COLUMNS), default=divisors[0] if divisors else None)
 
 
 def check_block(block: Block | int | str) -> Elements | Tile:
@@ -174,9 +187,10 @@ class ScaleLayout:
         """The scales' global tensor around this rank's scales, flat."""
         ragged = any(isinstance(p, RaggedShard) for p in self.placements)
         shape = self.slab.scale_shape
-        local = (
-            local.view(-1, *shape[-1:]) if ragged and len(shape) > 1 else local.view(-1 if ragged else shape)
-        )
+        if ragged:
+            local = local.view(-1, *shape[-1:]) if len(shape) > 1 else local
+        else:
+            local = local.view(local.numel() // max(math.prod(shape[1:]), 1), *shape[1:])
         return wrap_local(local, param.mesh, self.placements, self.grid.scale_shape, ragged)
 
 
@@ -206,7 +220,9 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     assert own is not None
     placements = _scale_placements(param, grid, along, units.pop().local_units if units else (1,))
     for where, slab in result.items():
-        chunk = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
+        chunk = [
+            Replicate() if a in along or isinstance(p, RaggedShard) else p for a, p in enumerate(placements)
+        ]
         if held_boxes(grid.scale_shape, mesh.shape, chunk, where) != slab.scales:
             raise _refusal(
                 param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share"
@@ -274,11 +290,14 @@ def _scale_placements(
     mesh = param.mesh
     assert mesh is not None
     dims, cutting = tuple(range(max(len(grid.scale_shape) - 1, 1))), cutting_axes(mesh, param.placements)
+    rows = isinstance(grid.block, Tile) and grid.scale_shape[0] == grid.shape[0]  # torch's cuts are the same
     result: list[Placement] = []
     factor = 1
     for axis in reversed(range(mesh.ndim)):
         placement = param.placements[axis]
-        if axis in along:
+        if axis in along and type(placement) in SHARDS and rows:
+            result.append(placement)
+        elif axis in along:
             strided = isinstance(placement, (StridedRaggedShard, TorchStridedShard)) and factor > 1
             result.append(StridedRaggedShard(dims, units, factor) if strided else RaggedShard(dims, units))
         elif isinstance(placement, RaggedShard):  # on an axis of size 1
