@@ -58,9 +58,36 @@ def test_a_state_dict_of_torchs_muon_is_taken_with_its_options():
 @every_kind
 def test_an_argument_that_does_not_exist_is_a_type_error(case):
     kind = Mixed if case == "Mixed" else KINDS[case][0]
-    for option in ("lrr", "amsgrad", "foreach", "differentiable"):
-        with pytest.raises(TypeError, match=f"{kind.__name__}.*'{option}'"):
-            kind([("p0", parameter())], **{option: True})
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*'lrr'"):
+        kind([("p0", parameter())], lrr=0.1)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_arguments_of_torchs_adamw_that_ask_for_nothing_else_are_taken(kind):
+    theirs = inspect.signature(torch.optim.AdamW).parameters
+    assert list(inspect.signature(kind).parameters)[:6] == list(theirs)[:6]
+    defaults = {name: option.default for name, option in theirs.items() if name != "params"}
+    for options in (defaults, {**defaults, "foreach": True}, {**defaults, "fused": False, "maximize": None}):
+        p, plain = parameter(), parameter()
+        p.grad = plain.grad = torch.ones_like(p)
+        kind([p], **options).step()
+        kind([plain]).step()
+        assert torch.equal(p, plain)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
+def test_an_argument_of_torchs_adamw_that_would_change_a_step_is_refused_by_name(kind, option):
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        kind([parameter()], **{option: True})
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        kind([{"params": [parameter()], option: True}])
+
+
+def test_a_group_of_mixed_keeps_a_key_of_the_callers_own():
+    optimizer = Mixed([{"params": [parameter()], "algorithm": "muon", "lr_scale": 0.5}])
+    optimizer.add_param_group({"params": [parameter()], "algorithm": "adamw", "lr_scale": 2.0})
+    assert [group["lr_scale"] for group in optimizer.state_dict()["param_groups"]] == [0.5, 2.0]
 
 
 # ---------------------------------------------------------------- loading torch's AdamW

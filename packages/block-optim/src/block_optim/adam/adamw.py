@@ -7,7 +7,7 @@ from typing_extensions import override
 from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_betas, check_flag, check_range
+from block_optim.core.options import check_betas, check_execution, check_flag, check_range, reject_unsupported
 from block_optim.core.params import Group, Param
 
 
@@ -25,8 +25,10 @@ class AdamW(BlockOptimizer):
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
+        amsgrad, differentiable: False; not supported otherwise.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster kernel.
+        foreach: has no effect: torch's for-loop and foreach implementations have the same numbers.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
             stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
@@ -49,8 +51,11 @@ class AdamW(BlockOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = False,
+        maximize: bool | None = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -59,6 +64,8 @@ class AdamW(BlockOptimizer):
         skip_nonfinite: bool = True,
     ) -> None:
         check_flag("capturable", capturable)
+        check_execution(foreach, fused)
+        reject_unsupported({"amsgrad": amsgrad, "differentiable": differentiable}, ())
         self.fused, self.capturable = bool(fused), capturable
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,

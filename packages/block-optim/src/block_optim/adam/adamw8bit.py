@@ -15,7 +15,7 @@ from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
-from block_optim.core.options import check_count, check_flag
+from block_optim.core.options import check_count, check_execution, check_flag, reject_unsupported
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
 
@@ -47,7 +47,7 @@ class AdamW8bit(BlockOptimizer):
 
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
-        lr, betas, eps, weight_decay, maximize: as in `AdamW`.
+        lr, betas, eps, weight_decay, amsgrad, maximize, differentiable: as in `AdamW`.
         block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global shape
             only, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
             one process, DDP, FSDP2 and fsdp-runtime. Where torch's Shard cuts the last dimension, they follow from the
@@ -55,6 +55,7 @@ class AdamW8bit(BlockOptimizer):
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding, seed, master_weights, capturable: as in `AdamW`.
+        foreach, fused: have no effect.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
@@ -72,6 +73,7 @@ class AdamW8bit(BlockOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         block: Elements | Tile | str = AUTO,
         min_8bit_numel: int = 4096,
@@ -79,11 +81,16 @@ class AdamW8bit(BlockOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
         master_weights: bool = False,
-        maximize: bool = False,
+        maximize: bool | None = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         check_flag("capturable", capturable)
+        check_execution(foreach, fused)
+        reject_unsupported({"amsgrad": amsgrad, "differentiable": differentiable}, ())
         self.capturable = capturable
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,

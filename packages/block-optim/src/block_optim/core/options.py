@@ -13,6 +13,7 @@ EXECUTION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Options of torch's optimizers that change the numbers of a step, and the values that do not.
 _NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False, None),
+    "differentiable": (False, None),
     "maximize": (False, None),
     "decoupled_weight_decay": (True, None),
 }
@@ -24,6 +25,15 @@ def reject_unsupported(group: Mapping[str, Any], supported: Collection[str]) -> 
         is_set = name in group and name not in supported and group[name] not in values
         if is_set and not (name == "decoupled_weight_decay" and group.get("weight_decay") == 0):
             raise ValueError(f"{name}={group[name]!r}: this optimizer does not support it; leave it out")
+
+
+def check_execution(foreach: Any, fused: Any) -> None:
+    """Raise ValueError unless torch's two ways to compute a step are as torch takes them: None or flags, one True."""
+    for name, value in (("foreach", foreach), ("fused", fused)):
+        if value is not None:
+            check_flag(name, value)
+    if foreach and fused:
+        raise ValueError("foreach=True with fused=True: choose one")
 
 
 def check_capturable(group: Mapping[str, Any], own: bool) -> None:

@@ -8,7 +8,7 @@ Groups, states and the step are those of `BlockOptimizer`; an algorithm is an op
 the methods of `Algorithm` are used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -36,9 +36,6 @@ ALGORITHMS: Mapping[str, Kind] = {
 }
 
 
-_GROUP_KEYS = ("params", "param_names", "name", "algorithm", "lr", "initial_lr")  # of any algorithm
-
-
 def kind_of(algorithm: object) -> Kind | None:
     """The class of an algorithm, from its name or the class itself; None if it is not known."""
     if isinstance(algorithm, type) and issubclass(algorithm, BlockOptimizer):
@@ -49,6 +46,13 @@ def kind_of(algorithm: object) -> Kind | None:
 def name_of(kind: Kind) -> str:
     """Name of an algorithm in groups and state dicts: the known name, or else that of the class."""
     return next((name for name, known in ALGORITHMS.items() if known is kind), kind.__name__)
+
+
+def check_known(kind: Kind, options: Set[str]) -> None:
+    """Raise ValueError if an algorithm does not have one of these options."""
+    if unknown := sorted(options - kind.all_options({}).keys()):
+        names = ", ".join(map(repr, unknown))
+        raise ValueError(f"algorithm {name_of(kind)!r} has no option {names} for a group")
 
 
 class Mixed(BlockOptimizer):
@@ -101,16 +105,14 @@ class Mixed(BlockOptimizer):
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters to an algorithm, with options of that algorithm only.
+        """Add parameters to an algorithm, with options of that algorithm; further keys are the caller's own.
 
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
         """
         if isinstance(param_group, dict) and (kind := kind_of(param_group.get("algorithm"))) is not None:
-            known = {*_GROUP_KEYS, *kind.all_options({})}
-            if unknown := sorted(param_group.keys() - known):
-                names = ", ".join(map(repr, unknown))
-                raise ValueError(f"algorithm {name_of(kind)!r} has no option {names} for a group")
+            others = {option for other in ALGORITHMS.values() for option in other.all_options({})}
+            check_known(kind, param_group.keys() & others)
         super().add_param_group(param_group)
 
     @override

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from block_optim.core.device import is_first_rank
-from block_optim.routing.mixed import ALGORITHMS, Kind, Mixed, kind_of, name_of
+from block_optim.routing.mixed import ALGORITHMS, Kind, Mixed, check_known, kind_of, name_of
 
 Override = str | Kind | Mapping[str, Any]  # an algorithm, or its options
 
@@ -115,6 +115,7 @@ def mixed_optimizer_for(
         if route.kind is None:
             continue
         options = {**shared.get(route.algorithm, {}), **dict(route.options)}
+        check_known(route.kind, options.keys())
         if route.reason == "vector" and not decay_vectors:
             options["weight_decay"] = 0.0
         key = (route.algorithm, repr(sorted(options.items(), key=lambda item: item[0])))
