@@ -12,6 +12,7 @@ from runs import KINDS, SHAPES, run_of, same, tensors
 from test_edits import CASES, every_kind
 
 from block_optim import AdamW, AdamW8bit, Mixed, Muon
+from block_optim.adam import adamw8bit
 
 schedulers = torch.optim.lr_scheduler
 
@@ -335,6 +336,18 @@ def test_grad_scaler_gives_fp16_weights_the_step_of_torchs_fused_adamw(make):
         scaler.step(optimizer)
     assert torch.equal(ours, theirs)
     assert (ours < 0.95).all()
+
+
+def test_8_bit_states_of_parameters_without_names_are_told_once(caplog):
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(80, 64), "fc": torch.nn.Linear(64, 80)})
+    adamw8bit._tell_unnamed.cache_clear()
+    AdamW8bit(model.named_parameters())
+    AdamW8bit(model.parameters(), quantize=lambda name, param: True)
+    assert caplog.messages == []
+    for _ in range(2):
+        AdamW8bit(model.parameters())
+    (told,) = caplog.messages
+    assert "named_parameters()" in told
 
 
 def test_a_run_of_named_groups_keeps_its_names():

@@ -1,5 +1,6 @@
 """AdamW with 8-bit states, one scale for each block of the global tensor."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,8 +29,8 @@ EMBEDDING_NAMES = ("embed", "wte", "wpe")
 def matrices_but_embeddings(name: str, param: torch.Tensor) -> bool:
     """The default rule: 8-bit states for tensors of two or more dimensions whose name is not an embedding's.
 
-    A name is an embedding's if it contains "embed", "wte" or "wpe". Parameters without names cannot be distinguished:
-    pass ``model.named_parameters()``.
+    A name is an embedding's if it contains "embed", "wte" or "wpe". Parameters without names cannot be distinguished,
+    which is logged once: pass ``model.named_parameters()``.
     """
     return param.ndim >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
@@ -147,6 +148,8 @@ class AdamW8bit(BlockOptimizer):
                 earlier = self._earlier.pop(param.tensor, None)
                 new = is_quantized(param.name, param.tensor, least, rule) if earlier is None else earlier
                 self._chosen[param.tensor] = new
+                if new and earlier is None and rule is matrices_but_embeddings and "param_names" not in group:
+                    _tell_unnamed()
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
                 block = _fitting_block(param, group["block"])
@@ -185,6 +188,16 @@ class AdamW8bit(BlockOptimizer):
     @override
     def copied_attributes(self) -> dict[str, Any]:
         return {**super().copied_attributes(), "_chosen": self._chosen}
+
+
+@functools.cache
+def _tell_unnamed() -> None:
+    """Log, once in a process, that the default rule does not see embeddings."""
+    if is_first_rank():
+        _LOG.warning(
+            "AdamW8bit: parameters without names have 8-bit states, embeddings too, which by default have fp32 states; "
+            "pass model.named_parameters(), or a rule of your own (quantize=)"
+        )
 
 
 def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule | bool) -> bool:
