@@ -53,6 +53,21 @@ def test_a_state_dict_of_torchs_muon_is_taken_with_its_options():
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
 
 
+def test_a_state_dict_of_sgd_is_refused_by_muon_and_loads_as_the_error_says():
+    ours, theirs = parameter(), parameter()
+    reference, optimizer = torch.optim.SGD([theirs], lr=0.5, momentum=0.9), Muon([ours])
+    for _ in range(3):
+        theirs.grad = torch.ones_like(theirs)
+        reference.step()
+    saved, own = reference.state_dict(), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"param_groups\[0\] of the state dict: dampening=0"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == own["param_groups"]
+    averages = {"momentum_buffer": saved["state"][0]["momentum_buffer"] * (1 - 0.9)}
+    optimizer.load_state_dict({"state": {0: averages}, "param_groups": own["param_groups"]})
+    torch.testing.assert_close(optimizer.state[ours]["momentum_buffer"], averages["momentum_buffer"])
+
+
 # ---------------------------------------------------------------- options that do not apply
 
 

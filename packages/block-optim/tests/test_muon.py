@@ -111,13 +111,13 @@ def test_batches_of_one_shape_agree_with_single_matrices_within_the_documented_t
         (None, 2.0),
         ("original", 2.0),
         ("match_rms_adamw", 0.2 * math.sqrt(48)),
-        ("spectral", 2.0),
+        ("spectral_unclamped", 2.0),
         ("none", 1.0),
     ],
 )
 def test_the_learning_rate_is_adjusted_to_the_shape(name, ratio):
     assert lr_ratio(name, 48, 12) == pytest.approx(ratio)
-    assert lr_ratio("spectral", 12, 48) == pytest.approx(0.5)
+    assert lr_ratio("spectral_unclamped", 12, 48) == pytest.approx(0.5)
     assert lr_ratio(None, 12, 48) == 1.0
     p = torch.nn.Parameter(torch.zeros(48, 12))
     p.grad = tensors([(48, 12)], 3)[0]

@@ -230,7 +230,7 @@ def lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
         return float(max(1.0, rows / columns) ** 0.5)
     if adjust == "match_rms_adamw":
         return float(0.2 * max(rows, columns) ** 0.5)
-    if adjust in ("spectral", "spectral_unclamped"):
+    if adjust == "spectral_unclamped":
         return float((rows / columns) ** 0.5)
     assert adjust == "none"
     return 1.0

@@ -28,7 +28,7 @@ from block_optim.muon.matrices import block_of_matrices, matrices_in
 from block_optim.muon.newton_schulz import METHODS, Method
 from layout_planner import Block
 
-ADJUST = (None, "original", "match_rms_adamw", "spectral", "spectral_unclamped", "none")
+ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped", "none")
 
 _MOMENTUM_DTYPES = (None, "float32", "bfloat16", "float16")
 
@@ -50,7 +50,7 @@ class Muon(BlockOptimizer):
         eps: lower bound of the Frobenius norm to divide by.
         ns_steps: number of steps. Defaults to that of the coefficient set (5 for keller).
         adjust_lr_fn: None or "original": sqrt(max(1, rows/columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns));
-            "spectral" or "spectral_unclamped": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
+            "spectral_unclamped": sqrt(rows/columns); "none": 1. Of each matrix by its own shape.
         method: "standard" (bf16, torch's bits), "gram" (fp16, where that saves FLOPs) or "auto" (gram on GPUs).
         matrices: how a tensor is seen: "auto" (2-D one, 3-D a stack, beyond flattened), "stack", "flatten", "heads:8",
             "rows:64,16,16" or "rows:64,16,16*8" (fused and interleaved).
@@ -178,6 +178,12 @@ class Muon(BlockOptimizer):
         if self.capturable and group["method"] != "standard":
             raise ValueError(
                 f"capturable=True with method={group['method']!r}: the host checks the Gram form's results"
+            )
+        if "dampening" in group:
+            raise ValueError(
+                f"dampening={group['dampening']!r}: SGD's option, and its momentum_buffer is a sum, 1 / (1 - momentum) "
+                "times Muon's average; begin with new states, or load its buffers times 1 - momentum with the "
+                "param_groups of this optimizer's own state_dict()"
             )
         name_dtype("momentum_dtype", group)
         check_choice("momentum_dtype", group["momentum_dtype"], _MOMENTUM_DTYPES)
