@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import BF16, cut_twice, put, run_of, same, world_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from block_optim import qk_clip_
+from block_optim import Muon, qk_clip_
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, StridedRaggedShard
@@ -166,6 +167,20 @@ def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
         [StridedRaggedShard((0, 1), (3, 1), split_factor=2), Shard(0)],
     ):
         assert len(equal("Muon", (6, 8, 5), placements).assignment.domains[0].matrices) == 3
+
+
+@on_ranks(4)
+def test_ranks_may_have_been_in_different_numbers_of_process_groups_before():
+    for _ in range(dist.get_rank()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2))
+    weights, grads = (torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    params = [torch.nn.Parameter(weights.clone())]
+    params.append(torch.nn.Parameter(put(weights, mesh, [Shard(0), Shard(1)])))
+    for p, grad in zip(params, (grads, put(grads, mesh, [Shard(0), Shard(1)])), strict=True):
+        p.grad = grad
+        Muon([p]).step()
+    assert torch.equal(params[1].full_tensor(), params[0])
 
 
 @on_ranks(4)

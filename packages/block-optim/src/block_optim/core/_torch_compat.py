@@ -4,7 +4,8 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
 under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2
-makes of a parameter that TP cuts (`_StridedShard`), and the hooks that `Optimizer.load_state_dict` runs.
+makes of a parameter that TP cuts (`_StridedShard`), the hooks that `Optimizer.load_state_dict` runs, and the process
+groups that this rank is in (`distributed_c10d._world.pg_names`), by whose number torch names further ones.
 """
 
 import inspect
@@ -85,8 +86,13 @@ def _inside(tensor: Any) -> torch.Tensor:
     return result
 
 
-def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+def new_ordered_group(
+    ranks: Sequence[int], within: Sequence[dist.ProcessGroup], device_type: str
+) -> dist.ProcessGroup:
     """A process group of these global ranks in this very order. All of them must ask, at the same time.
+
+    Communicates one all_reduce of 8 bytes in each group of ``within``, which together connect the ranks. torch names
+    the group by how many groups a rank is in; ranks in fewer than others enter some of their own first.
 
     Raises:
         NotImplementedError: ranks that do not ascend, in a release of torch that sorts them.
@@ -98,10 +104,18 @@ def new_ordered_group(ranks: Sequence[int], description: str) -> dist.ProcessGro
             f"which torch {torch.__version__} does not have; use a newer torch, or AdamW or Muon for parameters that "
             "tensor parallelism cuts along their rows"
         )
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), use_local_synchronization=True, group_desc=description, **options
+    count = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor(count, device=device_type)
+    for group in within:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - count):
+        dist.new_group(
+            [dist.get_rank()], use_local_synchronization=True, group_desc="optimizer, to be counted"
+        )
+    result: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=True, group_desc="optimizer", **options
     )
-    return group
+    return result
 
 
 def load_pre_hooks(optimizer: Any) -> Iterable[Any]:

@@ -10,7 +10,7 @@
     Replicate on some axes (HSDP)            those axes are left out: their ranks hold the same
 
 A mesh axis of size 1 cuts nothing, with any placement. Other placements are refused. Asking for the process group
-of several axes makes one, the first time; else nothing here communicates.
+of several axes makes one, the first time, and communicates for that; else nothing here communicates.
 """
 
 import itertools
@@ -71,9 +71,8 @@ class Holding:
         assert self.mesh is not None
         known = _JOINT.setdefault(self.mesh.get_group(self.axes[0]), {})
         if self.ranks not in known:
-            known[self.ranks] = DeviceMesh.from_group(
-                new_ordered_group(self.ranks, "optimizer"), self.mesh.device_type
-            )
+            device, within = self.mesh.device_type, [self.mesh.get_group(axis) for axis in self.axes]
+            known[self.ranks] = DeviceMesh.from_group(new_ordered_group(self.ranks, within, device), device)
         return known[self.ranks]
 
     @property
