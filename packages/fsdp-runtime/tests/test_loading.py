@@ -186,6 +186,33 @@ def test_training_goes_on_from_full_state_dicts(kind):
         assert step_of(model, optimizer, number).equal(step_of(again, other, number))
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2)
+def test_a_layer_that_is_frozen_since_keeps_its_moments_in_full_states(kind):
+    model = shard(seeded(width=16))
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    step_of(model, optimizer)
+    model.blocks[0].requires_grad_(False)
+    step_of(model, optimizer, 1)
+    weights, states = get_full_state_dict(model), get_full_optimizer_state_dict(model, optimizer)
+    again = shard(seeded(width=16, seed=1))
+    again.blocks[0].requires_grad_(False)
+    set_full_state_dict(again, weights)
+    other = OPTIMIZERS[kind](list(again.parameters()))
+    rank0_only = kind != "adamw"
+    set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
+    set_full_optimizer_state_dict(model, optimizer, states, rank0_only=rank0_only)
+    for each in (model, again):
+        each.requires_grad_(True)
+    for number in range(2, 4):
+        assert step_of(model, optimizer, number).equal(step_of(again, other, number))
+    found = get_full_optimizer_state_dict(again, other)
+    for name, state in get_full_optimizer_state_dict(model, optimizer)["state"].items():
+        assert_same_values(found["state"][name], state)
+        if "step" in state:
+            assert state["step"] == (3 if name.startswith("blocks.0") else 4)
+
+
 @pytest.mark.parametrize("block_policy", [None, whole()])
 @on_ranks(2)
 def test_weights_that_are_kept_as_codes_go_as_values(block_policy):

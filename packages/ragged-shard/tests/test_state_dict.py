@@ -433,3 +433,75 @@ def test_an_optimizer_state_that_does_not_fit_raises_on_every_rank_before_anythi
     ):
         for rank0_only in (True, False):
             assert message in bad_optimizer_state(change, rank0_only)
+
+
+@pytest.mark.parametrize(("rank0_only", "fresh"), [(True, True), (False, True), (True, False)])
+@on_ranks(3)
+def test_frozen_parameters_get_the_states_that_a_full_state_dict_has(rank0_only, fresh):
+    module = model()
+    load_full_state_dict(module, values())
+    optimizers = trained(module, two_optimizers)
+    module.uneven.requires_grad_(False)
+    full = full_optimizer_state_dict(module, optimizers)
+    given_state = full if not rank0_only or dist.get_rank() == 0 else {}
+    for state in optimizers[0].state.values():
+        state["exp_avg"].zero_()
+    optimizers = two_optimizers(module) if fresh else optimizers
+    gradients = {name: param.grad for name, param in module.named_parameters()}
+    weights = full_state_dict(module)
+    load_full_optimizer_state_dict(module, optimizers, given_state, rank0_only=rank0_only)
+    compare(full_optimizer_state_dict(module, optimizers), full)
+    for name, value in full_state_dict(module).items():
+        assert torch.equal(value, weights[name])
+    assert all(param.grad is gradients[name] for name, param in module.named_parameters())
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+@on_ranks(3)
+def test_a_parameter_without_saved_states_loads_while_it_is_frozen(rank0_only):
+    module = model()
+    optimizers = trained(module, adamw)
+    full = full_optimizer_state_dict(module, optimizers)
+    del full["state"]["uneven"]
+    given_state = full if not rank0_only or dist.get_rank() == 0 else {}
+    with pytest.raises(ValueError, match=r"missing names \['uneven.*requires_grad_\(False\)"):
+        load_full_optimizer_state_dict(module, optimizers, given_state, rank0_only=rank0_only)
+    module.uneven.requires_grad_(False)
+    load_full_optimizer_state_dict(module, optimizers, given_state, rank0_only=rank0_only)
+    assert module.uneven not in optimizers[0].state
+    compare(full_optimizer_state_dict(module, optimizers), full)
+
+
+@on_ranks(3)
+def test_states_of_frozen_parameters_that_do_not_fit_leave_the_optimizer_alone():
+    module = model()
+    full = full_optimizer_state_dict(module, trained(module, adamw))
+    full["state"]["uneven"]["exp_avg"] = torch.zeros(4, 6)
+    module.uneven.requires_grad_(False)
+    optimizers = trained(module, adamw)
+    optimizers[0].state.pop(module.uneven)
+    with pytest.raises(ValueError, match=r"uneven.exp_avg: a tensor of shape \(4, 6\)"):
+        load_full_optimizer_state_dict(module, optimizers, full)
+    assert module.uneven not in optimizers[0].state
+
+
+@on_ranks(2)
+def test_options_of_groups_load_into_optimizers_that_split_the_groups_further():
+    plain = reference()
+    full = get_optimizer_state_dict(
+        plain, trained(plain, lambda m: [torch.optim.AdamW(m.parameters(), lr=0.3)])
+    )
+    module = nn.Module()
+    mesh = rank_mesh(2)
+    for name, param in plain.named_parameters():
+        setattr(
+            module,
+            name,
+            nn.Parameter(
+                distribute_tensor(param.detach(), mesh, [RaggedShard((0,) * bool(param.ndim), (1, 0))])
+            ),
+        )
+    first, *rest = module.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    load_full_optimizer_state_dict(module, optimizer, full)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]

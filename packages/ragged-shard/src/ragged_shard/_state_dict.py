@@ -14,6 +14,10 @@ from torch import nn
 from ragged_shard import _full_tensors as full_tensors
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+_REMEDY = (
+    ". Freeze a parameter without saved states (requires_grad_(False)) while they are loaded; remove states of "
+    "parameters that no optimizer has from the state dict"
+)
 
 
 def _of_torch() -> Any:
@@ -100,7 +104,8 @@ def load_full_optimizer_state_dict(
 
     Communicates as `load_full_state_dict` does. Tensors are loaded in place; other values and the options of parameter
     groups are replaced. If an optimizer has no state yet, torch creates it with a step in which learning rate and
-    gradients are zero.
+    gradients are zero. Frozen parameters are loaded too (torch's `set_optimizer_state_dict` drops their states): one
+    with saved states gets them, by such a step where it has none, and one without saved states has none afterwards.
 
     Args:
         module: the module whose parameters the optimizers update; it gives them their names.
@@ -109,36 +114,106 @@ def load_full_optimizer_state_dict(
         rank0_only: only global rank 0 has the state dict.
 
     Raises:
-        ValueError: state of other parameters or with other keys than the optimizers', or a wrong shape.
+        ValueError: state of other parameters or with other keys than the optimizers', none for a parameter that trains,
+            or a wrong shape.
         TypeError: a tensor where the optimizer has none, the reverse, or a wrong kind of number.
     """
-    every = _listed(optimizers)
-    sharded: Any = _of_torch().get_optimizer_state_dict(module, every)
-    own = dict(_leaves(sharded["state"]))
-    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    caller, every = "load_full_optimizer_state_dict", _listed(optimizers)
+    here = not rank0_only or dist.get_rank() == 0
+    sharded, params = _states_and_params(module, every)
     problem: Exception | None = None
-    leaves: dict[str, Any] = {}
     answer: Any = None
     try:
-        if not rank0_only or dist.get_rank() == 0:
-            leaves = dict(_leaves(state_dict["state"]))
-            for name in _common_names(own, leaves, strict=True):
-                _check_state(name, own[name], leaves[name])
-            values = {name: value for name, value in leaves.items() if name not in tensors}
-            answer = (values, state_dict["param_groups"])
-        if rank0_only:
-            full_tensors.check_mesh_roots(tensors, loading=True)
-    except KeyError as error:
-        problem = ValueError(f"the state dict has no {error}; expected 'state' and 'param_groups'")
+        if here:
+            answer = [name for name, state in _entry(state_dict, "state").items() if state]
     except Exception as error:  # as above
         problem = error
-    caller = "load_full_optimizer_state_dict"
-    values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+    saved = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+    fresh = [params[name] for name in saved if name in params and not sharded["state"].get(name)]
+    if fresh:
+        _make_states(every, fresh)
+        sharded, params = _states_and_params(module, every)
+    state = {
+        name: own for name, own in sharded["state"].items() if name in saved or params[name].requires_grad
+    }
+    own = dict(_leaves(state))
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    leaves: dict[str, Any] = {}
+    try:
+        if here:
+            leaves = dict(_leaves(_entry(state_dict, "state")))
+            for name in _common_names(own, leaves, strict=True, remedy=_REMEDY):
+                _check_state(name, own[name], leaves[name])
+            values = {name: value for name, value in leaves.items() if name not in tensors}
+            answer = (values, _entry(state_dict, "param_groups"))
+        if rank0_only:
+            full_tensors.check_mesh_roots(tensors, loading=True)
+    except Exception as error:
+        problem = error
+    try:
+        values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+    except Exception:
+        for optimizer in every:
+            for param in fresh:
+                optimizer.state.pop(param, None)
+        raise
     with torch.no_grad():
         for name, tensor in tensors.items():
             full_tensors.load_tensor(tensor, leaves.get(name), from_rank0=rank0_only)
-    state = _replaced(sharded["state"], {**tensors, **values})
-    _of_torch().set_optimizer_state_dict(module, every, {"state": state, "param_groups": groups})
+    state = _replaced(state, {**tensors, **values})
+    own_groups = iter(sharded["param_groups"])
+    for optimizer in every:
+        its_groups = [_with_options(next(own_groups), groups) for _ in optimizer.param_groups]
+        names = [name for group in its_groups for name in group["params"]]
+        states = {name: state[name] for name in names if name in state}
+        optimizer.load_state_dict({"state": states, "param_groups": its_groups})
+
+
+def _states_and_params(
+    module: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimizers' own state dict by parameter name, and their parameters by these names."""
+    sharded: Any = _of_torch().get_optimizer_state_dict(module, optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    pairs = zip(sharded["param_groups"], groups, strict=True)
+    return sharded, {
+        name: param
+        for named, group in pairs
+        for name, param in zip(named["params"], group["params"], strict=True)
+    }
+
+
+def _make_states(optimizers: tuple[torch.optim.Optimizer, ...], params: list[torch.Tensor]) -> None:
+    """Make the states of some parameters as torch does it: a step with learning rates and gradients of zero."""
+    for optimizer in optimizers:
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        rates = [group["lr"] for group in groups]
+        grads = {param: param.grad for group in optimizer.param_groups for param in group["params"]}
+        if grads.keys().isdisjoint(params):
+            continue
+        try:
+            for param in grads:
+                param.grad = None
+            for param in params:
+                if param in grads:
+                    param.grad = torch.zeros_like(param)
+            for group in groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            optimizer.step()
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def _with_options(own: dict[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A parameter group with the options of those saved groups that have parameters of it."""
+    options: dict[str, Any] = {}
+    for group in groups:
+        if not {*own["params"]}.isdisjoint(group["params"]) or not (own["params"] or group["params"]):
+            options.update(group)
+    return {**own, **options, "params": own["params"]}
 
 
 def full_optimizer_state_dict(
@@ -189,10 +264,19 @@ def _gather(
     return gathered
 
 
-def _common_names(own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> list[str]:
+def _entry(state_dict: Mapping[str, Any], key: str) -> Any:
+    try:
+        return state_dict[key]
+    except KeyError:
+        raise ValueError(f"the state dict has no '{key}'; expected 'state' and 'param_groups'") from None
+
+
+def _common_names(
+    own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool, remedy: str = ""
+) -> list[str]:
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if strict and (missing or unexpected):
-        raise ValueError(f"missing names {missing}, unexpected names {unexpected}")
+        raise ValueError(f"missing names {missing}, unexpected names {unexpected}{remedy}")
     return sorted(own.keys() & saved.keys())
 
 

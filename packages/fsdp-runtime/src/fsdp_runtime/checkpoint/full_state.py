@@ -120,7 +120,7 @@ def set_full_optimizer_state_dict(
     """Load what `get_full_optimizer_state_dict` returned, as `set_full_state_dict` does it.
 
     Gathered units are resharded first. An optimizer without states makes them by a step with a learning rate of zero
-    (torch's way).
+    (torch's way). Frozen parameters get their saved states too, which torch's functions drop.
 
     Raises:
         ValueError, TypeError: states of other parameters, or of another kind, by name; on every rank. Without
