@@ -12,6 +12,7 @@ from runtime_helpers import (
     OPTIMIZERS,
     assert_same_values,
     loss_of,
+    mesh_of,
     on_meta,
     seeded,
     shard,
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp_runtime import (
     QuantizationPolicy,
@@ -224,6 +226,15 @@ def test_weights_that_are_kept_as_codes_go_as_values(block_policy):
     set_full_state_dict(other, values, rank0_only=True)
     for name, value in get_full_state_dict(other).items():
         torch.testing.assert_close(value, seeded().state_dict()[name], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (1, 3)])
+@on_ranks(3)
+def test_weights_in_a_state_dict_take_what_torchs_distribute_tensor_makes(mesh_shape):
+    model, wanted = shard(seeded(), mesh=mesh_of(*mesh_shape)), seeded(seed=1).state_dict()
+    for name, value in model.state_dict().items():
+        value.copy_(distribute_tensor(wanted[name], value.device_mesh, value.placements))
+    assert_same_values(get_full_state_dict(model), wanted)
 
 
 def load(model, _, factor):

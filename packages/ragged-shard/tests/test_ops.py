@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ragged_shard import RaggedDTensor, RaggedShard, distribute_tensor
+from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor, redistribute
 from ragged_shard._ops.table import RULES
 from ragged_shard._tensor import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -193,7 +194,7 @@ def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
     values = [n.full_tensor().item() for n in norms]
     assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
     with pytest.raises(ValueError, match="different shardings"):
-        torch._foreach_add_([spread(x)], [theirs])
+        torch._foreach_add([spread(x)], [theirs])
 
 
 def reductions(dtype, placement, mesh_shape):
@@ -352,6 +353,65 @@ def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree():
     assert torch.equal(*copies)
 
 
+@pytest.mark.parametrize(
+    ("placements", "mesh_shape"),
+    [((RAGGED,), (3,)), ((RaggedShard((0,), (0, 0, 1)),), (3,)), ((Replicate(), RAGGED), (1, 3))],
+)
+@on_ranks(3)
+def test_writes_take_dtensors_that_torch_made_of_ragged_placements(placements, mesh_shape):
+    x, y = plain(), plain(seed=5)
+    for write in (
+        lambda p, v: p.copy_(v),
+        lambda p, v: p.add_(v, alpha=-2.0),
+        lambda p, v: p.mul_(v),
+        lambda p, v: p.lerp_(v, 0.25),
+        lambda p, v: torch._foreach_copy_([p], [v]),
+        lambda p, v: torch._foreach_lerp_([p], [v], 0.25),
+    ):
+        rx, wanted = spread(x, placements, mesh_shape), x.clone()
+        theirs = torch_distribute_tensor(y, rx.device_mesh, rx.placements)
+        with record_collectives() as record:
+            write(rx, theirs)
+        assert record.kinds == ["all_to_all"]
+        write(wanted, y)
+        same(rx, wanted, "written", placements)
+
+
+@on_ranks(3)
+def test_a_fused_step_refuses_states_that_torchs_distribute_tensor_made():
+    rx, step = spread(plain()), torch.tensor(1.0)
+    theirs = torch_distribute_tensor(plain(), rx.device_mesh, rx.placements)
+    with pytest.raises(ValueError, match="different shardings"):
+        torch._fused_adam_(
+            [rx], [spread(plain())], [theirs], [spread(plain())], [], [step], lr=0.1, beta1=0.9, beta2=0.99,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    same(rx, plain(), "nothing was written")
+
+
+@pytest.mark.skipif(
+    not SUBCLASSES_DTENSOR, reason="torch < 2.12: a DTensor as the first operand never asks the second"
+)
+@on_ranks(3)
+def test_the_ways_out_that_errors_about_other_placements_name_work():
+    x, y = plain(), plain(seed=5)
+    rx = spread(x)
+    theirs = torch_distribute_tensor(y, rx.device_mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"ragged_shard.redistribute.*ragged.redistribute"):
+        theirs.copy_(rx)
+    theirs.copy_(rx.redistribute(placements=theirs.placements))
+    assert torch.equal(theirs.full_tensor(), x)
+    with pytest.raises(ValueError, match=r"(?s)ragged_shard.redistribute.*ragged_shard.distribute_like"):
+        rx - theirs
+    same(rx - redistribute(theirs, placements=rx.placements), x - x, "on one mesh")
+    other = torch_distribute_tensor(y, rank_mesh(1, 3), [Replicate(), Shard(0)])
+    same(rx - distribute_like(other.full_tensor(), rx), x - y, "on another mesh")
+    with pytest.raises(TypeError, match=r"ragged_shard.redistribute of a DTensor"):
+        rx.data = theirs
+    rx.data = redistribute(theirs, placements=rx.placements)
+    same(rx, x, "assigned")
+
+
 @on_ranks(3)
 def test_operands_with_other_placements_raise_with_both_shardings():
     x = plain()
@@ -362,7 +422,7 @@ def test_operands_with_other_placements_raise_with_both_shardings():
     for operand in (other, theirs):
         for call in (
             lambda o: rx + o,
-            lambda o: rx.add_(o),
+            lambda o: rx.add_(o) if o is other else rx.mul(o),
             first_operand,
             lambda o: torch.where(rx > 0, rx, o),
         ):

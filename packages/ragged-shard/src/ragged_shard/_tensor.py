@@ -259,7 +259,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         if not isinstance(value, RaggedDTensor):
             raise TypeError(
                 f"data of a ragged tensor ({self._sharding}) can only be another ragged tensor, got a "
-                f"{type(value).__name__}; distribute it first with ragged_shard.distribute_like"
+                f"{type(value).__name__}; make one with ragged_shard.distribute_like of a full tensor, or "
+                "ragged_shard.redistribute of a DTensor"
             )
         _DATA.__set__(self, value)  # torch's setter exchanges shape and dtype only
         self._local_tensor = value._local_tensor  # type: ignore[misc]  # a slot of the base class

@@ -14,9 +14,10 @@ from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap
 _AS_THE_OTHER = (
-    "redistribute or distribute_like it first. States of an optimizer that torch's distribute_tensor or "
-    "set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or with "
-    "broadcast_from_rank0=True unless the parameter is a scalar"
+    "make it like the ragged one, by ragged_shard.redistribute(it, placements=ragged.placements), or the ragged one "
+    "like it, by ragged.redistribute(placements=it.placements). States of an optimizer that torch's "
+    "distribute_tensor or set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or "
+    "with broadcast_from_rank0=True unless the parameter is a scalar"
 )
 
 
@@ -66,8 +67,8 @@ def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bo
     if target.partial:
         numbers = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
         operands.check_linear(func, target, numbers[:2], kwargs)
-    local_args = [operands.to_local(a, target, func) for a in args]
-    local_kwargs = {key: operands.to_local(v, target, func) for key, v in kwargs.items()}
+    local_args = [operands.to_local(a, target, func, moves=in_place) for a in args]
+    local_kwargs = {key: operands.to_local(v, target, func, moves=in_place) for key, v in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if in_place:
         return written
@@ -141,13 +142,15 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for i in ragged:
         _check_position(func, args, kwargs, i, targets[i])
     others = [i for i in range(count) if targets[i] is None]
+    in_place = func._schema.name.endswith("_")
 
-    def local(arg: Any) -> Any:
+    def local(arg: Any, info: Any) -> Any:
         if not isinstance(arg, (list, tuple)):
             return _scalar(arg, func)
         if len(arg) != count:
             return arg
-        return [operands.to_local(arg[i], targets[i], func) for i in ragged]  # type: ignore[arg-type]
+        moves = in_place and not (info.alias_info is not None and info.alias_info.is_write)
+        return [operands.to_local(arg[i], targets[i], func, moves=moves) for i in ragged]  # type: ignore[arg-type]
 
     results: list[Any] = [None] * count
     # The others first: if torch refuses them, nothing ragged has been written yet. DTensors separate from plain ones.
@@ -160,8 +163,9 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             results[i] = result
     if not ragged:
         return None if func._schema.name.endswith("_") else results
-    local_results = func(*[local(a) for a in args], **{k: _scalar(v, func) for k, v in kwargs.items()})
-    if local_results is None or func._schema.name.endswith("_"):
+    local_args = [local(arg, info) for arg, info in zip(args, func._schema.arguments, strict=False)]
+    local_results = func(*local_args, **{k: _scalar(v, func) for k, v in kwargs.items()})
+    if local_results is None or in_place:
         return None
     for i, result in zip(ragged, local_results, strict=True):
         results[i] = _wrap(result, targets[i])  # type: ignore[arg-type]

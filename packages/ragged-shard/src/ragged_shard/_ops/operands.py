@@ -3,6 +3,8 @@
 another ragged tensor     the same sharding, else the error prints both
 Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it. One
                           number also on another mesh that has all ranks of this one
+Shard(0) DTensor          what torch's distribute_tensor makes of ragged placements, where the op writes the ragged
+                          tensor: redistributed by one all_to_all
 plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
                           implicit_replication() says that plain tensors are the same on all ranks
 Python number             unchanged
@@ -14,7 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from ragged_shard import _redistribute
 from ragged_shard._autograd import local_and_sharding
+from ragged_shard._placement import RaggedShard
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, ranks_along
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
@@ -34,8 +38,10 @@ def ragged_sharding(values: Iterable[object]) -> Sharding | None:
     return None
 
 
-def to_local(value: Any, target: Sharding, func: Op) -> Any:
+def to_local(value: Any, target: Sharding, func: Op, *, moves: bool = False) -> Any:
     """The local form of one operand of an op on tensors of sharding ``target``.
+
+    With ``moves`` a DTensor that torch's `distribute_tensor` made of the target's placements is redistributed.
 
     Raises:
         ValueError: a distributed operand with another sharding, or of a shape that does not broadcast; a plain
@@ -63,8 +69,27 @@ def to_local(value: Any, target: Sharding, func: Op) -> Any:
             return local_from_full(local, target, func)
     if _broadcasts(sharding, target):
         return local
+    if moves and _is_of_rows(value, sharding, target):
+        return _redistribute.start(local.contiguous(), sharding, target).wait()
     raise ValueError(
-        f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nredistribute one like the other"
+        f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nmake the second like the first: "
+        "ragged_shard.redistribute(second, placements=first.placements) on one mesh, else "
+        "ragged_shard.distribute_like(second.full_tensor(), first)"
+    )
+
+
+def _is_of_rows(value: torch.Tensor, sharding: Sharding, target: Sharding) -> bool:
+    """Whether it is a DTensor as torch's `distribute_tensor` makes one of the target's placements."""
+    if isinstance(value, RaggedDTensor) or target.axis is None or not target.ordinary:
+        return False
+    if value.requires_grad and torch.is_grad_enabled():
+        return False  # its gradient would be ragged
+    expected = [Shard(0) if axis == target.axis else p for axis, p in enumerate(target.placements)]
+    return (
+        type(target.ragged) is RaggedShard
+        and sharding.placements == tuple(expected)
+        and sharding.shape == target.shape
+        and sharding.mesh == target.mesh
     )
 
 
