@@ -1,20 +1,25 @@
 """`fsdp-convert`: DCP folders to safetensors and back, compared with the tensors that were saved."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runtime_helpers import assert_same_values, seeded, shard
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from fsdp_runtime import get_full_state_dict
 from fsdp_runtime.checkpoint import STACKED_EXPERTS, Fused, Rename, Split, convert_checkpoint
 from fsdp_runtime.checkpoint.byte_ranges import Extent, StoredTensors
 from fsdp_runtime.checkpoint.convert import main, parse_rules
 from fsdp_runtime.checkpoint.files import Stored
 from ragged_shard import Box
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -86,6 +91,26 @@ def test_rules_and_their_reverse_give_the_files_that_there_were(tmp_path):
     convert_checkpoint(tmp_path / "b", tmp_path / "c", rules=back, to_dcp=False)
     again = safetensors.load_file(tmp_path / "c" / "model.safetensors")
     assert_same_values(again, content)
+
+
+@pytest.mark.parametrize("with_rules", [True, False])
+@on_ranks(1)
+def test_a_tied_weight_that_files_have_once_loads_into_a_model_with_both_names(with_rules):
+    folder = Path(tempfile.mkdtemp())
+    wanted = seeded(tied=True).state_dict()
+    safetensors.save_file({k: v for k, v in wanted.items() if k != "head.weight"}, folder / "a.safetensors")
+    rules = (
+        ["--rule", "head.weight=embed.weight", "--rule", "embed.weight=embed.weight"] if with_rules else []
+    )
+    assert main([str(folder / "a.safetensors"), str(folder / "dcp"), *rules]) == 0
+    model = shard(seeded(tied=True, seed=1))
+    state = model.state_dict()
+    dcp.load(
+        state, checkpoint_id=folder / "dcp", planner=DefaultLoadPlanner(allow_partial_load=not with_rules)
+    )
+    model.load_state_dict(state)
+    assert_same_values(get_full_state_dict(model), wanted)
+    shutil.rmtree(folder)
 
 
 def test_rules_of_the_command_line_are_those_of_python():

@@ -251,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "folders of fsdp_runtime, FSDP2 and torchtitan.",
         epilog="Rules: 'a.{x}=b.{x}' renames; '{l}.qkv={l}.q+{l}.k+{l}.v' fuses; '{l}.gate+{l}.up={l}.gate_up' splits, "
         "with sizes where parts differ: '{l}.q:64+{l}.k:16+{l}.v:16={l}.qkv'; '{l}.w={l}.experts.{index}.w' stacks. "
-        "'@1' at the end: along dimension 1. Tensors that no rule names keep their names.",
+        "'@1' at the end: along dimension 1. 'head=embed' and 'embed=embed': both names, for models that tie them. "
+        "Tensors that no rule names keep their names.",
     )
     parser.add_argument("source", help="a DCP folder, or safetensors: a file, an index or a folder")
     parser.add_argument("destination", help="a new folder")

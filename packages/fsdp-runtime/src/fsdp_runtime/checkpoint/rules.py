@@ -236,7 +236,8 @@ def pieces_for(
 def conversions_of(source: Source, rules: Sequence[Rule]) -> dict[str, list[Piece]]:
     """The pieces of each converted tensor, where no model says what there is: of all rules that fit the first counts.
 
-    Tensors that no rule names keep name and shape.
+    Tensors that no rule names keep name and shape. A rule that says a stored tensor's name without `{word}` reads it
+    also if a rule before it has read it: so it has several names, as a tied one has in a model.
 
     Raises:
         ValueError: some of what a rule names is missing, shapes that do not go together, or two tensors of one name.
@@ -244,10 +245,12 @@ def conversions_of(source: Source, rules: Sequence[Rule]) -> dict[str, list[Piec
     made: dict[str, list[Piece]] = {}
     left = dict(source)
     for rule in rules:
-        shapes = rule.shapes_from(left)
+        patterns = (rule.file,) if isinstance(rule, Split) else rule.files
+        there = left if any(map(_FIELD.search, patterns)) else source
+        shapes = rule.shapes_from(there)
         used = set[str]()
         for name in shapes:
-            pieces = rule.find(name, shapes, left)
+            pieces = rule.find(name, shapes, there)
             if pieces is None or name in made:
                 raise ValueError(
                     f"{name} is made twice: by {rule}, and by a rule before it or under its own name"
