@@ -98,6 +98,26 @@ def test_full_optimizer_states_that_torch_leaves_whole_raise_at_the_next_step_wi
         step_of(model, optimizer)
 
 
+@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's helper sees no DTensor")
+@on_ranks(1)  # of several, the others wait in torch's broadcast for rank 0, which has raised
+def test_a_sharded_state_dict_that_torch_broadcasts_raises_with_the_ways_out():
+    model, wanted = shard(seeded()), seeded().state_dict()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_of(model, optimizer)
+    model.load_state_dict(wanted)
+    with pytest.raises(NotImplementedError, match="get_full_state_dict"):
+        set_model_state_dict(model, model.state_dict(), options=FROM_RANK0)
+    states = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(NotImplementedError, match="get_full_optimizer_state_dict"):
+        set_optimizer_state_dict(model, optimizer, states, options=FROM_RANK0)
+    set_model_state_dict(model, get_full_state_dict(model), options=FROM_RANK0)
+    set_model_state_dict(model, model.state_dict())
+    full = get_full_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, full, options=FROM_RANK0)
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    assert_same_values(get_full_state_dict(model), wanted)
+
+
 @on_ranks(3)
 def test_what_is_written_goes_into_the_shards_without_rounding():
     model, wanted = shard(seeded(tied=True), mp_policy=BF16), seeded(tied=True)

@@ -65,6 +65,13 @@ def fallback(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
     """The error for an op that has no rule."""
+    if func.namespace == "c10d":
+        return NotImplementedError(
+            f"{func} moves plain tensors, got a ragged one ({sharding}). torch's functions with "
+            "broadcast_from_rank0=True load full tensors of rank 0: pass those of full_state_dict or "
+            "full_optimizer_state_dict (fsdp_runtime: get_full_state_dict, get_full_optimizer_state_dict), or load a "
+            "sharded state dict without full_state_dict=True"
+        )
     return NotImplementedError(
         f"{func} has no rule for a ragged tensor ({sharding}). Nothing is gathered behind your back: use "
         "full_tensor() or redistribute(placements=[Replicate()] * mesh.ndim) for the full tensor, or to_local() for "
