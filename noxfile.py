@@ -26,7 +26,8 @@ USUAL = "not gpu and not long"  # what `tests` runs
 NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")}
 for _name in ("fuzz", "chaos", "soak", "peers", "deadlocks"):
     NIGHTLY[_name] = [f"packages/fsdp-runtime/tests/reliability/{_name}.py"]
-TORCH = {"torch-2.11": "torch==2.11.*", "torch-2.13": "torch==2.13.*", "torch-newest": "torch>=2.13"}
+TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
+TORCH["torch-newest"] = "torch>=2.14"
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
 UNTYPED = [
     "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-decorators", "--allow-any-generics",

@@ -182,10 +182,10 @@ w.abs().mean(1) w.norm(dim=1).max() w.norm(dim=0).mean() w.norm(dim=1).std()
 # One reduction or a look at what this rank holds does not answer them; nothing is gathered behind the user's back.
 REFUSED = """
 w.median() w.quantile(0.5) w.flatten().topk(3) b.topk(2) b.sort() b.cumsum(0) w.unique()
-w.flatten().quantile(0.9) F.normalize(w,dim=1) w[:,0] w[:,:2] w[...,0] w[::2] w.t() w.T.norm() w.transpose(0,1)
-w.mT w.permute(1,0) torch.cat([w,g]) torch.cat([w.flatten(),b]) torch.stack([w,g]) torch.stack([w,g]).mean(0)
-parameters_to_vector([w,b]) torch.cat([b,h]).norm() w.tolist() w@g.t() torch.mm(w,g.t()) w.trace() w.diagonal()
-w.tril() torch.outer(b,h) F.linear(g,w) w.sort(0) w.topk(2,0) torch.rand_like(w) w.bernoulli()
+w.flatten().quantile(0.9) w.nanquantile(0.5) F.normalize(w,dim=1) w[:,0] w[:,:2] w[...,0] w[::2] w.t() w.T.norm()
+w.transpose(0,1) w.mT w.permute(1,0) torch.cat([w,g]) torch.cat([w.flatten(),b]) torch.stack([w,g])
+torch.stack([w,g]).mean(0) parameters_to_vector([w,b]) torch.cat([b,h]).norm() w.tolist() w@g.t()
+torch.mm(w,g.t()) w.trace() w.diagonal() w.tril() torch.outer(b,h) F.linear(g,w) w.sort(0) w.topk(2,0) torch.rand_like(w) w.bernoulli()
 w.bernoulli_(torch.full((6,4),0.5)) torch.sum(w,0,out=torch.empty_like(w)) w.detach().resize_(3) w.new_zeros(3)
 F.embedding(torch.tensor([0]),w) w.view(6,2,2,1).clone(memory_format=torch.channels_last) w.expand(2,6,4)
 """.split()  # noqa: SIM905

@@ -267,6 +267,21 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         self._sharding = value._sharding
         self._spec = value._sharding.spec(value._local_tensor.dtype)  # type: ignore[misc]
 
+    def quantile(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch's, of a tensor with torch's own placements. Raises for a ragged one, and communicates nothing.
+
+        `torch.quantile(tensor)` raises too; torch >= 2.14 makes it of ops of which the first asks all ranks for NaN.
+        """
+        if self._sharding.axis is not None:
+            HANDLERS.fallback(torch.ops.aten.quantile.default, (self,), {})
+        return super().quantile(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def nanquantile(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `quantile`."""
+        if self._sharding.axis is not None:
+            HANDLERS.fallback(torch.ops.aten.nanquantile.default, (self,), {})
+        return super().nanquantile(*args, **kwargs)  # type: ignore[no-any-return]
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
