@@ -185,7 +185,7 @@ w.median() w.quantile(0.5) w.flatten().topk(3) b.topk(2) b.sort() b.cumsum(0) w.
 w.flatten().quantile(0.9) w.nanquantile(0.5) F.normalize(w,dim=1) w[:,0] w[:,:2] w[...,0] w[::2] w.t() w.T.norm()
 w.transpose(0,1) w.mT w.permute(1,0) torch.cat([w,g]) torch.cat([w.flatten(),b]) torch.stack([w,g])
 torch.stack([w,g]).mean(0) parameters_to_vector([w,b]) torch.cat([b,h]).norm() w.tolist() w@g.t()
-torch.mm(w,g.t()) w.trace() w.diagonal() w.tril() torch.outer(b,h) F.linear(g,w) w.sort(0) w.topk(2,0) torch.rand_like(w) w.bernoulli()
+torch.mm(w,g.t()) w.trace() w.diagonal() w.tril() torch.outer(b,h) F.linear(g,w) w.sort(0) w.topk(2,0) w.bernoulli()
 w.bernoulli_(torch.full((6,4),0.5)) torch.sum(w,0,out=torch.empty_like(w)) w.detach().resize_(3) w.new_zeros(3)
 F.embedding(torch.tensor([0]),w) w.view(6,2,2,1).clone(memory_format=torch.channels_last) w.expand(2,6,4)
 """.split()  # noqa: SIM905
@@ -245,6 +245,28 @@ def test_statistics_are_those_of_plain_tensors_or_refused_by_name():
             assert record.kinds == [], expression
     with pytest.raises(NotImplementedError, match=r"aten\.t\.default.*ragged.*full_tensor\(\)"):
         arguments["rows"]["w"].t()
+
+
+@on_ranks(3)
+def test_a_number_that_all_ranks_have_formats_as_a_plain_one():
+    weight, plain = tensors("rows")["w"], values()["w"]
+    norms = torch._foreach_norm([weight.detach()])
+    with record_collectives() as record:
+        assert f"{norms[0]:.3f}" == f"{plain.norm():.3f}"
+        if dist.get_rank() == 0:
+            assert f"{norms[0]}" == f"{plain.norm()}"
+    assert f"{weight.norm():8.2e} {(weight > 0).sum():d}" == f"{plain.norm():8.2e} {(plain > 0).sum():d}"
+    assert record.kinds == []
+
+
+@on_ranks(3)
+def test_formatting_a_number_that_one_rank_has_sends_nothing_and_names_the_way_out():
+    number = spread(torch.tensor(2.5), [RaggedShard((), (0, 1, 0))])
+    with record_collectives() as record, pytest.raises(TypeError, match=r"item\(\)"):
+        f"{number:.3f}"
+    assert record.kinds == []
+    assert f"{number.item():.3f}" == "2.500"
+    assert "RaggedDTensor" in f"{number}"
 
 
 @on_ranks(3)

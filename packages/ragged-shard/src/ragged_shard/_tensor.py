@@ -291,6 +291,21 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RaggedDTensor({self._sharding}, local={self._local_tensor})"
 
+    def __format__(self, format_spec: str) -> str:
+        """A number that all ranks have formats as in a plain tensor. Communicates nothing.
+
+        Raises:
+            TypeError: a format for several numbers, or for one that some ranks do not have.
+        """
+        if self.ndim == 0 and not self.is_meta and self._sharding.replicate:
+            return format(self._local_tensor.item(), format_spec)
+        if self.ndim == 0 and format_spec:
+            raise TypeError(
+                f"not every rank has the number to format ({self._sharding}); format item() or full_tensor(), which "
+                "every rank must call"
+            )
+        return super().__format__(format_spec)  # type: ignore[no-any-return]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
         if id(self) in memo:
             result: RaggedDTensor = memo[id(self)]
