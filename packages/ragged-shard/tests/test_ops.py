@@ -303,6 +303,10 @@ DRAWS = {
     "truncated": lambda t: torch.nn.init.trunc_normal_(t, std=0.02),
     "own generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
 }  # fmt: skip
+DRAWS_LIKE = {
+    "rand_like": torch.rand_like, "randn_like": torch.randn_like, "randint_like": lambda t: torch.randint_like(t, 9),
+    "other dtype": lambda t: torch.randn_like(t, dtype=torch.float64),
+}  # fmt: skip
 
 
 @on_ranks(6)
@@ -324,8 +328,8 @@ def test_a_tensor_is_filled_from_parts_that_are_drawn_on_all_ranks():
 
 @on_ranks(6)
 def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree():
-    assert set(RULES["random"].ops.split()) <= set(DRAWS)
-    for name, draw in DRAWS.items():
+    assert set(RULES["random"].ops.split()) <= {*DRAWS, *DRAWS_LIKE}
+    for name, draw in (DRAWS | DRAWS_LIKE).items():
         for placements, mesh_shape, collectives in (
             ((RaggedShard((0,), (2, 0, 1, 0, 1, 0)),), (6,), []),
             ((RaggedShard((0, 1), (2, 0, 1)), Shard(2)), (3, 2), []),
@@ -334,23 +338,29 @@ def test_random_ops_draw_the_plain_tensors_values_and_replicas_agree():
             x, rx = plain(), spread(plain(), placements, mesh_shape)
             before = rx.to_local().data_ptr()
             torch.manual_seed(3)
-            draw(x)
+            wanted = draw(x)
             after = torch.rand(1)
             torch.manual_seed(3)
             with record_collectives() as record:
-                assert draw(rx) is rx, name
+                drawn = draw(rx)
+            assert (drawn is rx) == (name in DRAWS), name
             if name != "truncated":  # which in torch >= 2.13 asks, with an all-reduce, whether to draw again
                 assert record.kinds == collectives, name
             assert torch.equal(torch.rand(1), after), name
             assert rx.to_local().data_ptr() == before, name
             same(rx, x, name, tuple(placements))
+            same(drawn, wanted, name, tuple(placements))
     # Replicas with other seeds agree all the same.
     rx = spread(plain(), (Replicate(), RAGGED), (2, 3))
     torch.manual_seed(dist.get_rank())
-    rx.normal_()
-    copies = [torch.empty_like(rx.to_local()) for _ in range(2)]
-    dist.all_gather(copies, rx.to_local().contiguous(), group=rx.device_mesh.get_group(0))
-    assert torch.equal(*copies)
+    for drawn in (
+        rx.normal_(),
+        torch.randn_like(rx),
+        torch.rand_like(rx.redistribute(placements=[Replicate()] * 2)),
+    ):
+        copies = [torch.empty_like(drawn.to_local()) for _ in range(2)]
+        dist.all_gather(copies, drawn.to_local().contiguous(), group=rx.device_mesh.get_group(0))
+        assert torch.equal(*copies)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def random(op: Op) -> Handler:
 
     So equal seeds give the values of the unsharded tensor, and generators stay in step. Replicas agree for any
     seeds: one broadcast per mesh axis of replicas. Takes the memory of the full tensor while it draws. A tensor that is
-    Replicate everywhere is drawn in place.
+    Replicate everywhere is drawn in place. ``randn_like`` and the like give a tensor with the sharding of the first.
     """
+    in_place = op._schema.name.endswith("_")
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -79,19 +80,19 @@ def random(op: Op) -> Handler:
             raise refusal(func, sharding)
         local = tensor._local_tensor
         if local.is_meta:
-            return tensor
+            return tensor if in_place else RaggedDTensor._wrap(func(local, *args[1:], **kwargs), sharding)
         if sharding.replicate:
-            func(local, *args[1:], **kwargs)
+            drawn = func(local, *args[1:], **kwargs)
         else:
             full = torch.empty(sharding.shape, dtype=local.dtype, device=local.device)
-            func(full, *args[1:], **kwargs)
-            local.copy_(operands.local_from_full(full, sharding, func))
+            drawn = operands.local_from_full(func(full, *args[1:], **kwargs), sharding, func)
+        local = local.copy_(drawn) if in_place else drawn
         for axis in range(sharding.mesh.ndim):
             if axis not in sharding.cut_axes and sharding.axis_size(axis) > 1:
                 flat = local.detach().reshape(-1)
                 _comm.broadcast(flat, 0, sharding.mesh.get_group(axis)).wait()
                 local.copy_(flat.view(local.shape))
-        return tensor
+        return tensor if in_place else RaggedDTensor._wrap(local, sharding)
 
     return handle
 

@@ -131,7 +131,8 @@ RULES: dict[str, Rule] = {
         "draws the full tensor from this rank's generator, keeps its range: equal seeds give the plain tensor's values",
         "nothing; one broadcast of the local tensor per mesh axis of replicas",
         special.random,
-        "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
+        "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ "
+        "uniform_",
     ),
     "masked": Rule(
         "x[mask] = number, with a boolean mask that has the sharding of x",
