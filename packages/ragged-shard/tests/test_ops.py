@@ -422,6 +422,27 @@ def test_the_ways_out_that_errors_about_other_placements_name_work():
     same(rx, x, "assigned")
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (3, 8), (3, 4, 2)])
+@on_ranks(3)
+def test_orthogonal_initialization_gives_the_plain_tensors_values(shape):
+    for placements, mesh_shape in (
+        ((RaggedShard((0,), (2, 0, 1)),), (3,)),
+        ((RaggedShard((0, 1), (1, 1, 1)),), (3,)),
+        ((Replicate(), RaggedShard((0,), (2, 0, 1))), (1, 3)),
+    ):
+        rx, x = torch.nn.Parameter(spread(plain(shape=shape), placements, mesh_shape)), plain(shape=shape)
+        torch.manual_seed(3)
+        torch.nn.init.orthogonal_(x, gain=1.5)
+        torch.manual_seed(3)
+        torch.nn.init.orthogonal_(rx, gain=1.5)
+        same(rx, x, "initialized", placements)
+    rx.detach_()
+    for call in (rx.t_, lambda: torch.linalg.qr(rx.view(shape[0], -1)), rx.detach().t_):
+        with record_collectives() as record, pytest.raises((NotImplementedError, RuntimeError)):
+            call()
+        assert record.kinds == []
+
+
 @on_ranks(3)
 def test_operands_with_other_placements_raise_with_both_shardings():
     x = plain()

@@ -48,9 +48,10 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_copy", "_like", "_sharding")
+    __slots__ = ("_copy", "_like", "_scratch", "_sharding")
     _copy: "RaggedDTensor | None"  # see `load_into_copy`; else not set
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
+    _scratch: bool  # whether new_empty or qr made it, as in `orthogonal_`; else not set
     _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
 
@@ -246,6 +247,19 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         local = torch.empty(0, dtype=self.dtype, device=self.device)
         local.set_(source, storage_offset, like.local_shape, contiguous_stride(like.local_shape))
         self.data = RaggedDTensor._wrap(local, like)
+        return self
+
+    def t_(self) -> "RaggedDTensor":
+        """Transpose a tensor of ``orthogonal_``'s, which `new_empty` or `qr` made; it is gathered, and Replicate then.
+
+        Raises:
+            NotImplementedError: another tensor, which would no longer share memory with its views.
+        """
+        if not getattr(self, "_scratch", False) or self.requires_grad:
+            return super().t_()  # type: ignore[no-any-return]  # which is refused
+        full = self.full_tensor().t().contiguous()
+        everywhere = (Replicate(),) * self.device_mesh.ndim
+        self.data = RaggedDTensor._wrap(full, sharding_of(self.device_mesh, everywhere, full.shape))
         return self
 
     @property

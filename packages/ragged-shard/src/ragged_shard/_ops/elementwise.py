@@ -242,6 +242,7 @@ def new(op: Op) -> Handler:
         result = _wrap(func(source._local_tensor, target.local_shape, *args[2:], **kwargs), target)
         if not size:
             result._like = sharding  # which set_ needs
+        result._scratch = empty
         return result
 
     return handle

@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from ragged_shard import _comm
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._sharding import sharding_of
 from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
@@ -93,6 +95,24 @@ def random(op: Op) -> Handler:
                 _comm.broadcast(flat, 0, sharding.mesh.get_group(axis)).wait()
                 local.copy_(flat.view(local.shape))
         return tensor if in_place else RaggedDTensor._wrap(local, sharding)
+
+    return handle
+
+
+def scratch(op: Op) -> Handler:
+    """``linalg.qr`` of a tensor that `new_empty` made, as ``orthogonal_`` calls it: of the gathered tensor."""
+
+    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not getattr(tensor, "_scratch", False) or tensor.requires_grad:
+            return fallback(func, args, kwargs)
+        mesh, everywhere = tensor.device_mesh, (Replicate(),) * tensor.device_mesh.ndim
+        factors = []
+        for factor in func(tensor.full_tensor(), *args[1:], **kwargs):
+            sharding = sharding_of(mesh, everywhere, factor.shape)
+            factors.append(RaggedDTensor._wrap(factor.contiguous(), sharding))
+            factors[-1]._scratch = True
+        return tuple(factors)
 
     return handle
 

@@ -134,6 +134,12 @@ RULES: dict[str, Rule] = {
         "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ "
         "uniform_",
     ),
+    "scratch": Rule(
+        "`nn.init.orthogonal_`: of what `new_empty` made a Replicate tensor; refused for others",
+        "the gather of the tensor",
+        special.scratch,
+        "linalg_qr",
+    ),
     "masked": Rule(
         "x[mask] = number, with a boolean mask that has the sharding of x",
         "nothing",
