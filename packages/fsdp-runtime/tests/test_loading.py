@@ -141,6 +141,24 @@ def test_what_is_written_goes_into_the_shards_without_rounding():
     loss_of(model, tokens()).backward()
 
 
+@on_ranks(2)
+def test_a_product_of_two_weights_raises_everywhere_and_works_as_the_error_says():
+    model, wanted = shard(seeded()), seeded()
+    for weights in (wanted, model):
+        with torch.no_grad(), full_params(weights):
+            product = weights.blocks[0].weight @ weights.blocks[1].weight.t()
+            weights.blocks[2].weight.add_(product)
+    assert_same_values(get_full_state_dict(model), wanted.state_dict())
+    one, two = model.blocks[0].weight, model.blocks[1].weight
+    for call in (lambda: one @ two, lambda: two.t(), lambda: torch.addmm(one, one, two)):
+        with (
+            record_collectives() as record,
+            pytest.raises(NotImplementedError, match=r"full_params\(model\)"),
+        ):
+            call()
+        assert record.kinds == []
+
+
 @on_ranks(1)
 def test_what_is_written_is_dropped_on_request_and_after_a_failure():
     model = shard(seeded())

@@ -74,8 +74,9 @@ def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
         )
     return NotImplementedError(
         f"{func} has no rule for a ragged tensor ({sharding}). Nothing is gathered behind your back: use "
-        "full_tensor() or redistribute(placements=[Replicate()] * mesh.ndim) for the full tensor, or to_local() for "
-        "this rank's; ragged-shard's docs/ops.md lists the ops that have a rule"
+        "full_tensor() or redistribute(placements=[Replicate()] * mesh.ndim) for the full tensor, to_local() for "
+        "this rank's, or fsdp_runtime.full_params(model) around code that works on whole weights, such as peft's "
+        "merge_adapter; ragged-shard's docs/ops.md lists the ops that have a rule"
     )
 
 
