@@ -1,7 +1,9 @@
 """How gradients are copied, scaled and reduced."""
 
 import itertools
-from typing import Any
+import random
+import time
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from runtime_helpers import Ops, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 
+from dbuffer.transport import Collectives
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads.scaling import ReduceOptions, scaling
 from fsdp_runtime._schedule.model import member_of
@@ -193,3 +196,58 @@ def test_options_set_later_do_not_touch_a_reduction_under_way():
     model.set_is_last_backward(True)
     loss_of(model, tokens(step=1)).backward()  # only a partial sum: shown after a later all-reduce
     assert_same_gradients(model, plain_backward(seeded()), atol=1e-7)
+
+
+class Late:
+    """A work that completes at other moments on each rank."""
+
+    def __init__(self, work, chance):
+        self.wait, self.chance = work.wait, chance
+
+    def is_completed(self):
+        return self.chance.random() < 0.5
+
+
+class Delayed(Collectives):
+    """Reductions that start and complete at other moments on each rank; notes their order."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.chance = random.Random(dist.get_rank())
+
+    def reduce_scatter(self, pairs, op, label):
+        self.started.append(label)
+        time.sleep(self.chance.random() / 100)
+        return Late(super().reduce_scatter(pairs, op, label), self.chance)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@on_ranks(4, timeout=60)
+def test_a_hook_that_communicates_is_called_at_one_place_whatever_completes_first(hybrid):
+    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
+    replicas, events = mesh["replicate"].get_group(), Delayed.started
+    events.clear()
+    model = shard(seeded(blocks=6), mesh=mesh if hybrid else mesh["shard"], transport=Delayed)
+    model.set_reduce_scatter_max_input_buffers(2)
+    for name, unit in model.named_modules():
+        if member_of(unit) is None:
+            continue
+        unit.set_modules_to_backward_prefetch(
+            []
+        )  # gathered by need: a rank in a hook keeps its neighbor waiting
+
+        def hook(flat, name=name):
+            events.append(f"hook of {name}")
+            dist.all_reduce(flat, group=replicas)
+            flat.div_(2)
+
+        unit.set_all_reduce_hook(hook)
+    for step in range(3):
+        loss_of(model, tokens(step)).backward()
+        assert_same_gradients(model, plain_backward(seeded(blocks=6), step))
+        model.zero_grad()
+    found = [None] * 4
+    dist.all_gather_object(found, events)
+    assert found.count(events) == 4

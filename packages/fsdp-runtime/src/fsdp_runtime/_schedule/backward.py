@@ -4,11 +4,11 @@ A reduction:
 
 LAUNCHED     a reduce-scatter over the shard axis is under way; it uses the gathered gradient memory
 FREED        it has completed, and that memory is free
-REPLICATED   the all-reduce over replicas (HSDP) was started
-(published)  that has completed too, and `.grad` is set
+REPLICATED   the all-reduce over replicas (HSDP) was started, or the user's hook has run where there are none
+(published)  that has completed too (with replicas the hook runs now), and `.grad` is set
 
-Whether a reduction is LAUNCHED or FREED may depend on timing, and differ between ranks. All-reduces start in the
-order of the reductions and at points that the program fixes, the same on all ranks.
+Whether a reduction is LAUNCHED or FREED may depend on timing, and differ between ranks. All-reduces and hooks, which
+may communicate, start in the order of the reductions and at points that the program fixes, the same on all ranks.
 """
 
 import contextlib
@@ -134,20 +134,22 @@ class Reduction:
                 handle.wait()
             for group, closed in zip(self.groups, self._closed, strict=True):
                 group.gradients.free(closed)
-            if self._options.hook is not None:
-                self._call_hook(self._options.hook, self._sharded)
             self._event = layer.record()
         self.state = ReductionState.FREED
 
     def replicate(self) -> None:
-        """Start the all-reduce over replicas, if there are any. Once, after `free`."""
+        """Call the user's hook, or where there are replicas start the all-reduce over them. Once, after `free`."""
         if self.state is ReductionState.REPLICATED:
             return
         self.free()
         self.state = ReductionState.REPLICATED
+        layer = self._streams.layer
+        if self._options.hook is not None and self._sharded:
+            with layer.on(self._streams.reduce, ()):
+                self._call_hook(self._options.hook, self._sharded)
+                self._event = layer.record()
         if not self._replicated or self.stays_partial:
             return
-        layer = self._streams.layer
         with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
             for buffer, how in self._replicated:
                 reduction = AllReduce([buffer], how.replica_op, how.replica_divide)
@@ -155,8 +157,6 @@ class Reduction:
 
     def _call_hook(self, hook: AllReduceHook, reduced: list[tuple[DBuffer, Scaling]]) -> None:
         """Call the user's hook with the shards of these groups."""
-        if not reduced:
-            return
         layer = self._streams.layer
         if any(buffer.offloaded for buffer, _ in reduced):
             layer.wait_on_host(layer.record())  # the hook may read what was copied from the device
@@ -175,7 +175,7 @@ class Reduction:
             with layer.on(self._streams.reduce, ()):
                 for handle in self._handles:
                     handle.wait()
-                if self._options.hook is not None:
+                if self._options.hook is not None and self._replicated:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
         layer.wait(self._event)
