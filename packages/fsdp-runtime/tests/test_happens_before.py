@@ -1,5 +1,7 @@
 """The whole runtime on a simulated device, where an access to memory without an order between streams raises."""
 
+import contextlib
+import gc
 import threading
 from typing import Any, ClassVar
 
@@ -55,6 +57,25 @@ def train(model, steps=3, optimizer=None, **options):
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
         step_of(model, optimizer, step, **options)
+
+
+def die_in(where, model):
+    """Leave gathers or reductions of a model under way."""
+
+    def stop(*_):
+        raise KeyboardInterrupt  # for which torch calls no hook that frees memory
+
+    if where == "unshard":
+        model.blocks[0].unshard(async_op=True)
+        return
+    if where == "forward":
+        model.blocks[1].register_forward_hook(stop)
+    elif where == "backward":
+        model.blocks[1].register_forward_hook(lambda module, args, out: Watch.apply(out, stop))
+    else:
+        model.set_is_last_backward(False)
+    with contextlib.suppress(KeyboardInterrupt):
+        loss_of(model, tokens()).backward()
 
 
 def vectors_on(mesh):
@@ -226,6 +247,17 @@ class TestNoRace:
             model.blocks[1]._forward_hooks.popitem()
             model.reset_iter_state()
             train(model, steps=1)
+
+    @pytest.mark.parametrize("where", ["forward", "backward", "unshard", "a step that goes on"])
+    def test_when_a_model_dies_with_collectives_under_way(self, where):
+        with device("late") as found:
+            for _ in range(2):
+                model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
+                train(model, steps=2)
+                die_in(where, model)
+                del model
+                gc.collect()
+                found.raise_late()
 
     def test_when_backward_runs_in_another_thread(self):
         with device() as found:

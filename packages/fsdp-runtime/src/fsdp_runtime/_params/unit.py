@@ -142,6 +142,7 @@ class Unit:
             isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.activations
         )
         self._streams = streams
+        streams.order_the_end_of(self)
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned
