@@ -20,7 +20,16 @@ from dbuffer_helpers import (
     storage_bytes,
 )
 
-from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter, shared_recycler
+from dbuffer import (
+    BlockInt8,
+    BlocksOnWire,
+    CastReduction,
+    DebugRecycler,
+    Gather,
+    Recycler,
+    ReduceScatter,
+    shared_recycler,
+)
 from ragged_shard.testing import on_ranks, run_ranks
 
 
@@ -111,6 +120,61 @@ def test_after_the_first_step_nothing_is_allocated():
     *_, first, last, num_segments = run_ranks(3, walk, "planned", 1, torch.bfloat16)[0]
     assert first.allocations == last.allocations == 2 * num_segments
     assert last.reuses > first.reuses
+
+
+class Small(Recycler):
+    """Has memory for so many storages more."""
+
+    left = 1000
+
+    def allocate(self, storage, nbytes):
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("on purpose")
+        super().allocate(storage, nbytes)
+
+
+@can_swap
+@pytest.mark.parametrize("wire", [None, BlocksOnWire(BlockInt8(64))])
+@on_ranks(2)
+def test_a_gather_that_runs_out_of_memory_gives_all_of_it_back_and_can_be_tried_again(wire):
+    recycler, tensors = Small("cpu"), full_tensors()
+    options = {"align": 16, "wire": wire, "recycler": recycler}
+    specs = [make("split", full_dtype=torch.bfloat16, **options) for _ in range(2)]
+    gather = Gather([load(buffer, tensors) for buffer in specs])
+    for room in range(1000):
+        recycler.left = room
+        try:
+            handle = gather.start()
+        except torch.OutOfMemoryError:
+            assert recycler.stats.lent_bytes == recycler.stats.quarantined_bytes == 0
+            continue
+        break
+    assert room >= 4  # segments
+    handle.wait()
+    assert not any(buffer.retired for buffer in specs)
+    if wire is None:
+        for buffer in specs:
+            assert_views_equal(buffer, tensors)
+
+
+@can_swap
+@on_ranks(2)
+def test_a_reduction_that_runs_out_of_memory_keeps_its_gradients_and_can_be_tried_again():
+    recycler, tensors = Small("cpu"), full_tensors()
+    buffers = [make(recycler=recycler, reduction=CastReduction()) for _ in range(2)]
+    for buffer in buffers:
+        fill_views(buffer, tensors)
+    before, reduction = recycler.stats.lent_bytes, ReduceScatter(buffers)
+    for room in range(2):  # for what is received and what is sent
+        recycler.left = room
+        with pytest.raises(torch.OutOfMemoryError):
+            reduction.start()
+        assert recycler.stats.lent_bytes == before
+    recycler.left = 2
+    reduction.start().wait()
+    for buffer in buffers:
+        assert_locals_equal(buffer, tensors)
 
 
 @on_ranks(1)

@@ -9,7 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Ops, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import (
+    BF16,
+    Ops,
+    assert_same_gradients,
+    loss_of,
+    plain_backward,
+    same_bits,
+    seeded,
+    shard,
+    tokens,
+)
 from torch import nn
 
 from dbuffer.transport import Collectives
@@ -196,6 +206,33 @@ def test_options_set_later_do_not_touch_a_reduction_under_way():
     model.set_is_last_backward(True)
     loss_of(model, tokens(step=1)).backward()  # only a partial sum: shown after a later all-reduce
     assert_same_gradients(model, plain_backward(seeded()), atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_step_that_runs_out_of_memory_in_any_gather_or_reduction_can_be_made_again():
+    model = shard(seeded(), mp_policy=BF16)
+    recycler = member_of(model).passes.streams.recycler
+    allocate, quarantined = recycler.allocate, recycler.stats.quarantined_bytes
+    for room in itertools.count():
+        left = iter(range(room))
+
+        def limited(storage, nbytes, left=left):
+            if next(left, None) is None:
+                raise torch.OutOfMemoryError("on purpose")
+            allocate(storage, nbytes)
+
+        with mock.patch.object(recycler, "allocate", limited):
+            try:
+                loss_of(model, tokens()).backward()
+                break
+            except torch.OutOfMemoryError:
+                pass
+    assert room > 10
+    assert recycler.stats.quarantined_bytes == quarantined
+    again = [param.grad.to_local() for param in model.parameters()]
+    model.zero_grad()
+    loss_of(model, tokens()).backward()
+    assert same_bits(again, [param.grad.to_local() for param in model.parameters()])
 
 
 class Late:

@@ -14,10 +14,11 @@ own slice        shard (world size 1)                   the local half of the ab
 kept slices      gathered                               all-gather in a smaller group, after `shrink`
 """
 
+import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from ._buffer import DBuffer
 from ._exchange import Exchange
 from ._order import CollectiveOrder, DisagreementError, watched
 from ._patient_calls import HostWait
-from .memory.gathered import Flats
-from .transport import Coalesced, Op, Transport, TransportChoice, Work, resolved, transport_of
+from .memory.gathered import Flats, NeighborSlices
+from .transport import Coalesced, Op, Pairs, Transport, TransportChoice, Work, resolved, transport_of
 
 Events = Iterable[Any]
 
@@ -245,6 +246,7 @@ class Gather:
 
         Raises:
             RuntimeError: a buffer has a collective under way, or the collective could not start.
+            torch.OutOfMemoryError: there is no memory to gather into. All is as before; it can be started again.
         """
         buffers, layer = self._buffers, self._layer
         shrunk = False
@@ -254,15 +256,13 @@ class Gather:
             shrunk = shrunk or buffer.neighbor is not None
         if shrunk:
             return _gather_neighbors(buffers, self._choice, stream, after)
-        handle = Handle(self._title, buffers, self._group)
         with layer.on(stream, after):
+            with _all_or_nothing(buffers):
+                pairs = [pair for buffer in buffers for pair in buffer.begin_gather()]
             finish = self._decode_after(layer.current_stream()) if self._decodes else None
-            return handle.launch(self._encode_and_send, finish)
+            return Handle(self._title, buffers, self._group).launch(lambda: self._send(pairs), finish)
 
-    def _encode_and_send(self) -> Work | None:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer in self._buffers:
-            pairs += buffer.begin_gather()
+    def _send(self, pairs: Pairs) -> Work | None:
         if self._size == 1:
             for receive, send in pairs:  # one rank, shard and gathered memory apart by request
                 if receive.data_ptr() != send.data_ptr():
@@ -297,15 +297,12 @@ def _gather_neighbors(
     layer = buffers[0].layer
     what = f"the slices kept by shrink of {_label(buffers)}"
 
-    def start() -> Work | None:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer, slices in zip(buffers, kept, strict=True):
-            layer.wait(slices.ready)
-            buffer.gathered.materialize()
-            coded = buffer.encoder if slices.coded else None
-            receive = buffer.gathered.raw if coded is None else coded.receive()
-            pairs += zip(receive, slices.flats, strict=True)
-        return transport_of(group, choice).all_gather(pairs, what)
+    def pairs_of(buffer: DBuffer, slices: NeighborSlices) -> Pairs:
+        layer.wait(slices.ready)
+        buffer.gathered.materialize()
+        coded = buffer.encoder if slices.coded else None
+        receive = buffer.gathered.raw if coded is None else coded.receive()
+        return list(zip(receive, slices.flats, strict=True))
 
     def finish() -> None:  # after the collective, which reads the slices on another stream
         for buffer, slices in zip(buffers, kept, strict=True):
@@ -314,9 +311,23 @@ def _gather_neighbors(
                 buffer.encoder.keep_for(None)
                 buffer.encoder.decode()
 
-    handle = Handle(f"all_gather of {what}", buffers, group)
     with layer.on(stream, after):
-        return handle.launch(start, finish)
+        with _all_or_nothing(buffers):
+            pairs = [pair for both in zip(buffers, kept, strict=True) for pair in pairs_of(*both)]
+        handle = Handle(f"all_gather of {what}", buffers, group)
+        return handle.launch(lambda: transport_of(group, choice).all_gather(pairs, what), finish)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(buffers: Sequence[DBuffer]) -> Iterator[None]:
+    """Give gathered memory back where some of it cannot be had: nothing was sent, so nothing else writes there."""
+    try:
+        yield
+    except BaseException as error:
+        for buffer in buffers:
+            buffer.release()
+        error.add_note(f"all_gather of {_label(buffers)} could not start")
+        raise
 
 
 class ReduceScatter:
@@ -386,8 +397,10 @@ class ReduceScatter:
                     "accumulated into it; add gradients into the views, or build the buffer with alias=False"
                 )
         self._accumulate = accumulate
-        handle = Handle(self._title, self._buffers, self._group, ignores_timeouts=True)
         with self._buffers[0].layer.on(stream, after):
+            if self._exchange is not None:
+                self._exchange.encode()
+            handle = Handle(self._title, self._buffers, self._group, ignores_timeouts=True)
             return handle.launch(self._send, self._store)
 
     def _send(self) -> Work | None:
@@ -494,13 +507,10 @@ class AllReduce:
             buffer.check_idle("all_reduce")
             buffer.check_shard("all_reduce")
         first = self._buffers[0]
-        reduced: list[torch.Tensor] = []
+        flats = [flat for buffer in self._buffers for flat in buffer.shard_memory.flats]
+        reduced = flats
 
         def start() -> Work | None:
-            for buffer in self._buffers:
-                reduced.extend(
-                    flat.to(first.device) if first.offloaded else flat for flat in buffer.shard_memory.flats
-                )
             group = first.mesh_view.replica_group
             if group is None or first.mesh_view.num_replicas == 1:
                 return None
@@ -510,13 +520,14 @@ class AllReduce:
             if self._divide is not None:
                 compat.scale(reduced, 1.0 / self._divide)
             if first.offloaded:
-                flats = [flat for buffer in self._buffers for flat in buffer.shard_memory.flats]
                 compat.copy(flats, reduced, non_blocking=True)
 
-        handle = Handle(
-            f"all_reduce of {_label(self._buffers)}", self._buffers, first.mesh_view.replica_group
-        )
         with first.layer.on(stream, after):
+            if first.offloaded:
+                reduced = [flat.to(first.device) for flat in flats]
+            handle = Handle(
+                f"all_reduce of {_label(self._buffers)}", self._buffers, first.mesh_view.replica_group
+            )
             return handle.launch(start, finish)
 
 

@@ -23,7 +23,7 @@ from .wire.reduction import Reducer, ReductionForm
 class Exchange:
     """The all-to-all of one reduction of several buffers, with the memory that it takes.
 
-    From `start` to the end of `sums` it holds the receive buffer, and the send buffer if rows are encoded.
+    From `encode` to the end of `sums` it holds the receive buffer, and the send buffer if rows are encoded.
     """
 
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
@@ -48,19 +48,24 @@ class Exchange:
         # Made while gathered memory exists: torch checks it.
         return [_sums_in(buffer) for buffer in self._buffers]
 
-    def start(self, transport: Transport, label: str) -> Work | None:
-        """Encode, and start the all-to-all."""
-        for scratch in self._scratch:
-            scratch.materialize()
-        for buffer in self._buffers:
-            buffer.scratch = self._scratch
-        if self._sent is None:
-            sent = self._buffers[0].gathered.raw[0].view(torch.uint8)
-        else:
-            sent = self._sent.flat
-            rows = self._rows(sent)
+    def encode(self) -> None:
+        """Allocate the memory, and encode. Where there is none it is as before."""
+        try:
+            for scratch in self._scratch:
+                scratch.materialize()
+        except BaseException:
+            self._release()
+            raise
+        if self._sent is not None:
+            rows = self._rows(self._sent.flat)
             for buffer, reducer, begin in zip(self._buffers, self._reducers, self._begins, strict=True):
                 reducer.encode(rows, begin, _noise(buffer))
+
+    def start(self, transport: Transport, label: str) -> Work | None:
+        """Start the all-to-all of what was encoded."""
+        for buffer in self._buffers:
+            buffer.scratch = self._scratch
+        sent = self._buffers[0].gathered.raw[0].view(torch.uint8) if self._sent is None else self._sent.flat
         return transport.all_to_all(self._received.flat, sent, label)
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
@@ -74,9 +79,12 @@ class Exchange:
             reducer.sum_rows(rows, begin, sums)
             buffer.scratch = []
             results.append(sums)
+        self._release()
+        return results
+
+    def _release(self) -> None:
         for scratch in self._scratch:
             scratch.release()
-        return results
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self._buffers[0].mesh_view.size, -1)

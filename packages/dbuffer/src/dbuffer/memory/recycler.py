@@ -314,14 +314,20 @@ class Recycled:
         self._last_use: Any = None  # of what was kept
 
     def materialize(self) -> None:
-        """Allocate uninitialised memory, for use on the current stream. No effect if there is memory."""
+        """Allocate uninitialised memory, all or none, for use on the current stream. No effect if there is memory."""
         if self.present:
             return
         if self._kept:
             self._recycler.wait_for_use(self._last_use)
         else:
-            for storage, nbytes in self._storages:
-                self._recycler.allocate(storage, nbytes)
+            try:
+                for storage, nbytes in self._storages:
+                    self._recycler.allocate(storage, nbytes)
+            except BaseException:
+                for storage, _ in self._storages:
+                    if self._recycler.lends(storage):
+                        self._recycler.recycle(storage)
+                raise
         self.present, self._kept = True, False
 
     def release(self) -> None:

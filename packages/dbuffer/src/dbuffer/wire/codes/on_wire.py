@@ -151,8 +151,10 @@ class BlockDecoder(Encoder):
         return False
 
     def release(self) -> None:
-        """Drop kept slices, and free the codes that compute uses."""
+        """Drop kept slices, and free the codes that compute uses, and what was received for a gather that never was."""
         self._kept = None
+        for scratch in self.scratch:
+            scratch.release()
         if self._codes is not None:
             self._codes.release()
 
