@@ -14,11 +14,11 @@ own slice        shard (world size 1)                   the local half of the ab
 kept slices      gathered                               all-gather in a smaller group, after `shrink`
 """
 
-import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,10 +257,15 @@ class Gather:
         if shrunk:
             return _gather_neighbors(buffers, self._choice, stream, after)
         with layer.on(stream, after):
-            with _all_or_nothing(buffers):
-                pairs = [pair for buffer in buffers for pair in buffer.begin_gather()]
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            try:
+                for buffer in buffers:
+                    pairs += buffer.begin_gather()
+            except BaseException as error:
+                _give_back(buffers, error)
+                raise
             finish = self._decode_after(layer.current_stream()) if self._decodes else None
-            return Handle(self._title, buffers, self._group).launch(lambda: self._send(pairs), finish)
+            return Handle(self._title, buffers, self._group).launch(partial(self._send, pairs), finish)
 
     def _send(self, pairs: Pairs) -> Work | None:
         if self._size == 1:
@@ -312,22 +317,20 @@ def _gather_neighbors(
                 buffer.encoder.decode()
 
     with layer.on(stream, after):
-        with _all_or_nothing(buffers):
+        try:
             pairs = [pair for both in zip(buffers, kept, strict=True) for pair in pairs_of(*both)]
+        except BaseException as error:
+            _give_back(buffers, error)
+            raise
         handle = Handle(f"all_gather of {what}", buffers, group)
         return handle.launch(lambda: transport_of(group, choice).all_gather(pairs, what), finish)
 
 
-@contextlib.contextmanager
-def _all_or_nothing(buffers: Sequence[DBuffer]) -> Iterator[None]:
-    """Give gathered memory back where some of it cannot be had: nothing was sent, so nothing else writes there."""
-    try:
-        yield
-    except BaseException as error:
-        for buffer in buffers:
-            buffer.release()
-        error.add_note(f"all_gather of {_label(buffers)} could not start")
-        raise
+def _give_back(buffers: Sequence[DBuffer], error: BaseException) -> None:
+    """Free gathered memory where some of it cannot be had: nothing was sent, so nothing else writes there."""
+    for buffer in buffers:
+        buffer.release()
+    error.add_note(f"all_gather of {_label(buffers)} could not start")
 
 
 class ReduceScatter:

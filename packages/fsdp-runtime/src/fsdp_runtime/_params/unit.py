@@ -142,7 +142,8 @@ class Unit:
             isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.activations
         )
         self._streams = streams
-        streams.order_the_end_of(self)
+        if streams.layer.asynchronous:
+            weakref.finalize(self, streams.take_back).atexit = False
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned

@@ -24,12 +24,8 @@ class Streams:
         self.gather: Any = layer.new_stream(priority=-1)
         self.reduce: Any = layer.new_stream(priority=-1)
 
-    def order_the_end_of(self, unit: object) -> None:
-        """Free what dies with a unit, on its way or not, behind all that communication streams do with it."""
-        if self.layer.asynchronous:
-            weakref.finalize(unit, self._return_memory).atexit = False
-
-    def _return_memory(self) -> None:
+    def take_back(self) -> None:
+        """Let memory that ends from now on, used by collectives under way or not, be free only behind them."""
         if not self.layer.capturing:  # a graph cannot wait for what is outside of it
             for stream in (self.gather, self.reduce):
                 self.layer.wait(self.layer.record(stream), self.recycler.home)
