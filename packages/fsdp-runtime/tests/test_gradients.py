@@ -13,6 +13,7 @@ from runtime_helpers import (
     BF16,
     Ops,
     assert_same_gradients,
+    full,
     loss_of,
     plain_backward,
     same_bits,
@@ -21,6 +22,7 @@ from runtime_helpers import (
     tokens,
 )
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate
 
 from dbuffer.transport import Collectives
 from fsdp_runtime import fully_shard
@@ -233,6 +235,98 @@ def test_a_step_that_runs_out_of_memory_in_any_gather_or_reduction_can_be_made_a
     model.zero_grad()
     loss_of(model, tokens()).backward()
     assert same_bits(again, [param.grad.to_local() for param in model.parameters()])
+
+
+class Borrower(nn.Module):
+    """Its forward computes with the weight of a module that it does not call."""
+
+    def __init__(self, borrow=lambda lender: lender.weight):
+        super().__init__()
+        self.lender, self.body, self.borrow = nn.Linear(8, 12, bias=False), nn.Linear(12, 5), borrow
+
+    def forward(self, tokens):
+        x = nn.functional.one_hot(tokens, 8).float()
+        return self.body(torch.tanh(x @ self.borrow(self.lender).t()))
+
+
+def borrowing(borrow):
+    model = seeded(Borrower, borrow=borrow)
+    for module in (model.lender, model.body, model):
+        fully_shard(module)
+    return model
+
+
+def loss_of_borrower(model, step=0, rank=None):
+    return model(tokens(step, vocab=8, rank=rank)).logsumexp(-1).mean()
+
+
+def gathered_by_hand(weight):
+    return weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
+
+
+BORROWED = {
+    "full_tensor": lambda lender: lender.weight.full_tensor(),
+    "redistribute": lambda lender: gathered_by_hand(lender.weight),
+    "full_tensor after a cast": lambda lender: lender.weight.double().full_tensor().float(),
+}
+
+
+@pytest.mark.parametrize("way", BORROWED)
+@on_ranks(2)
+def test_a_parameter_that_is_gathered_in_a_forward_is_refused_where_each_rank_would_get_its_own_gradient(way):
+    model = borrowing(BORROWED[way])
+    with pytest.raises(
+        RuntimeError, match=r"in a forward.*unshard\(\) before.*register_fsdp_forward_method.*Partial"
+    ):
+        loss_of_borrower(model)
+    with torch.no_grad():
+        loss_of_borrower(model)
+    model.requires_grad_(False)
+    loss_of_borrower(model)
+
+
+def unsharded(lender):
+    lender.unshard()
+    return lender.weight
+
+
+def called(lender):
+    return lender(torch.eye(8)).t()
+
+
+def summed(lender):
+    weight = lender.weight
+    full = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    return full / dist.get_world_size() + (1 - 1 / dist.get_world_size()) * full.detach()
+
+
+@pytest.mark.parametrize("remedy", [unsharded, called, summed])
+@on_ranks(2)
+def test_what_is_named_instead_of_gathering_in_a_forward_has_the_gradients_of_one_process(remedy):
+    model, alone = borrowing(remedy), seeded(Borrower)
+    for step in range(2):
+        loss_of_borrower(model, step).backward()
+        for rank in range(2):
+            (loss_of_borrower(alone, step, rank) / 2).backward()
+        assert_same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2)
+def test_a_regularizer_of_gathered_parameters_is_computed_after_a_forward_or_says_that_ranks_agree(inside):
+    terms = []
+
+    def borrow(lender):
+        if inside:
+            terms.append(lender.weight.full_tensor(grad_placements=[Replicate()]).square().sum())
+        return called(lender)
+
+    model = borrowing(borrow)
+    loss = 0 * loss_of_borrower(model)
+    if not inside:
+        terms.append(model.lender.weight.full_tensor().square().sum())
+    (loss + terms[0]).backward()
+    torch.testing.assert_close(full(model.lender.weight.grad), 2 * full(model.lender.weight))
 
 
 class Late:

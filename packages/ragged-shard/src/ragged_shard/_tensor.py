@@ -7,7 +7,7 @@ each op does.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,12 +48,17 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_copy", "_like", "_scratch", "_sharding")
+    __slots__ = ("_copy", "_like", "_refusal", "_scratch", "_sharding")
     _copy: "RaggedDTensor | None"  # see `load_into_copy`; else not set
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
+    _refusal: str  # why `to_local` without grad_placements raises; else "" or not set
     _scratch: bool  # whether new_empty or qr made it, as in `orthogonal_`; else not set
     _local_tensor: torch.Tensor  # the base class's
     _sharding: Sharding
+
+    #: Asked, each of a ragged tensor that is gathered under autograd: why `to_local` of the result must be given
+    #: `grad_placements`, or "". For a runtime that knows that ranks compute with different batches.
+    refusals: ClassVar[list[Callable[["RaggedDTensor"], str]]] = []
 
     #: This rank's local tensor, the very object and outside autograd; `to_local` is the differentiable way.
     local: torch.Tensor = property(operator.attrgetter("_local_tensor"))  # type: ignore[assignment]
@@ -137,12 +142,17 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
 
         Communicates nothing. ``grad_placements`` are the placements of the result's gradient, if not this tensor's
         (``[Partial()]``: each rank's gradient is a summand).
+
+        Raises:
+            RuntimeError: one of `refusals` asks for ``grad_placements``.
         """
         local: torch.Tensor = self._local_tensor
         if not torch.is_grad_enabled():
             return local
         if not self.requires_grad:
             return local.view_as(local)
+        if grad_placements is None and (refusal := getattr(self, "_refusal", "")):
+            raise RuntimeError(refusal)
         sharding = None if grad_placements is None else self._sharding.with_placements(grad_placements)
         result: torch.Tensor = ToLocal.apply(self, sharding)
         return result
@@ -213,7 +223,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
 
         Communicates as Ragged -> Replicate does (one collective per mesh axis that is not Replicate). The backward
         communicates nothing, since it takes the gradient to be the same on all ranks; if each rank's gradient is a
-        summand, pass ``grad_placements=[Partial()]``, and it is reduce-scattered.
+        summand, pass ``grad_placements=[Partial()]``, and it is reduce-scattered. Raises as `to_local` does.
         """
         gathered = self.redistribute(placements=(Replicate(),) * self.device_mesh.ndim)
         local: torch.Tensor = gathered.to_local(grad_placements=grad_placements)
@@ -408,7 +418,11 @@ class RedistributeHandle:
         if self._result is None:
             assert self._tensor is not None
             if torch.is_grad_enabled() and self._tensor.requires_grad:
-                self._result = Redistribute.apply(self._tensor, self._target, self._pending)
+                self._result = gathered = Redistribute.apply(self._tensor, self._target, self._pending)
+                if self._target.replicate and self._tensor._sharding.axis is not None:
+                    gathered._refusal = next(
+                        filter(None, (why(self._tensor) for why in RaggedDTensor.refusals)), ""
+                    )
             else:
                 self._result = RaggedDTensor._wrap(self._pending.wait(), self._target)
             self._tensor = None

@@ -9,9 +9,11 @@ from typing import ClassVar
 
 from torch import nn
 
+from ragged_shard import RaggedDTensor
+
 from .._params.unit import Param, Unit, not_at_rest
 from .._plan.param import Place, managed_of
-from .passes import Pass
+from .passes import Pass, in_forward
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "_fsdp_runtime_member"
@@ -161,6 +163,25 @@ def owner_of(managed: Param) -> Member | None:
     """The unit that has a parameter; None if it has given it away."""
     member = member_of(managed.group.home)
     return member if member is not None and managed.group in member.unit.groups else None
+
+
+def _unreduced(sharded: RaggedDTensor) -> str:
+    """Why `full_tensor` of a sharded tensor must be told about its gradient: in a forward each rank has its own."""
+    if sharded.device_mesh.size() == 1 or not in_forward():
+        return ""
+    managed = managed_of(sharded)
+    owner = None if managed is None else owner_of(managed)
+    of = "a sharded tensor" if managed is None or owner is None else f"{managed.name} of {owner.unit.name}"
+    return (
+        f"full_tensor() or redistribute() of {of} {tuple(sharded.shape)} in a forward: each rank would get its own "
+        "batch's gradient only. Call the module that has the parameter, or its unshard() before, or a method of it "
+        "after register_fsdp_forward_method. Or say what ranks' gradients are: grad_placements=[Partial()] * mesh.ndim "
+        "sums them, [Replicate()] * mesh.ndim takes them to be equal, as a regularizer's are. (A forward that was "
+        "interrupted ends with reset_iter_state().)"
+    )
+
+
+RaggedDTensor.refusals.append(_unreduced)
 
 
 def uses_in(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[nn.Module, ...], str, nn.Parameter]]:

@@ -33,6 +33,15 @@ _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
 
 
+_begun: "dict[int, weakref.ref[Pass]]" = {}  # by id; those that have begun a forward, some long ago
+
+
+def in_forward() -> bool:
+    """Whether this thread is in a forward of any model."""
+    passes = [known() for known in list(_begun.values())]
+    return any(each is not None and each.runs_forward(threading.get_ident()) for each in passes)
+
+
 class Schedule(Generic[U]):
     """The order in which units run in one kind of pass (forward from one root, or backward), to gather ahead by it.
 
@@ -182,6 +191,7 @@ class Pass:
                 prepare(groups, self.streams, _AT_ONCE)
             self._root = root
             self._thread = threading.get_ident()
+            _begun[id(self)] = weakref.ref(self)
             if root not in self._forward:
                 self._forward[root] = Schedule()
                 if not alone:
@@ -211,6 +221,10 @@ class Pass:
                 order.begin(scope)
                 order.agree(trained[ranks], self.streams.layer, _PATIENCE)
                 self._compared.append(order)
+
+    def runs_forward(self, thread: int) -> bool:
+        """Whether a forward is under way in a thread."""
+        return self._root is not None and self._thread == thread
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Unshard a unit, and gather ahead what is expected next.

@@ -76,7 +76,9 @@ def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
         f"{func} has no rule for a ragged tensor ({sharding}). Nothing is gathered behind your back: use "
         "full_tensor() or redistribute(placements=[Replicate()] * mesh.ndim) for the full tensor, to_local() for "
         "this rank's, or fsdp_runtime.full_params(model) around code that works on whole weights, such as peft's "
-        "merge_adapter; ragged-shard's docs/ops.md lists the ops that have a rule"
+        "merge_adapter; ragged-shard's docs/ops.md lists the ops that have a rule. In a forward under fully_shard, "
+        "where no rank would get the others' gradients: call the module that has the parameter, or its unshard() "
+        "before, or register_fsdp_forward_method for a method of it"
     )
 
 
