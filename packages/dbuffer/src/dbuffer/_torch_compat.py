@@ -43,6 +43,17 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether coalesced calls of a device work: on NCCL and gloo themselves, and on simulated groups.
+
+    On a Python process group (torchft, or one of a user's) they bring no work since torch 2.8, or are not there. Where
+    calls are checked (TORCH_DISTRIBUTED_DEBUG=DETAIL) the backend is wrapped.
+    """
+    if type(group) is not dist.ProcessGroup:
+        return dist.get_backend(group) == "simulated"
+    return type(group._get_backend(device)).__name__ in ("ProcessGroupNCCL", "ProcessGroupGloo")
+
+
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether the group is torch's fake one, which moves no data."""
     return ":fake" in dist.get_backend_config(group)

@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives, one coalesced call whatever the number of tensors.
+"""torch.distributed's own collectives, on NCCL and gloo one coalesced call whatever the number of tensors.
 
 On a GPU they run on the stream that is current when they start, with its priority, as FSDP2's do; or on the process
 group's own stream, if that is asked for. On a CPU, and with gloo, there is no such stream: they are asynchronous.
@@ -21,7 +21,7 @@ _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 
 class Coalesced:
-    """The work of several collectives that were started as one.
+    """The work of several collectives that were started together.
 
     Attributes:
         works: torch's.
@@ -54,6 +54,7 @@ class Collectives:
         self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
         self._own_stream = own_stream
         self._queued: dict[torch.device, bool] = {}
+        self._coalesces: dict[torch.device, bool] = {}
 
     def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """One all-gather."""
@@ -94,10 +95,14 @@ class Collectives:
         device = calls[0][0].device
         if device not in self._queued:
             self._queued[device] = self._is_queued(group, device)
+            self._coalesces[device] = compat.coalesces(group, device)
         asynchronous = not self._queued[device]
         if len(calls) == 1:
             work: Work | None = call(*calls[0], group=group, async_op=asynchronous, **options)
             return work
+        if not self._coalesces[device]:
+            started = [call(*tensors, group=group, async_op=asynchronous, **options) for tensors in calls]
+            return Coalesced(started) if asynchronous else None
         with compat.coalescing(group=group, async_ops=asynchronous) as works:
             for tensors in calls:
                 call(*tensors, group=group, async_op=asynchronous, **options)
