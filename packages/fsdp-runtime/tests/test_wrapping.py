@@ -2,9 +2,11 @@
 
 import pickle
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime_helpers import (
     Body,
     assert_same_gradients,
@@ -21,8 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layout_planner
+from fsdp_runtime import _torch_compat as compat
 from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime import block_policies as bp
+from fsdp_runtime._plan.mesh import DataMesh
 from fsdp_runtime.memory import unit_memory
 from layout_planner import Elements, Rows, Tile, Whole
 from ragged_shard.testing import on_ranks, rank_mesh, simulated_ranks
@@ -183,6 +187,32 @@ def sharded_groups():
 def test_neighbors_are_those_of_the_new_process_groups():
     before = sharded_groups()
     assert sharded_groups() is not before  # and nothing asks for a group of before
+
+
+class Bound:
+    """The world of `init_process_group(device_id=)` on NCCL, as far as groups ask it."""
+
+    bound_device_id, supports_splitting = torch.device("cpu", 0), True
+
+
+@on_ranks(4)
+def test_groups_of_a_mesh_are_split_from_its_own_where_the_world_would_have_to_join():
+    mesh, asked = rank_mesh(2, 2, names=("stage", "data"))["data"], []
+
+    def split(whole, parts, group_desc):
+        asked.append((whole, parts, group_desc))
+        return whole
+
+    data = DataMesh(mesh)
+    with (
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", Bound),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=Bound),
+        mock.patch.object(dist, "split_group", split),
+    ):
+        data.reduction_group()
+        compat.new_part(mesh.get_group(), [[0], [1]], "neighbors")
+    group = mesh.get_group()
+    assert asked == [(group, [[0, 1]], "reductions"), (group, [[0], [1]], "neighbors")]
 
 
 @pytest.mark.long

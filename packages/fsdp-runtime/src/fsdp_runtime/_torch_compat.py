@@ -7,7 +7,8 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
 torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, what DCP's default
-planner writes of a value, the history and snapshot of an accelerator's memory, and what torch's flight recorders have.
+planner writes of a value, the device bound to the world and a group's backend, the history and snapshot of an
+accelerator's memory, and what torch's flight recorders have.
 """
 
 import json
@@ -34,6 +35,28 @@ VERSION = operator.attrgetter("_version")
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 # A placement and the mesh that it is on; absent before 2.12.
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+
+
+def new_part(whole: dist.ProcessGroup, parts: list[list[int]], description: str) -> dist.ProcessGroup:
+    """A process group of this rank's part of a group, whose ranks must all ask; no others take part.
+
+    Where a device is bound to the world (`init_process_group(device_id=)`) NCCL's groups are split from another: with
+    `new_group` from the world, whose ranks would all have to join.
+
+    Args:
+        parts: ranks in `whole`, which are in one part each.
+    """
+    bound = dist.distributed_c10d._get_default_group().bound_device_id
+    if bound is not None and whole._get_backend(bound).supports_splitting:
+        group = dist.split_group(whole, parts, group_desc=description)
+    else:
+        (own,) = (part for part in parts if whole.rank() in part)
+        ranks = dist.get_process_group_ranks(whole)
+        group = dist.new_group(
+            [ranks[rank] for rank in own], use_local_synchronization=True, group_desc=description
+        )
+    assert group is not None
+    return group
 
 
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.

@@ -82,8 +82,7 @@ class DataMesh:
     def neighbors(self, count: int) -> dist.ProcessGroup | None:
         """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
 
-        These ranks must ask. Makes a process group the first time it is asked for a count; only its own ranks take
-        part, since other ranks of a mesh of more axes (tensor parallelism) have other neighbors.
+        Every rank of the shard axis must ask. Makes a process group the first time it is asked for a count.
         """
         if count in (1, self.shard_size):
             return None
@@ -91,9 +90,8 @@ class DataMesh:
         shards = self.groups[-1]
         known = _NEIGHBORS.setdefault(shards, {})
         if count not in known:
-            first = self.shard_rank - self.shard_rank % count
-            ranks = dist.get_process_group_ranks(shards)[first : first + count]
-            known[count] = dist.new_group(ranks, use_local_synchronization=True, group_desc="neighbors")
+            parts = [list(range(first, first + count)) for first in range(0, self.shard_size, count)]
+            known[count] = compat.new_part(shards, parts, "neighbors")
         return known[count]
 
     def reduction_group(self) -> dist.ProcessGroup:
@@ -103,10 +101,7 @@ class DataMesh:
         """
         shards = self.groups[-1]
         if shards not in _REDUCTIONS:
-            ranks = dist.get_process_group_ranks(shards)
-            _REDUCTIONS[shards] = dist.new_group(
-                ranks, use_local_synchronization=True, group_desc="reductions"
-            )
+            _REDUCTIONS[shards] = compat.new_part(shards, [list(range(self.shard_size))], "reductions")
         return _REDUCTIONS[shards]
 
     @cached_property
