@@ -13,6 +13,7 @@ from runtime_helpers import (
     check_training,
     locals_of,
     loss_of,
+    on_meta,
     plain_backward,
     same_bits,
     seeded,
@@ -20,11 +21,12 @@ from runtime_helpers import (
     tokens,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import layout_planner
 from fsdp_runtime import _torch_compat as compat
-from fsdp_runtime import block_policies, fully_shard
+from fsdp_runtime import block_policies, fully_shard, set_full_state_dict
 from fsdp_runtime import block_policies as bp
 from fsdp_runtime._plan.mesh import DataMesh
 from fsdp_runtime.memory import unit_memory
@@ -177,6 +179,56 @@ def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad
         each = [unit_memory(fully_shard(block.out, block_policy=policy)) for block in alone.blocks]
         assert (together.parameters, together.padding) == (3 * 8 * 32, 2 * 4 * 32)
         assert sum(unit.padding for unit in each) == 3 * 2 * 4 * 32
+
+
+def of_each_seed(shape):
+    mesh = rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+    return shard(seeded(seed=dist.get_rank()), mesh=mesh)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+@on_ranks("shape")
+def test_a_model_of_another_seed_on_each_rank_is_refused_in_each_forward(shape):
+    model = of_each_seed(shape)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"different values of .*torch.manual_seed.*set_full_state_dict"
+        ):
+            model(tokens())
+    with torch.no_grad():
+        set_full_state_dict(
+            model, seeded(seed=7).state_dict() if dist.get_rank() == 0 else {}, rank0_only=True
+        )
+    loss_of(model, tokens()).backward()
+    assert_same_gradients(model, plain_backward(seeded(seed=7)))
+
+
+LOADS = {
+    "assigned": lambda model, whole: set_model_state_dict(
+        model, whole, options=StateDictOptions(full_state_dict=True)
+    ),
+    "initialized": lambda model, _: [nn.init.ones_(param) for param in model.parameters()],
+    "moved": lambda model, whole: (model.to_empty(device="cpu"), set_full_state_dict(model, whole)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@on_ranks(2)
+def test_values_before_others_were_loaded_do_not_count(load):
+    model = of_each_seed((2,))
+    with torch.no_grad():
+        LOADS[load](model, seeded(seed=7).state_dict())
+        model(tokens())
+
+
+@on_ranks(2)
+def test_a_model_that_only_rank_0_has_and_sends_is_not_compared():
+    model = shard(seeded() if dist.get_rank() == 0 else on_meta())
+    with torch.no_grad():
+        if dist.get_rank():
+            model.to_empty(device="cpu")
+        set_full_state_dict(model, seeded().state_dict() if dist.get_rank() == 0 else {}, rank0_only=True)
+        model(tokens())
 
 
 def sharded_groups():

@@ -72,6 +72,8 @@ class DBuffer:
         check_ranks: compare the layouts of all ranks: one all-reduce of 64 bytes on each axis of the mesh.
             False where it is known that they agree, and with torch's fake process group.
         in_common: other values that all ranks must share, by name, such as versions. Compared in the same all-reduce.
+        hint: a text in which ranks may differ, such as a digest of values; see `alike`. Compared in the same
+            all-reduce; where it differs a second one compares the rest.
 
     Attributes:
         name: name of the group in errors.
@@ -82,6 +84,7 @@ class DBuffer:
         device, shard_device: devices of the gathered memory, with index, and of the shard.
         dtype, full_dtype: dtypes of the shard and of the gathered memory.
         aliased: whether shard and gathered memory are the same.
+        alike: whether all ranks gave the same `hint`; True without `check_ranks`.
         offloaded: whether the shard is in CPU memory while the device computes elsewhere.
         reductions: number of reductions encoded so far. Stochastic rounding depends on it: a resumed run sets it, on
             every rank to the same number, to continue with the bits of the run before.
@@ -117,6 +120,7 @@ class DBuffer:
         name: str | None = None,
         check_ranks: bool = True,
         in_common: Mapping[str, str] | None = None,
+        hint: str = "",
     ) -> None:
         self.mesh_view = view = view_mesh(mesh, shard_dim, replicate_dim)
         self.layer = layer = device_layer(device or mesh.device_type)
@@ -126,7 +130,8 @@ class DBuffer:
         self.layout, self.dtype, self.full_dtype = layout, dtype, full_dtype or dtype
         self.casts = self.full_dtype != dtype
         self.wire, self.reduction, self.transport = wire, reduction, resolved(transport)
-        self._check(in_common or {}, compare_ranks=check_ranks)
+        self.alike = True
+        self._check(in_common or {}, hint, compare_ranks=check_ranks)
         self.name = name or layout.tensors[0].name
         self.recycler = recycler or shared_recycler(layer.device)
         if self.recycler.device != layer.device:
@@ -160,11 +165,11 @@ class DBuffer:
         self._sent: Flats = ()  # in the last gather without one
         self._pairs: Pairs = []
 
-    def _check(self, in_common: Mapping[str, str], *, compare_ranks: bool) -> None:
+    def _check(self, in_common: Mapping[str, str], hint: str, *, compare_ranks: bool) -> None:
         """Raise the errors that the class documents; with `compare_ranks`, on all ranks."""
         problem = self._local_problem()
         if compare_ranks and self.mesh_view.size * self.mesh_view.num_replicas > 1:
-            self._compare(in_common, problem)
+            self._compare(in_common, hint, problem)
         if problem is not None:
             raise problem
 
@@ -203,14 +208,15 @@ class DBuffer:
         text = alignment_problem(layout, (self.dtype, self.full_dtype, *sent))
         return None if text is None else ValueError(text)
 
-    def _compare(self, in_common: Mapping[str, str], problem: Exception | None) -> None:
+    def _compare(self, in_common: Mapping[str, str], hint: str, problem: Exception | None) -> None:
         layout = self.layout if isinstance(self.layout, Layout) else None
         how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
         settings = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
         fingerprint = "" if layout is None else layout.fingerprint()
         groups = self.mesh_view.groups
         text = f"{fingerprint} {settings} {problem!r} {[*in_common.items()]}"
-        if equal_on_all_ranks(text, groups):
+        self.alike = equal_on_all_ranks(text + hint, groups)
+        if self.alike or equal_on_all_ranks(text, groups):
             return
         same_on_all_ranks(in_common, groups)
         raise_on_all_ranks(problem, "DBuffer", groups=groups)

@@ -27,6 +27,7 @@ from ._params.group import Group
 from ._params.kinds import find_kinds
 from ._params.kinds.at_rest import check_taken_over
 from ._params.kinds.subclass import unwrapped
+from ._params.seeds import digest_of
 from ._params.unit import Param, Unit, UnitOptions
 from ._plan.group import Planner, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
@@ -311,6 +312,8 @@ def _allocate(member: Member, takeover: _Takeover) -> _Ready:
     for each in takeover.params:
         params.append(each.param)
         values[each.param.name] = each.value
+        if each.owner is None and not each.param.data.single_process:
+            each.param.digest = digest_of(each.value)
     groups = unit.lay_out(params, values, around_others=takeover.around_others)
     givers = _lay_out_givers(takeover.params, unit.modules)
     buffers = _moved_buffers(takeover.managed, unit.data.device)
@@ -462,6 +465,7 @@ def _take_over(name: str, places: list[Place], data: DataMesh, owner: Member, ma
     taken: Param = ManagedParam(
         name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.wrapper
     )
+    taken.digest = managed.digest if managed.group.keeps_initial else None
     return _Taken(taken, managed.sharded, managed.sharded, owner)
 
 

@@ -109,6 +109,8 @@ class Group:
         self._users_at_rest = 0
         self.keeps_storage = False
         self._loaded: list[RaggedDTensor] = []  # until `commit`
+        self._digest = ""  # of the values in `load`, where all are known
+        self._initial_versions: list[int] | None = None  # of the shard that has them
 
     def rename(self, unit_name: str) -> None:
         """Call the group and its memory by the unit's new name."""
@@ -139,6 +141,8 @@ class Group:
                 kept = self._without_buffer(param, plan, values[param.name], local)
                 self._loaded.append(wrap_local(plan, kept))
             return
+        digests = [param.digest for param in self.params]
+        self._digest = "" if None in digests else str(digests)
         self._allocate()
         self._loaded = self._filled(slices)
 
@@ -169,6 +173,15 @@ class Group:
         for param in self.params:
             for slots, attribute in param.slots:
                 slots[attribute] = param.sharded
+        if self._digest and self.buffer is not None:
+            self._initial_versions = list(map(compat.VERSION, self.buffer.shard))
+
+    @property
+    def keeps_initial(self) -> bool:
+        """Whether the shard still has the values that this rank gave `fully_shard`, as far as they are known."""
+        return self.buffer is not None and self._initial_versions == list(
+            map(compat.VERSION, self.buffer.shard)
+        )
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -183,6 +196,7 @@ class Group:
         moved = self._moved()
         if not moved:
             return
+        self._digest, self._initial_versions = "", None
         for param in moved:
             self._accept_assigned(param)
         if any(param.sharded.is_meta for param in self.params):
@@ -354,6 +368,7 @@ class Group:
             name=self.name,
             check_ranks=not plan.data.simulated,
             in_common=_IN_COMMON,
+            hint=self._digest,
             **plan.buffer_options(),
         )
         self._views = self.buffer.empty_views

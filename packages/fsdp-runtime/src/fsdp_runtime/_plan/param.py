@@ -106,6 +106,7 @@ class ManagedParam(Generic[G]):
         group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
+        digest: of the values that this rank gave `fully_shard`; None: not known.
         replaced: what modules held in its place before: the original, and sharded ones of other units.
     """
 
@@ -135,6 +136,7 @@ class ManagedParam(Generic[G]):
         self.shape = shape
         self.data = data
         self.dtype = original.dtype
+        self.digest: int | None = None
         self.grad_dtype: torch.dtype | None = None
         if (
             getattr(original, "grad_dtype", original.dtype) is not original.dtype

@@ -20,6 +20,7 @@ from dbuffer import CollectiveOrder, watch_order
 
 from .. import _torch_compat as compat
 from .._params.group import Group
+from .._params.seeds import check_same_values
 from .._params.unit import Unit, UnitState, label
 from .._torch.streams import Streams
 from .activations import Activations
@@ -193,6 +194,8 @@ class Pass:
             self._thread = threading.get_ident()
             _begun[id(self)] = weakref.ref(self)
             if root not in self._forward:
+                if not (alone or self.streams.layer.capturing):
+                    check_same_values(self.units)
                 self._forward[root] = Schedule()
                 if not alone:
                     self._watch_order()
