@@ -40,8 +40,8 @@ _NOT_MATRICES = re.compile(
 def matrices_only(name: str, param: torch.Tensor, module: nn.Module) -> bool:
     """The matrices that most of the compute is in: two dimensions or more, no embedding, head, norm or router.
 
-    Decided by the module's class and the parameter's name in its unit (`lm_head`, `output`, `router`, `gate` ...). Where
-    a head is a separate unit its name is only `weight`: leave `quantization_policy` out there.
+    Decided by the module's class and the parameter's name in its unit (`lm_head`, `output`, `router`, `gate` ...). The
+    name in a separate unit of a head is only `weight`: leave `quantization_policy` out there.
     """
     if param.ndim < 2 or not param.is_floating_point():
         return False
