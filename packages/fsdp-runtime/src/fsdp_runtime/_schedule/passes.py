@@ -34,13 +34,12 @@ _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
 
 
-_begun: "dict[int, weakref.ref[Pass]]" = {}  # by id; those that have begun a forward, some long ago
+_begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # those that have begun a forward, some long ago
 
 
 def in_forward() -> bool:
     """Whether this thread is in a forward of any model."""
-    passes = [known() for known in list(_begun.values())]
-    return any(each is not None and each.runs_forward(threading.get_ident()) for each in passes)
+    return any(each.runs_forward(threading.get_ident()) for each in list(_begun))
 
 
 class Schedule(Generic[U]):
@@ -192,7 +191,7 @@ class Pass:
                 prepare(groups, self.streams, _AT_ONCE)
             self._root = root
             self._thread = threading.get_ident()
-            _begun[id(self)] = weakref.ref(self)
+            _begun.add(self)
             if root not in self._forward:
                 if not (alone or self.streams.layer.capturing):
                     check_same_values(self.units)
