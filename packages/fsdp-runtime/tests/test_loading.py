@@ -372,3 +372,50 @@ def test_a_write_outside_training_is_seen_by_the_next_forward(options):
                 p.mul_(factor)
             expected = shard(copy.deepcopy(wanted), **options)(tokens())
             assert model(tokens()).equal(expected), how
+
+
+class Rotary(nn.Module):
+    """With a table that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0) + 1, persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False, True, True]), persistent=False)
+
+    def forward(self, x):
+        return self.lin(x * self.table * self.mask)
+
+
+def on_meta_except(*ranks):
+    """The model with values on these ranks, and without elsewhere."""
+    model = seeded(Rotary) if dist.get_rank() in ranks else on_meta(Rotary)
+    fully_shard(model)
+    return model if dist.get_rank() in ranks else model.to_empty(device="cpu")
+
+
+def whole_if_rank_0():
+    return seeded(Rotary).state_dict() if dist.get_rank() == 0 else {}
+
+
+@on_ranks(3)
+def test_buffers_that_no_state_dict_has_come_from_rank_0_with_the_others():
+    model, x = on_meta_except(0), torch.ones(2, 4)
+    set_full_state_dict(model, whole_if_rank_0(), rank0_only=True)
+    torch.testing.assert_close(model(x), seeded(Rotary)(x))
+
+
+@pytest.mark.parametrize("ranks", [(), (0,)])
+@on_ranks(3)
+def test_buffers_without_values_after_to_empty_are_refused_by_the_first_forward_of_all_ranks(ranks):
+    model, x = on_meta_except(*ranks), torch.ones(2, 4)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole_if_rank_0(), options=options)
+    for _ in range(2 - len(ranks)):  # where they differ a second one would compare once more, and wait
+        with pytest.raises(RuntimeError, match=r"table, mask: buffers without values.*set_full_state_dict"):
+            model(x)
+    if not ranks:
+        with torch.no_grad():
+            model.table.copy_(torch.arange(4.0) + 1)
+            model.mask = torch.tensor([True, False, True, True])
+        torch.testing.assert_close(model(x), seeded(Rotary)(x))

@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from ._custom_comm import checked, gathering_by, reducing_by
 from ._grads.scaling import AllReduceHook
+from ._params.empty_buffers import note_empty
 from ._params.unit import Unit
 from ._schedule import hooks
 from ._schedule.model import Member, member_of
@@ -420,6 +421,12 @@ class FSDPModule(fsdp.FSDPModule):
         return StateForTorch(_member(self))
 
     # -- moving -----------------------------------------------------------------------------------------------------
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's. What is in buffers afterwards must be loaded or written before a forward, which raises otherwise."""
+        result = super(fsdp.FSDPModule, self).to_empty(*args, **kwargs)  # type: ignore[misc]
+        note_empty(self.modules() if kwargs.get("recurse", True) else (self,))  # type: ignore[attr-defined, arg-type]
+        return result
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `half` and so on act on the sharded parameters, which then move into the buffers."""

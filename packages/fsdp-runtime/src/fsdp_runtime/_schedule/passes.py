@@ -19,6 +19,7 @@ from torch import nn
 from dbuffer import CollectiveOrder, watch_order
 
 from .. import _torch_compat as compat
+from .._params.empty_buffers import empty_buffers
 from .._params.group import Group
 from .._params.seeds import check_same_values
 from .._params.unit import Unit, UnitState, label
@@ -29,6 +30,10 @@ from .backward import Backward, find_used_anywhere
 U = TypeVar("U")
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
 _PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
+_EMPTY = (
+    "without values since to_empty: compute them again or load them. No state dict has those with persistent=False, but"
+    " set_full_state_dict(model, state_dict, rank0_only=True) sends them from rank 0, if it has them"
+)
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
 _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
@@ -193,20 +198,23 @@ class Pass:
             self._thread = threading.get_ident()
             _begun.add(self)
             if root not in self._forward:
+                empty = empty_buffers(root.modules)
                 if not (alone or self.streams.layer.capturing):
                     check_same_values(self.units)
-                self._forward[root] = Schedule()
                 if not alone:
-                    self._watch_order()
+                    self._watch_order(empty)
+                if empty:
+                    raise RuntimeError(f"{', '.join(empty)}: buffers {_EMPTY}")
+                self._forward[root] = Schedule()
             self._order = self._forward[root]
             self._order.begin()
             if self.activations is not None:
                 self.activations.begin_forward()
 
-    def _watch_order(self) -> None:
+    def _watch_order(self, empty: list[str]) -> None:
         """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
 
-        Ranks that train different parameters would start different reductions.
+        Ranks that train different parameters would start different reductions; those with empty buffers start none.
         """
         scopes: dict[dist.ProcessGroup, str] = {}  # names of this model that are the same on a group's ranks
         trained: dict[dist.ProcessGroup, dict[str, None]] = {}
@@ -221,7 +229,10 @@ class Pass:
             order = watch_order(ranks)
             if order is not None:
                 order.begin(scope)
-                order.agree(trained[ranks], self.streams.layer, _PATIENCE)
+                facts = list(trained[ranks])  # as many on every rank
+                if empty:
+                    facts[0] = f"nothing, with {', '.join(empty)}: buffers {_EMPTY}"
+                order.agree(facts, self.streams.layer, _PATIENCE)
                 self._compared.append(order)
 
     def runs_forward(self, thread: int) -> bool:

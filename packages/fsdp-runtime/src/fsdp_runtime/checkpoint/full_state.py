@@ -14,6 +14,7 @@ import ragged_shard
 from ragged_shard import DISTRIBUTED
 from ragged_shard import full_state_dict as get_full_state_dict
 
+from .._params.empty_buffers import is_empty
 from .targets import give_memory, targets_of, units_of
 
 __all__ = [
@@ -34,7 +35,8 @@ def set_full_state_dict(
     Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
     ranges out of its own state dict and communicates nothing but a small object; with `rank0_only` they are sent from
     rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
-    changed. Parameters that were on meta are other objects afterwards: build optimizers then.
+    changed. Parameters that were on meta are other objects afterwards: build optimizers then. With `rank0_only` buffers
+    that no state dict has (`persistent=False`) come from rank 0 too, where another rank has none and rank 0 does.
 
     Args:
         model: the same on every rank.
@@ -56,6 +58,35 @@ def set_full_state_dict(
     ragged_shard.raise_on_all_ranks(problem, _SET)
     give_memory(model)
     ragged_shard.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
+    if rank0_only:
+        _send_buffers(model)
+
+
+def _send_buffers(model: nn.Module) -> None:
+    """Send rank 0's values of the buffers that are in no state dict, where another rank has none. Collective."""
+    places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            if (buffer := module._buffers.get(name)) is not None:
+                places[f"{prefix}.{name}"] = (module._buffers, name, buffer)
+    own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
+    if not places or not dist.is_initialized():
+        return
+    by_rank = dict(ragged_shard.gather_from_ranks((dist.get_rank(), own)))
+    sent = [
+        key for key in places if key not in by_rank[0] and any(key in missing for missing in by_rank.values())
+    ]
+    units, carrier = units_of(model), nn.Module()
+    device = units[0].data.device if units else torch.get_default_device()
+    for number, key in enumerate(sent):
+        slots, name, buffer = places[key]
+        if buffer.is_meta:
+            slots[name] = buffer = torch.empty_like(buffer, device=device)
+        carrier.register_buffer(str(number), buffer)
+    values = (
+        {name: buffer.clone() for name, buffer in carrier.named_buffers()} if dist.get_rank() == 0 else {}
+    )
+    ragged_shard.load_full_state_dict(carrier, values, rank0_only=True)
 
 
 def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ragged_shard import Box, raise_on_all_ranks, same_on_all_ranks
 
+from .._params.empty_buffers import is_empty
 from .conversions import rules_of
 from .files import Checkpoint, Ints, Stored, pieces_of
 from .fp8_files import check_scales, decode, scales_of, tile_in
@@ -30,11 +31,14 @@ class LoadReport:
         bytes_read: of tensors, by this rank; without scales of FP8.
         missing: names of the model that no file has (`strict=False`); they keep their values.
         unexpected: names of the files that the model does not have (`strict=False`).
+        without_values: names of the model's buffers that no file has (`persistent=False`) and that are on meta, or that
+            nothing has written since `to_empty`. The first forward refuses the latter.
     """
 
     bytes_read: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    without_values: tuple[str, ...] = ()
 
 
 def load_safetensors(
@@ -55,7 +59,7 @@ def load_safetensors(
 
     Values are cast to the parameters' dtype. FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values.
     Parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: where
-    one is wrong, nothing is changed. Non-persistent buffers on meta stay there; no file has them.
+    one is wrong, nothing is changed. Non-persistent buffers stay as they are, also on meta; no file has them.
 
     Args:
         model: on every rank with the same names.
@@ -89,7 +93,8 @@ def load_safetensors(
     give_memory(model)
     with bar(plan.nbytes) as advance:
         bytes_read = _read(model, plan, checkpoint, advance, group)
-    return LoadReport(bytes_read, plan.missing, plan.unexpected)
+    without = [name for name, buffer in model.named_buffers() if buffer.is_meta or is_empty(buffer)]
+    return LoadReport(bytes_read, plan.missing, plan.unexpected, tuple(without))
 
 
 @dataclass

@@ -1,0 +1,44 @@
+"""Buffers that `to_empty` gave memory and nothing has written since: rotary tables are in no state dict."""
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from .seeds import digest_of
+
+# By id: the buffer, its version and a digest of what was in its memory. A write through `.data` changes only this.
+_empty: dict[int, tuple[weakref.ref[torch.Tensor], int, int | None]] = {}
+
+
+def note_empty(modules: Iterable[nn.Module]) -> None:
+    """The buffers of these modules have memory without values."""
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.numel() and not (buffer.is_meta or buffer.is_inference()):
+                key = id(buffer)
+                known = weakref.ref(buffer, partial(_empty.pop, key))
+                _empty[key] = known, compat.VERSION(buffer), digest_of(buffer)
+
+
+def is_empty(buffer: torch.Tensor) -> bool:
+    """Whether nothing has written to a buffer since `to_empty`."""
+    known, version, digest = _empty.get(id(buffer), (None, 0, None))
+    if known is None or known() is not buffer:
+        return False
+    return compat.VERSION(buffer) == version and digest_of(buffer) == digest
+
+
+def empty_buffers(modules: Iterable[nn.Module]) -> list[str]:
+    """Names of the buffers in these modules that have memory and no values."""
+    if not _empty:
+        return []
+    return [
+        name
+        for module in modules
+        for name, buffer in module.named_buffers()
+        if not buffer.is_meta and is_empty(buffer)
+    ]
