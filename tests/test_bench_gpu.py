@@ -102,7 +102,7 @@ def test_a_side_takes_the_bytes_a_parameter_that_it_names(side, matrix, embeddin
             param = model.get_parameter(name)
             states = [state for state in optimizer.state[param].values() if state.numel() > 1]
             nbytes = sum(t.numel() * t.element_size() for t in (param, param.grad, *states))
-            assert nbytes / param.numel() == pytest.approx(expected, rel=0.01)
+            assert nbytes / param.numel() == pytest.approx(expected, rel=0.03)  # scales of narrow rows
 
 
 def test_the_model_of_the_longest_context_has_the_size_of_llama_3_8b():

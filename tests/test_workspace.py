@@ -48,7 +48,7 @@ def test_declared_dependencies_equal_what_is_imported(package):
     third_party = imported & (
         set(PACKAGES)
         | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers", "accelerate"}
-        | {"lightning-fabric", "torchtitan", "trackio", "verl", "wandb"}
+        | {"lightning-fabric", "torchtitan", "trackio", "typing-extensions", "verl", "wandb"}
     )
     through_torch = {"tensorboard"}  # torch.utils.tensorboard imports it
     assert third_party - {package} == (needed | optional) - through_torch
