@@ -262,9 +262,19 @@ def test_groups_of_a_mesh_are_split_from_its_own_where_the_world_would_have_to_j
         mock.patch.object(dist, "split_group", split),
     ):
         data.reduction_group()
-        compat.new_part(mesh.get_group(), [[0], [1]], "neighbors")
+        compat.new_part(mesh.get_group(), [[0], [1]], "neighbors", "cpu")
     group = mesh.get_group()
     assert asked == [(group, [[0, 1]], "reductions"), (group, [[0], [1]], "neighbors")]
+
+
+@pytest.mark.timeout(60)
+@on_ranks(4)
+def test_ranks_with_neighbors_may_have_been_in_different_numbers_of_groups():
+    for _ in range(dist.get_rank()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = shard(seeded(), mesh=rank_mesh(4), reshard_after_forward=2)
+    loss_of(model, tokens()).backward()
+    assert_same_gradients(model, plain_backward(seeded()))
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ragged_shard import CPU, DISTRIBUTED
+from ragged_shard import CPU, DISTRIBUTED, equalize_group_counts
 
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
@@ -37,8 +37,12 @@ DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
-def new_part(whole: dist.ProcessGroup, parts: list[list[int]], description: str) -> dist.ProcessGroup:
+def new_part(
+    whole: dist.ProcessGroup, parts: list[list[int]], description: str, device_type: str
+) -> dist.ProcessGroup:
     """A process group of this rank's part of a group, whose ranks must all ask; no others take part.
+
+    Communicates as `equalize_group_counts` where the new group is not split from the whole one.
 
     Where a device is bound to the world (`init_process_group(device_id=)`) NCCL's groups are split from another: with
     `new_group` from the world, whose ranks would all have to join.
@@ -51,6 +55,7 @@ def new_part(whole: dist.ProcessGroup, parts: list[list[int]], description: str)
         group = dist.split_group(whole, parts, group_desc=description)
     else:
         (own,) = (part for part in parts if whole.rank() in part)
+        equalize_group_counts([whole], device_type)
         ranks = dist.get_process_group_ranks(whole)
         group = dist.new_group(
             [ranks[rank] for rank in own], use_local_synchronization=True, group_desc=description

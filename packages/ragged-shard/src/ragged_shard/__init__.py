@@ -11,6 +11,7 @@ import torch as _torch
 from ragged_shard import _tensor
 from ragged_shard._agreement import (
     equal_on_all_ranks,
+    equalize_group_counts,
     gather_from_ranks,
     installed_versions,
     list_ranks,
@@ -59,6 +60,7 @@ __all__ = [
     "distribute_like",
     "distribute_tensor",
     "equal_on_all_ranks",
+    "equalize_group_counts",
     "full_optimizer_state_dict",
     "full_state_dict",
     "gather_from_ranks",

@@ -5,7 +5,7 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over), `_StridedShard`
 (what FSDP2 makes of a parameter that TP cuts along dimension 0), `OpOverload` (the type of an op),
 `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit replication is allowed), `_sleep` of
-CUDA, and for the test harness `distributed_c10d._world` (which groups there are), what DTensor remembers of ops
+CUDA, `distributed_c10d._world` (which groups there are), and for the test harness what DTensor remembers of ops
 (`_clear_sharding_prop_cache`), and `torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 

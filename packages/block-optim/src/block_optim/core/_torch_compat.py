@@ -4,8 +4,7 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
 under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2
-makes of a parameter that TP cuts (`_StridedShard`), the hooks that `Optimizer.load_state_dict` runs, and the process
-groups that this rank is in (`distributed_c10d._world.pg_names`), by whose number torch names further ones.
+makes of a parameter that TP cuts (`_StridedShard`), and the hooks that `Optimizer.load_state_dict` runs.
 """
 
 import inspect
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import DISTRIBUTED
+from ragged_shard import DISTRIBUTED, equalize_group_counts
 
 TorchStridedShard = _StridedShard
 SHARDS = (Shard, _StridedShard)
@@ -91,8 +90,7 @@ def new_ordered_group(
 ) -> dist.ProcessGroup:
     """A process group of these global ranks in this very order. All of them must ask, at the same time.
 
-    Communicates one all_reduce of 8 bytes in each group of ``within``, which together connect the ranks. torch names
-    the group by how many groups a rank is in; ranks in fewer than others enter some of their own first.
+    Communicates as `equalize_group_counts` of ``within``, which together connect the ranks.
 
     Raises:
         NotImplementedError: ranks that do not ascend, in a release of torch that sorts them.
@@ -104,14 +102,7 @@ def new_ordered_group(
             f"which torch {torch.__version__} does not have; use a newer torch, or AdamW or Muon for parameters that "
             "tensor parallelism cuts along their rows"
         )
-    count = len(dist.distributed_c10d._world.pg_names)
-    most = torch.tensor(count, device=device_type)
-    for group in within:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    for _ in range(int(most) - count):
-        dist.new_group(
-            [dist.get_rank()], use_local_synchronization=True, group_desc="optimizer, to be counted"
-        )
+    equalize_group_counts(within, device_type)
     result: dist.ProcessGroup = dist.new_group(
         list(ranks), use_local_synchronization=True, group_desc="optimizer", **options
     )

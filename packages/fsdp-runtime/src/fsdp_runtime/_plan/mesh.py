@@ -91,7 +91,7 @@ class DataMesh:
         known = _NEIGHBORS.setdefault(shards, {})
         if count not in known:
             parts = [list(range(first, first + count)) for first in range(0, self.shard_size, count)]
-            known[count] = compat.new_part(shards, parts, "neighbors")
+            known[count] = compat.new_part(shards, parts, "neighbors", self.device.type)
         return known[count]
 
     def reduction_group(self) -> dist.ProcessGroup:
@@ -101,7 +101,8 @@ class DataMesh:
         """
         shards = self.groups[-1]
         if shards not in _REDUCTIONS:
-            _REDUCTIONS[shards] = compat.new_part(shards, [list(range(self.shard_size))], "reductions")
+            every = [list(range(self.shard_size))]
+            _REDUCTIONS[shards] = compat.new_part(shards, every, "reductions", self.device.type)
         return _REDUCTIONS[shards]
 
     @cached_property
