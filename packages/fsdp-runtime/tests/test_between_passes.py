@@ -223,6 +223,19 @@ def set_data(param):
     param.data = param.data * 2
 
 
+@on_ranks(2)
+def test_what_was_unsharded_by_hand_stays_when_a_loss_from_before_is_dropped():
+    model = shard(seeded())
+    loss = loss_of(model, tokens())
+    model.unshard()
+    model.blocks[0].unshard()
+    del loss
+    assert type(model.head.weight) is nn.Parameter
+    assert type(model.blocks[0].weight) is nn.Parameter
+    model.reshard()
+    assert isinstance(model.head.weight, RaggedDTensor)
+
+
 LOST = {
     "in place": lambda param: param.mul_(2),
     "data": set_data,

@@ -97,7 +97,9 @@ class FSDPModule(fsdp.FSDPModule):
         Args:
             async_op: return at once, with a handle; the unit's forward waits automatically.
         """
-        unit = _unit(self)
+        member = _member(self)
+        unit = member.unit
+        member.passes.forget_graph()
         if unit.has_moved():
             unit.adopt()
         if unit.by_phase and unit.at_rest:

@@ -368,6 +368,10 @@ class Pass:
         if self.backward.ends_step:
             self._graph = weakref.ref(token, dropped)
 
+    def forget_graph(self) -> None:
+        """Let modules hold what they do when the graph of the last forward is dropped: a user gathers by hand."""
+        self._graph = None
+
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
 
