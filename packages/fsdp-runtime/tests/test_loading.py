@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -392,6 +393,20 @@ def on_meta_except(*ranks):
     model = seeded(Rotary) if dist.get_rank() in ranks else on_meta(Rotary)
     fully_shard(model)
     return model if dist.get_rank() in ranks else model.to_empty(device="cpu")
+
+
+@on_ranks(2)
+def test_buffers_that_got_the_zeros_that_were_in_their_new_memory_have_values():
+    model, alone = on_meta(Rotary), seeded(Rotary)
+    model.register_buffer("zeros", torch.zeros(3, device="meta"), persistent=False)
+    model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+    fully_shard(model)
+    with mock.patch.object(torch, "empty_like", torch.zeros_like):  # as new memory often is
+        model.to_empty(device="cpu")
+    set_full_state_dict(model, alone.state_dict())
+    for name, value in {**dict(alone.named_buffers()), "zeros": torch.zeros(3)}.items():
+        model._buffers[name].data.copy_(value)  # which is not counted, nor what a collective writes
+    torch.testing.assert_close(model(torch.ones(2, 4)), alone(torch.ones(2, 4)))
 
 
 def whole_if_rank_0():

@@ -10,7 +10,8 @@ from torch import nn
 from .. import _torch_compat as compat
 from .seeds import digest_of
 
-# By id: the buffer, its version and a digest of what was in its memory. A write through `.data` changes only this.
+# By id: the buffer, its version and a digest of what was in its memory. A write through `.data`, or a collective,
+# changes only this.
 _empty: dict[int, tuple[weakref.ref[torch.Tensor], int, int | None]] = {}
 
 
@@ -18,10 +19,19 @@ def note_empty(modules: Iterable[nn.Module]) -> None:
     """The buffers of these modules have memory without values."""
     for module in modules:
         for buffer in module._buffers.values():
-            if buffer is not None and buffer.numel() and not (buffer.is_meta or buffer.is_inference()):
+            if type(buffer) is not torch.Tensor or buffer.layout is not torch.strided:
+                continue  # unknown
+            if buffer.numel() and not (buffer.is_meta or buffer.is_inference()):
                 key = id(buffer)
+                _mark(buffer)
                 known = weakref.ref(buffer, partial(_empty.pop, key))
                 _empty[key] = known, compat.VERSION(buffer), digest_of(buffer)
+
+
+def _mark(buffer: torch.Tensor) -> None:
+    """Write what no values are: new memory is often zeros, which a write that torch does not count may repeat."""
+    other = 0xFF if buffer.is_floating_point() or buffer.is_complex() else 0xA5  # all ones are NaN
+    buffer.detach().reshape(-1).view(torch.uint8).fill_(other)
 
 
 def is_empty(buffer: torch.Tensor) -> bool:
