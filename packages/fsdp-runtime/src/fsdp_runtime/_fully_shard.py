@@ -23,11 +23,11 @@ from ragged_shard import RaggedDTensor
 
 from . import _torch_compat as compat
 from ._module import FSDPModule, mixed_class
+from ._params.digest import digest_of
 from ._params.group import Group
 from ._params.kinds import find_kinds
 from ._params.kinds.at_rest import check_taken_over
 from ._params.kinds.subclass import unwrapped
-from ._params.seeds import digest_of
 from ._params.unit import Param, Unit, UnitOptions
 from ._plan.group import Planner, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart

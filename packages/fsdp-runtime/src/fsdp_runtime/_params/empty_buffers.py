@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import _torch_compat as compat
-from .seeds import digest_of
+from .digest import digest_of
 
 # By id: the buffer, its version and a digest of what was in its memory. A write through `.data`, or a collective,
 # changes only this.

@@ -36,6 +36,7 @@ from .._plan.group import (
 from .._plan.param import MakeHook, ManagedParam, Settings, local_of, managed_of
 from .._torch.streams import Streams
 from .._torch.tree import local_tensor
+from .digest import digest_of
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # of tensor subclasses
 # Layouts, messages and checkpoints depend on these, so all ranks must have the same versions.
@@ -110,7 +111,7 @@ class Group:
         self.keeps_storage = False
         self._loaded: list[RaggedDTensor] = []  # until `commit`
         self._digest = ""  # of the values in `load`, where all are known
-        self._initial_versions: list[int] | None = None  # of the shard that has them
+        self._initial: Any = None  # the state of the shard that has them
 
     def rename(self, unit_name: str) -> None:
         """Call the group and its memory by the unit's new name."""
@@ -174,14 +175,17 @@ class Group:
             for slots, attribute in param.slots:
                 slots[attribute] = param.sharded
         if self._digest and self.buffer is not None:
-            self._initial_versions = list(map(compat.VERSION, self.buffer.shard))
+            self._initial = self._state_of(self.buffer)
 
     @property
     def keeps_initial(self) -> bool:
         """Whether the shard still has the values that this rank gave `fully_shard`, as far as they are known."""
-        return self.buffer is not None and self._initial_versions == list(
-            map(compat.VERSION, self.buffer.shard)
-        )
+        return self.buffer is not None and self._initial == self._state_of(self.buffer)
+
+    @staticmethod
+    def _state_of(buffer: DBuffer) -> Any:
+        """What changes with the values of a shard; where they matter also by a write through `.data`."""
+        return compat.versions(buffer.shard), () if buffer.alike else list(map(digest_of, buffer.shard))
 
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
@@ -196,7 +200,7 @@ class Group:
         moved = self._moved()
         if not moved:
             return
-        self._digest, self._initial_versions = "", None
+        self._digest, self._initial = "", None
         for param in moved:
             self._accept_assigned(param)
         if any(param.sharded.is_meta for param in self.params):

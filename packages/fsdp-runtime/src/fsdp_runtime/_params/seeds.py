@@ -4,25 +4,14 @@ Each rank takes a digest of every parameter that it shards, and `DBuffer` compar
 Different values are no error until they are used: others may be loaded before.
 """
 
-import zlib
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .._plan.mesh import DataMesh
 from .group import Group
 from .unit import Unit
-
-
-def digest_of(value: torch.Tensor) -> int | None:
-    """A number that tells values of one seed from those of another: of 64 elements. None: unknown, as on meta."""
-    if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
-        return None
-    flat = value.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // 64)]
-    return zlib.crc32(bytes(picked.contiguous().view(torch.uint8).tolist()))
 
 
 def check_same_values(units: Iterable[Unit]) -> None:
