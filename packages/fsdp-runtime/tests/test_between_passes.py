@@ -5,7 +5,8 @@ import torch
 from runtime_helpers import assert_same_gradients, full_values, loss_of, seeded, shard, tokens
 from torch import nn
 
-from fsdp_runtime import block_policies, fully_shard
+from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
+from fsdp_runtime.quantization import BlockNF4
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -258,6 +259,22 @@ def test_changes_of_gathered_parameters_that_would_be_lost_raise(change, then):
     for each in (model, alone):
         loss_of(each, tokens(rank=0)).backward()
     assert_same_gradients(model, alone)
+
+
+@on_ranks(2)
+def test_codes_that_are_unfrozen_while_gathered_raise_in_the_next_forward():
+    model = seeded(nn.Linear, in_features=64, out_features=64)
+    model.weight.requires_grad_(False)
+    at_rest = QuantizationPolicy(at_rest=BlockNF4(64), select=lambda name, *_: name == "weight")
+    fully_shard(model, quantization_policy=at_rest)
+    loss = model(torch.ones(1, 64)).sum()
+    model.requires_grad_(True)
+    del loss
+    with pytest.raises(ValueError, match=r"weight requires a gradient .*requires_grad_\(False\)"):
+        model(torch.ones(1, 64))
+    model(torch.ones(1, 64)).sum().backward()
+    assert not model.weight.requires_grad
+    assert model.bias.grad is not None
 
 
 class Hidden(nn.Module):

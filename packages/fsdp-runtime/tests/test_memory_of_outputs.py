@@ -195,3 +195,19 @@ def test_backward_reads_no_gathered_memory_that_is_freed_or_being_filled(late, f
             backward(model, all_outputs=True)
             backward(alone, all_outputs=True)
             assert_same_gradients(model, alone)
+
+
+@on_ranks(2)
+def test_backward_reads_gathered_memory_that_is_kept():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Captures(late=True))
+    alone = copy.deepcopy(model)
+    fully_shard(model[1])
+    fully_shard(model)
+    model.set_keep_unsharded_storage(True)  # type: ignore[operator]
+    for _ in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+            each(torch.ones(4, 6))
+            each[1].kept.square().mean().backward()
+        assert_same_gradients(model, alone)

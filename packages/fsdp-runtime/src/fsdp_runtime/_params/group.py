@@ -421,6 +421,8 @@ class Group:
             self.buffer.keep_gathered(enable)
         except ValueError as error:
             raise NotImplementedError(f"set_keep_unsharded_storage: {error}") from error
+        if not self.buffer.gathered.present:
+            self._keep_autograd_out()
 
     # -- which object the module holds ------------------------------------------------------------------------------
 
@@ -452,7 +454,7 @@ class Group:
         for param in self.params:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.requires_grad is not param.sharded.requires_grad:
-                self._check_trainable(param)
+                self.check_trainable(param)
                 param.follow_requires_grad()
                 self.gradients.training_changed()
 
@@ -465,13 +467,14 @@ class Group:
         unsharded = param.unsharded
         assert unsharded is not None
         if unsharded.requires_grad is not before.requires_grad:
+            if unsharded.requires_grad:
+                self.check_trainable(param)
             param.sharded.requires_grad_(unsharded.requires_grad)
-            self._check_trainable(param)
             param.follow_requires_grad()
             self.gradients.training_changed()
         param.follow_attributes(before)
 
-    def _check_trainable(self, param: "ManagedParam[Group]") -> None:
+    def check_trainable(self, param: "ManagedParam[Group]") -> None:
         """Raise ValueError, naming the parameter, if it cannot require a gradient."""
 
     def release(self) -> bool:
@@ -479,7 +482,8 @@ class Group:
         assert self.buffer is not None
         written = self.gathered_written()
         self.buffer.release()
-        self._keep_autograd_out()
+        if not self.keeps_storage:
+            self._keep_autograd_out()
         self.register_sharded()
         return written
 
@@ -528,6 +532,7 @@ class Group:
             NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.
         """
         assert self.buffer is not None
+        self._keep_autograd_out()
         if not self._gathered_versions:
             for param in self.params:
                 _refuse_patched(param.name, local_of(param.sharded))

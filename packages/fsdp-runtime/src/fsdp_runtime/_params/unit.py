@@ -487,6 +487,11 @@ class Unit:
             changes = param.lost_changes(before)
             if changes:
                 return f"{param.name}: {changes}"
+            if param.unsharded is not None and param.unsharded.requires_grad and not before.requires_grad:
+                try:
+                    param.group.check_trainable(param)
+                except ValueError as error:
+                    return str(error)
         written = any(group.gathered_written() for group in self.groups)
         return "gathered parameters were changed in place" if written else ""
 
@@ -498,13 +503,20 @@ class Unit:
 
         Raises:
             RuntimeError: a change that is lost, with the parameter's name.
+            ValueError: a parameter that cannot require a gradient.
         """
         lost = "" if in_backward or not self._shown else self.lost_changes()
         shown, self._shown = self._shown, []
+        refused: ValueError | None = None
         for param, before in shown:
-            param.group.follow_users(param, before)
+            try:
+                param.group.follow_users(param, before)
+            except ValueError as error:
+                refused = refused or error
             if lost:
-                param.undo_changes()
+                param.undo_changes(before)
+        if refused is not None:
+            raise refused
         if lost:
             self.reshard()  # raises for values
             raise RuntimeError(

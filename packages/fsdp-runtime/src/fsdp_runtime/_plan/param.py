@@ -270,10 +270,12 @@ class ManagedParam(Generic[G]):
             changes.append("a post-accumulate hook was registered on it")
         return " and ".join(changes)
 
-    def undo_changes(self) -> None:
-        """Undo replaced `data` and `grad` of the unsharded parameter."""
+    def undo_changes(self, before: Settings) -> None:
+        """Undo what the sharded parameter does not follow: `data`, `grad` and `requires_grad` of the unsharded one."""
         assert self.unsharded is not None
         self.unsharded.grad = None
+        if self.unsharded.requires_grad is not self.sharded.requires_grad:
+            self.unsharded.requires_grad_(before.requires_grad)
         if self._has_other_data(self.unsharded):
             self.unsharded.data = cast(torch.Tensor, self._view)
 

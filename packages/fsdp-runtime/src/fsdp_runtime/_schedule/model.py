@@ -13,7 +13,7 @@ from ragged_shard import RaggedDTensor
 
 from .._params.unit import Param, Unit, not_at_rest
 from .._plan.param import Place, managed_of
-from .passes import Pass, in_forward
+from .passes import Pass, model_in_forward
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "_fsdp_runtime_member"
@@ -167,17 +167,18 @@ def owner_of(managed: Param) -> Member | None:
 
 def _unreduced(sharded: RaggedDTensor) -> str:
     """Why `full_tensor` of a sharded tensor must be told about its gradient: in a forward each rank has its own."""
-    if sharded.device_mesh.size() == 1 or not in_forward():
+    model = "" if sharded.device_mesh.size() == 1 else model_in_forward()
+    if not model:
         return ""
     managed = managed_of(sharded)
     owner = None if managed is None else owner_of(managed)
     of = "a sharded tensor" if managed is None or owner is None else f"{managed.name} of {owner.unit.name}"
     return (
-        f"full_tensor() or redistribute() of {of} {tuple(sharded.shape)} in a forward: each rank would get its own "
-        "batch's gradient only. Call the module that has the parameter, or its unshard() before, or a method of it "
-        "after register_fsdp_forward_method. Or say what ranks' gradients are: grad_placements=[Partial()] * mesh.ndim "
-        "sums them, [Replicate()] * mesh.ndim takes them to be equal, as a regularizer's are. (A forward that was "
-        "interrupted ends with reset_iter_state().)"
+        f"full_tensor() or redistribute() of {of} {tuple(sharded.shape)} in a forward of {model}: each rank would "
+        "get its own batch's gradient only. Call the module that has the parameter, or its unshard() before, or a "
+        "method of it after register_fsdp_forward_method. Or pass what ranks' gradients are: "
+        "grad_placements=[Partial()] * mesh.ndim sums them, [Replicate()] * mesh.ndim takes them to be equal, as a "
+        f"regularizer's are. (If that forward was interrupted, call reset_iter_state() of {model}.)"
     )
 
 

@@ -42,9 +42,10 @@ _PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
 _begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # those that have begun a forward, some long ago
 
 
-def in_forward() -> bool:
-    """Whether this thread is in a forward of any model."""
-    return any(each.runs_forward(threading.get_ident()) for each in list(_begun))
+def model_in_forward() -> str:
+    """Name of a model whose forward this thread is in; empty if there is none."""
+    names = (each.model_in_forward(threading.get_ident()) for each in list(_begun))
+    return next(filter(None, names), "")
 
 
 class Schedule(Generic[U]):
@@ -235,9 +236,9 @@ class Pass:
                 order.agree(facts, self.streams.layer, _PATIENCE)
                 self._compared.append(order)
 
-    def runs_forward(self, thread: int) -> bool:
-        """Whether a forward is under way in a thread."""
-        return self._root is not None and self._thread == thread
+    def model_in_forward(self, thread: int) -> str:
+        """Name of the root whose forward is under way in a thread; empty if none is."""
+        return self._root.name if self._root is not None and self._thread == thread else ""
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Unshard a unit, and gather ahead what is expected next.

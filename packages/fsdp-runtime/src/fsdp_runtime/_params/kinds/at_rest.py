@@ -222,7 +222,7 @@ class AtRestGroup(OnWireGroup):
         plan = self.plan_of(param)
         return wrap_local(plan, quantized(self.plan, plan, value))
 
-    def _check_trainable(self, param: ManagedParam[Group]) -> None:
+    def check_trainable(self, param: ManagedParam[Group]) -> None:
         raise ValueError(
             f"{self.name}: parameter {param.name} requires a gradient since, but is kept as codes "
             f"({_format(self.plan)}), which are not trained; call requires_grad_(False), or shard it without at_rest"
