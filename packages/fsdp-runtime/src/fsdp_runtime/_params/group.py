@@ -184,7 +184,7 @@ class Group:
 
     @staticmethod
     def _state_of(buffer: DBuffer) -> Any:
-        """What changes with the values of a shard; where they matter also by a write through `.data`."""
+        """A mark that changes with the values of a shard; where ranks differ also after a write through `.data`."""
         return compat.versions(buffer.shard), () if buffer.alike else list(map(digest_of, buffer.shard))
 
     def adopt(self) -> None:

@@ -482,7 +482,7 @@ class Unit:
             self._shown = [(p, Settings.of(p.unsharded)) for p in self.params if p.unsharded is not None]
 
     def lost_changes(self) -> str:
-        """What users have changed since `show` that does not reach the sharded parameters; empty: nothing."""
+        """Changes by users since `show` that do not reach the sharded parameters; empty: none."""
         for param, before in self._shown:
             changes = param.lost_changes(before)
             if changes:

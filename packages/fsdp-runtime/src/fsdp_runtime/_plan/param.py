@@ -76,7 +76,7 @@ def local_of(sharded: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """What users may set on a parameter object, apart from its values."""
+    """Settings of a parameter object that users may change, apart from its values."""
 
     requires_grad: bool
     attributes: dict[str, Any]
