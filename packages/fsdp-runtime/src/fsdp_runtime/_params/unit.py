@@ -105,6 +105,7 @@ class Unit:
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
+        shown: the parameters that users see gathered outside of passes, with their settings as they were; see `show`.
         entered: the modules whose forward is under way, the outer ones first.
         first: the module that began the forward of a list of modules.
     """
@@ -147,7 +148,7 @@ class Unit:
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
         self._freed: list[Group] = []  # where thinned
-        self._shown: list[tuple[Param, Settings]] = []  # what users see outside of passes, as it was
+        self.shown: list[tuple[Param, Settings]] = []
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: dict[tuple[int, ...], list[Gather]] = {}
         self.entered: list[nn.Module] = []
@@ -266,7 +267,7 @@ class Unit:
         """
         if not self.entered:
             self._waiting_for.clear()
-        if self._shown:
+        if self.shown:
             self.hide()
         for group in self.groups:
             if group.has_moved():
@@ -441,7 +442,7 @@ class Unit:
             keep_slices: with an integer `reshard_after_forward`, keep this rank's slice of the smaller group.
         """
         written = False
-        if self._shown:
+        if self.shown:
             self.hide()
         if self.state is not UnitState.SHARDED or self._handles:
             for handle in self._handles:
@@ -470,7 +471,7 @@ class Unit:
         """Put the sharded parameters into the modules and keep the gathered memory."""
         if any(group.gathered_written() for group in self.groups):
             self.reshard()  # raises
-        if self._shown:
+        if self.shown:
             self.hide()
         self.state = UnitState.PARKED
         for group in self.groups:
@@ -478,12 +479,11 @@ class Unit:
 
     def show(self) -> None:
         """Outside of passes, users see the unsharded parameters from now on: note what they may set on them."""
-        if self.state is UnitState.UNSHARDED:
-            self._shown = [(p, Settings.of(p.unsharded)) for p in self.params if p.unsharded is not None]
+        self.shown = [(p, Settings.of(p.unsharded)) for p in self.params if p.unsharded is not None]
 
     def lost_changes(self) -> str:
         """Changes by users since `show` that do not reach the sharded parameters; empty: none."""
-        for param, before in self._shown:
+        for param, before in self.shown:
             changes = param.lost_changes(before)
             if changes:
                 return f"{param.name}: {changes}"
@@ -505,8 +505,8 @@ class Unit:
             RuntimeError: a change that is lost, with the parameter's name.
             ValueError: a parameter that cannot require a gradient.
         """
-        lost = "" if in_backward or not self._shown else self.lost_changes()
-        shown, self._shown = self._shown, []
+        lost = "" if in_backward or not self.shown else self.lost_changes()
+        shown, self.shown = self.shown, []
         refused: ValueError | None = None
         for param, before in shown:
             try:
@@ -597,7 +597,7 @@ class Unit:
         """Free the gathered memory and the unreduced gradients of a failed iteration."""
         self._waiting_for.clear()
         self.entered.clear()
-        self._shown = []
+        self.shown = []
         if self._handles:
             self.state = UnitState.GATHERING  # also where not all could start
         handles, self._handles = self._handles, []

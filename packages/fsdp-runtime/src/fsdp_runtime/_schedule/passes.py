@@ -324,7 +324,7 @@ class Pass:
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
-            if shows:
+            if shows and unit.state is UnitState.UNSHARDED:
                 unit.show()
         self._ahead.clear()
         self._order.end()
@@ -437,7 +437,8 @@ class Pass:
         """A run of the autograd engine has reached the model: finish the reductions at its end."""
         self.in_backward = True
         for unit in self.units:
-            unit.hide(in_backward=True)
+            if unit.shown:
+                unit.hide(in_backward=True)
         if self.streams.layer.capturing:
             self.streams.follow_capture()
         self.backward.begin()
