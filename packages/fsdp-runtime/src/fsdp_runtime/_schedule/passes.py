@@ -318,9 +318,7 @@ class Pass:
     def _end_forward(self) -> None:
         """Finish the root's forward, and free prefetched units that were not used."""
         trimmed = self._trimmed and not self._ahead
-        shows = (
-            self.backward.is_last and not self.backward.by_hand
-        )  # else a pipeline may write gradients by hand
+        shows = self.backward.ends_step  # else a pipeline may write gradients by hand
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
