@@ -123,17 +123,21 @@ class _Gradients:
         cuts: by their ranks; in the same order on every rank, regardless of which gradients a rank has.
         meshes: those of the parameters.
         scaled: the tensors to multiply.
+        dtype: the norm's; of all gradients, also where this rank has no element of some.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.cuts: dict[frozenset[int], _Cut] = {}
         self.meshes: dict[int, DeviceMesh] = {}
         self.scaled: list[torch.Tensor] = []
+        self.dtype = torch.float32
         self._device = params[0].device if params else CPU
         by_axes: dict[Any, _Cut] = {}
         on_host = any_on_host()
         for param in params:
             grad: Any = param.grad
+            if grad is not None:
+                self.dtype = torch.promote_types(self.dtype, _wide(grad.dtype))
             if not isinstance(param, DISTRIBUTED):
                 cut = self._cut(None, [])
                 if grad is not None:
@@ -189,12 +193,11 @@ class _Gradients:
 
     def norm(self, order: float) -> torch.Tensor:
         """Norm of all of them, on all ranks: 0-d, at least fp32."""
-        totals, dtype = [], torch.float32
+        totals = []
         for cut in self.cuts.values():
             norms = []
             for (_, kind, _), tensors in _by_kind([*cut.slices, *cut.separate]).items():
-                wide = torch.float32 if kind.itemsize < 4 else kind
-                dtype = torch.promote_types(dtype, wide)
+                wide = _wide(kind)
                 pieces: list[torch.Tensor] = []
                 for tensor in tensors:
                     splits = is_cpu(tensor.device) and tensor.numel() > _PIECE
@@ -207,9 +210,14 @@ class _Gradients:
                 local = torch.linalg.vector_norm(torch.cat(norms), order)
             totals.append(_reduced(local, order, cut.groups))
         if not totals:
-            return torch.zeros((), dtype=dtype, device=self._device)
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order).to(dtype)
+            return torch.zeros((), dtype=self.dtype, device=self._device)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order).to(self.dtype)
         return norm
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a gradient's norm is taken."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _laid_out_like(param: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""A program as data: a model, its wrapping, an optimizer and what a user does, in a literal that can be kept.
+
+    Program(seed=813, ranks=3, layers=("linear", "experts"), actions=(("train",), ("step",)))
+
+`draw(seed)` makes one, `runs.run` runs it, `shrink.shrunk` makes a failing one smaller.
+"""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from . import actions as doings
+from .models import ENDS, LAYERS
+
+Action = tuple[Any, ...]  # the name of an action and its arguments
+
+
+class _Literal:
+    """Prints the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = ((field, getattr(self, field.name)) for field in fields)
+        inside = ", ".join(f"{f.name}={value!r}" for f, value in given if value != f.default)
+        return f"{type(self).__name__}({inside})"
+
+
+@dataclass(frozen=True, repr=False)
+class Unit(_Literal):
+    """One call of `fully_shard`.
+
+    Attributes:
+        modules: paths; several are a list of modules; "" is the model.
+        reshard: `reshard_after_forward`.
+        blocks: a name of `systems.POLICIES`.
+        skippable: as the option of `fully_shard`.
+    """
+
+    modules: tuple[str, ...] = ("",)
+    reshard: bool | int | None = None
+    blocks: str = ""
+    skippable: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Literal):
+    """What is built and what is done with it.
+
+    Attributes:
+        seed: of parameters and batches.
+        ranks: 1 to 4.
+        mesh: "shard"; "hsdp": 2 replicas; "tp": 2 ranks of tensor parallelism; "two": vectors have replicas.
+        layers: kinds of `models.LAYERS`, in order.
+        ends: "", or how embedding and head are used besides: `models.ENDS`.
+        width: of all layers.
+        recompute: "", "plain" or "reentrant": the checkpointing of each layer.
+        units: calls of `fully_shard`, in order.
+        uneven: ranks choose experts, each its own.
+        precision, quantized, offload, transport: names of tables in `systems`.
+        optimizer: a name of `systems.OPTIMIZERS`.
+        actions: names of `actions.ACTIONS` with arguments.
+    """
+
+    seed: int = 0
+    ranks: int = 2
+    mesh: str = "shard"
+    layers: tuple[str, ...] = ("linear",)
+    ends: str = ""
+    width: int = 5
+    recompute: str = ""
+    units: tuple[Unit, ...] = (Unit(),)
+    uneven: bool = False
+    precision: str = ""
+    quantized: str = ""
+    offload: bool = False
+    transport: str = ""
+    optimizer: str = "sgd"
+    actions: tuple[Action, ...] = (("train",), ("step",))
+
+    @property
+    def for_fsdp2(self) -> bool:
+        """Whether FSDP2 has all that the program uses."""
+        ours_alone = self.uneven or self.quantized or self.transport or self.mesh == "two"
+        units = any(unit.skippable or len(unit.modules) == 0 for unit in self.units)
+        return not ours_alone and not units and all(doings.ACTIONS[name].fsdp2 for name, *_ in self.actions)
+
+    @property
+    def departs(self) -> bool:
+        """Whether a rank leaves the others' order on purpose: then it must raise."""
+        return any(doings.ACTIONS[name].departs for name, *_ in self.actions)
+
+
+def read(text: str) -> Program:
+    """The program that a literal says; lines of comment are left out."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    found = eval("\n".join(lines), {"Program": Program, "Unit": Unit})  # a file of this repository
+    assert isinstance(found, Program)
+    return found
+
+
+def draw(seed: int) -> Program:
+    """A program, of this seed alone."""
+    rng = random.Random(seed)
+    ranks = rng.choice((1, 2, 2, 3, 3, 4, 4))
+    mesh = _mesh(rng, ranks)
+    layers = tuple(rng.choices(list(LAYERS), [kind.weight for kind in LAYERS.values()], k=rng.randrange(1, 4)))
+    if mesh == "tp":
+        layers = (*layers[:2], "split")
+    ends = rng.choice(("", "", "", *ENDS))
+    special = rng.random()
+    precision = rng.choice(("bf16", "mixed", "reduce32", "output")) if special < 0.15 else ""
+    quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
+    uneven = "experts" in layers and rng.random() < 0.4
+    units = _units(rng, layers, ends, ranks, mesh, uneven)
+    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
+    known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
+    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 9))
+    if last:
+        names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
+    taken: list[Action] = []
+    for name in names:
+        kind = doings.ACTIONS[name]
+        taken.append((name, *kind.draw(rng)))
+        if kind.gradients and rng.random() < 0.8:
+            taken.append(("step",))
+    return Program(
+        seed=seed,
+        ranks=ranks,
+        mesh=mesh,
+        layers=layers,
+        ends=ends,
+        width=rng.choice((5, 6, 8)),
+        recompute=rng.choice(("", "", "", "plain", "reentrant")),
+        units=units,
+        uneven=uneven,
+        precision=precision,
+        quantized=quantized,
+        offload=rng.random() < 0.08,
+        transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
+        optimizer=rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS)),
+        actions=tuple(taken),
+    )
+
+
+def _mesh(rng: random.Random, ranks: int) -> str:
+    if ranks == 4:
+        return rng.choice(("shard", "shard", "hsdp", "hsdp", "tp", "two"))
+    return rng.choice(("shard", "shard", "shard", "tp")) if ranks == 2 else "shard"
+
+
+def _units(
+    rng: random.Random, layers: tuple[str, ...], ends: str, ranks: int, mesh: str, uneven: bool
+) -> tuple[Unit, ...]:
+    """Some layers, experts, the ends together, and the model, in an order that need not be inner first."""
+    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh != "two" else [])]
+    blocks = ["", "", "rows", "tiles", "whole"]
+
+    def unit(*modules: str, skippable: bool = False) -> Unit:
+        return Unit(modules, rng.choice(reshard), rng.choice(blocks), skippable)
+
+    found = []
+    for index, kind in enumerate(layers):
+        skippable = kind == "experts" and (uneven or rng.random() < 0.3)
+        if kind == "experts" and rng.random() < 0.6:
+            found += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
+        if rng.random() < 0.8:
+            found.append(unit(f"layers.{index}"))
+    if len(layers) > 1 and rng.random() < 0.1:
+        found = [unit("layers.0", "layers.1")]
+    if ends in ("", "tied") and rng.random() < 0.25:
+        found.append(unit("norm", "head") if ends == "" else unit("embed", "head"))
+    found.append(unit(""))
+    if rng.random() < 0.15:
+        rng.shuffle(found)
+    return tuple(found)

@@ -1,0 +1,279 @@
+"""Run programs on systems and compare what they saw.
+
+A rank runs a program with plain modules and with this runtime, then, in a second call, with FSDP2. `outcome` puts the
+ranks' answers together.
+"""
+
+import builtins
+import logging
+import math
+import random
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragged_shard.testing import RankError, SimulatedDevice, record_collectives, run_ranks, simulated_ranks
+
+from .actions import ACTIONS, World
+from .models import Model
+from .program import Program
+from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
+
+LIMIT = 20.0  # seconds until a rank counts as hanging
+
+
+@dataclass
+class Trace:
+    """What a program saw on one rank of one system.
+
+    Attributes:
+        values: labels and values.
+        error: the number of the action that raised, the error's type, its text and traceback; None: all ended.
+        kinds, sent: numbers of collectives by kind and bytes sent, of each `train`.
+    """
+
+    values: list[tuple[str, Any]]
+    error: tuple[int, str, str, str] | None = None
+    kinds: tuple[tuple[str, int], ...] = ()
+    sent: float = 0.0
+
+
+class Stopped(Exception):
+    """A program ended early on this rank: the number of the action, the error's type, text and traceback."""
+
+
+def run(program: Program, name: str, kind: type[World] = World) -> Trace:
+    """Run a program on this rank, on a system by name."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(dtype_of(program))
+    torch.manual_seed(program.seed)
+    model = Model(program.layers, program.width, program.ends, program.recompute)
+    world = kind(program, system(name), model, OPTIMIZERS[program.optimizer][0])
+    trace, index = Trace(world.trace), -1
+    try:
+        world.build()
+        for index, (what, *args) in enumerate(program.actions):
+            world.where = f"{index} {what}"
+            ACTIONS[what].run(world, *args)
+        world.where = "end"
+        world.rest()
+        world.note_gradients()
+        world.note_all("", world.params)
+    except Exception as error:
+        trace.error = (index, type(error).__name__, str(error), traceback.format_exc())
+    return trace
+
+
+# On a rank: the traces of the last program.
+_last: dict[str, Any] = {}
+
+
+def on_rank(program: Program) -> str | None:
+    """On a rank: run a program alone and on this runtime; returns what differs.
+
+    Raises:
+        Stopped: this runtime raised where one process does not.
+    """
+    alone = run(program, "alone")
+    ours = run(program, "ours")
+    _last.clear()
+    _last.update(program=program, ours=ours, alone=alone)
+    if ours.error is not None and (alone.error is None or alone.error[:2] != ours.error[:2]):
+        raise Stopped(*ours.error)
+    if alone.error is not None and ours.error is None:
+        return f"no error where one process raises {alone.error[:3]}"
+    return difference(program, alone, ours, tolerance_of(program))
+
+
+def on_rank_of_fsdp2(program: Program) -> tuple[str | None, tuple[int, str, str, str] | None]:
+    """On a rank, after `on_rank`: what differs from FSDP2, and FSDP2's error."""
+    theirs = run(program, "fsdp2")
+    if theirs.error is not None:
+        return None, theirs.error
+    if _last.get("program") != program:
+        return None, None
+    if wrong := difference(program, _last["alone"], theirs, tolerance_of(program)):
+        return None, (0, "wrong", wrong, "")
+    return difference(program, theirs, _last["ours"], min(tolerance_of(program), 0.02)), None
+
+
+def difference(program: Program, wanted: Trace, found: Trace, tolerance: float) -> str | None:
+    """The first difference of two traces, or None."""
+    for (label, value), (other_label, other) in zip(wanted.values, found.values, strict=False):
+        if label != other_label:
+            return f"saw {other_label!r} instead of {label!r}"
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.shape != other.shape or value.dtype != other.dtype and not program.precision:
+                return f"{label}: {value.shape} {value.dtype} -> {other.shape} {other.dtype}"
+            if text := _off(value, other, tolerance):
+                return f"{label}: {text}"
+        elif isinstance(value, float) and isinstance(other, float):
+            if not math.isclose(value, other, rel_tol=tolerance):
+                return f"{label}: {value} -> {other}"
+        elif type(value) is not type(other) or (not isinstance(value, torch.Tensor) and value != other):
+            return f"{label}: {_short(value)} -> {_short(other)}"
+    return None
+
+
+def _off(wanted: torch.Tensor, found: torch.Tensor, tolerance: float) -> str:
+    one, other = wanted.double(), found.double()
+    if not one.numel():
+        return ""
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return f"{int((~finite).sum())} -> {int((~other.isfinite()).sum())} elements that are not finite"
+    off = (one - other)[finite].abs()
+    largest = float(one[finite].abs().max()) if finite.any() else 0.0
+    if off.numel() and float(off.max()) > tolerance * max(largest, 0.05):
+        return f"off by {float(off.max()):.3g}, of at most {largest:.3g}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:200]
+
+
+@dataclass
+class Outcome:
+    """What came of a program.
+
+    Attributes:
+        fault: what is wrong, or ""; its first word is a kind: "value", "error", "hang", "counts", "race".
+        ours, theirs: the error of this runtime and of FSDP2, "" if there was none or it did not run.
+    """
+
+    fault: str = ""
+    ours: str = ""
+    theirs: str = ""
+
+
+def outcome(program: Program, simulated: bool = False) -> Outcome:
+    """Run a program on its ranks, or one rank of it on the simulated device."""
+    if simulated:
+        return _simulated(program)
+    found = Outcome()
+    stopped: dict[int, Stopped] = {}
+    try:
+        answers = run_ranks(program.ranks, on_rank, program, timeout=LIMIT, seed=0)
+    except RankError as error:
+        stopped = {rank: cause for rank, cause in error.causes.items() if isinstance(cause, Stopped)}
+        if not stopped:
+            found.fault = f"hang {error}" if "did not answer" in str(error) else f"crash {error}"
+            return found
+        found.ours = _said(stopped)
+        answers = []
+    if program.departs:
+        if not stopped:
+            found.fault = f"departure unnoticed; {answers}"
+        return found
+    if wrong := {rank: text for rank, text in enumerate(answers) if text}:
+        found.fault = f"value {wrong}"
+        return found
+    theirs = None
+    if program.for_fsdp2:
+        theirs, found.theirs, different = _fsdp2(program, bool(stopped))
+        if different:
+            found.fault = f"fsdp2 {different}"
+            return found
+    if stopped:
+        found.fault = judge(program, stopped, theirs)
+    return found
+
+
+def _said(stopped: dict[int, Stopped]) -> str:
+    return "\n".join(f"rank {rank}: {e.args[0]} {e.args[1]}: {e.args[2]}" for rank, e in sorted(stopped.items()))
+
+
+def _fsdp2(program: Program, stopped: bool) -> tuple[Any, str, str]:
+    """FSDP2's error, its text, and what differs from ours."""
+    try:
+        answers = run_ranks(program.ranks, on_rank_of_fsdp2, program, timeout=8.0, seed=0)
+    except RankError as error:
+        return (0, "hang"), f"hangs {str(error)[:200]}", ""
+    errors = [error for _, error in answers if error is not None]
+    text = f"{errors[0][0]} {errors[0][1]}: {errors[0][2]}" if errors else ""
+    different = {rank: text for rank, (text, _) in enumerate(answers) if text}
+    return (errors[0] if errors else None), text, "" if stopped or not different else str(different)
+
+
+def judge(program: Program, stopped: dict[int, Stopped], theirs: Any) -> str:
+    """The fault in errors of this runtime that one process does not have, or "" if they are right."""
+    kinds = {(error.args[0], error.args[1]) for error in stopped.values()}
+    if len(stopped) < program.ranks or len(kinds) > 1:
+        return f"error not on all ranks: {_said(stopped)}"
+    index, kind, text, trace = next(iter(stopped.values())).args
+    if theirs is not None and theirs[0] == index and _related(theirs[1], kind):
+        return ""
+    if any(row.applies(program, index, kind, text) for row in REFUSED):
+        return ""
+    if theirs is None and program.for_fsdp2:
+        return f"error where FSDP2 works: {index} {kind}: {text}\n{trace}"
+    return f"error {index} {kind}: {text}\n{trace}"
+
+
+def _related(one: str, other: str) -> bool:
+    """Whether one type of error is the other's base, by names."""
+    kinds = [getattr(builtins, name, Exception) for name in (one, other)]
+    return one == other or issubclass(kinds[0], kinds[1]) or issubclass(kinds[1], kinds[0])
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What this runtime refuses where one process works, as its documentation says.
+
+    Attributes:
+        action, error, words: the action that raises, the error's type, a part of its text that a user acts on.
+        when: of the program.
+    """
+
+    action: str
+    error: str
+    words: str
+    when: Callable[[Program], bool] = lambda program: True
+
+    def applies(self, program: Program, index: int, error: str, text: str) -> bool:
+        """Whether this is the refusal that a program met."""
+        action = program.actions[index][0] if index >= 0 else "wrap"
+        return action == self.action and error == self.error and self.words in text and self.when(program)
+
+
+def _shared(program: Program) -> bool:
+    """Whether some layer is in a unit with others, whose memory may be freed once the unit's outputs are gone."""
+    own = {path for unit in program.units for path in unit.modules if len(unit.modules) == 1}
+    return any(f"layers.{index}" not in own for index in range(len(program.layers)))
+
+
+# Which intermediates keep a graph after the outputs of their unit are gone: docs/troubleshooting.md.
+_FREED = "modified by an inplace operation"
+REFUSED = [
+    Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
+    *(Refused(name, "RuntimeError", _FREED, _shared) for name in ("captured", "gradient_of_a_layer", "keep")),
+]
+
+
+class _OneRank(World):
+    """A world whose values nobody compares: on the simulated device other ranks do not exist."""
+
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() * 1
+
+
+def _simulated(program: Program) -> Outcome:
+    """Run one rank on the simulated device, which raises where memory is used without an order."""
+    chance = random.Random(program.seed)
+    completes = chance.choice((lambda: True, lambda: False, lambda: chance.random() < 0.5))
+    where = "cpu:0" if program.offload else "cpu"
+    with SimulatedDevice(where, completes), simulated_ranks(program.ranks, rank=chance.randrange(program.ranks)):
+        trace = run(program, "ours", _OneRank)
+    found = Outcome(ours="" if trace.error is None else f"{trace.error[0]} {trace.error[1]}: {trace.error[2]}")
+    if trace.error is not None and trace.error[1] in ("RaceError", "CaptureError"):
+        found.fault = f"race {trace.error[0]} {trace.error[2]}\n{trace.error[3]}"
+    return found

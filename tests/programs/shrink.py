@@ -1,0 +1,83 @@
+"""Make a failing program smaller: leave out actions, layers, units and options for as long as it fails in the same way."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from .program import Program, Unit
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Program) if field.name != "seed"}
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 120.0) -> Program:
+    """The smallest program found within some seconds for which `fails` is still true."""
+    deadline, smaller = time.monotonic() + seconds, True
+    while smaller:
+        smaller = False
+        for candidate in _candidates(program):
+            if time.monotonic() > deadline:
+                return program
+            if fails(candidate):
+                program, smaller = candidate, True
+                break
+    return program
+
+
+def _candidates(program: Program) -> Iterator[Program]:
+    """Programs with less, those with much less first."""
+    change: Callable[..., Program] = lambda **fields: dataclasses.replace(program, **fields)  # noqa: E731
+    count = len(program.actions)
+    for size in (count // 2, count // 4, 1):
+        for start in range(0, count, size) if size else ():
+            yield change(actions=program.actions[:start] + program.actions[start + size :])
+    for index in range(len(program.layers) if len(program.layers) > 1 else 0):
+        yield _without_layer(program, index)
+    for index, unit in enumerate(program.units):
+        if "" not in unit.modules:
+            yield change(units=program.units[:index] + program.units[index + 1 :])
+    for ranks in range(1, program.ranks):
+        if program.mesh == "shard" and not (ranks < 4 and any(unit.reshard == 2 for unit in program.units)):
+            yield change(ranks=ranks)
+    for name in ("mesh", "ends", "recompute", "precision", "transport", "offload", "optimizer", "quantized"):
+        if getattr(program, name) != DEFAULTS[name]:
+            yield change(**{name: DEFAULTS[name]})
+    if program.uneven and not any(unit.skippable for unit in program.units):
+        yield change(uneven=False)
+    for index, unit in enumerate(program.units):
+        for plain in _plainer(unit):
+            yield change(units=(*program.units[:index], plain, *program.units[index + 1 :]))
+    for index, kind in enumerate(program.layers):
+        if kind != "linear":
+            yield change(layers=(*program.layers[:index], "linear", *program.layers[index + 1 :]))
+
+
+def _plainer(unit: Unit) -> Iterator[Unit]:
+    for name, value in (("reshard", None), ("blocks", ""), ("skippable", False)):
+        if getattr(unit, name) != value:
+            yield dataclasses.replace(unit, **{name: value})
+
+
+def _without_layer(program: Program, index: int) -> Program:
+    """Leave a layer out, and what units have of it; later layers move up."""
+
+    def moved(path: str) -> str | None:
+        first, _, rest = path.removeprefix("layers.").partition(".")
+        if not path.startswith("layers.") or int(first) < index:
+            return path
+        return None if int(first) == index else f"layers.{int(first) - 1}" + (f".{rest}" if rest else "")
+
+    units = []
+    for unit in program.units:
+        modules = tuple(path for path in map(moved, unit.modules) if path is not None)
+        if modules:
+            units.append(dataclasses.replace(unit, modules=modules))
+    layers = program.layers[:index] + program.layers[index + 1 :]
+    return dataclasses.replace(program, layers=layers, units=tuple(units))
+
+
+def kind_of(fault: str) -> tuple[str, str]:
+    """What must stay the same while a program shrinks: the fault's first word, and the type of an error in it."""
+    first, _, rest = fault.partition(" ")
+    error = re.search(r"\w+Error\b", rest.partition("\n")[0])
+    return first, error.group() if error and first == "error" else ""

@@ -1,0 +1,186 @@
+"""Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import block_optim
+import fsdp_runtime
+from dbuffer import BlockFP8, BlockInt8, BlockNF4
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies
+from ragged_shard.testing import rank_mesh
+
+from .models import Compiled, Model, TwoForwards
+from .program import Program
+
+DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
+POLICIES = {
+    "": None,
+    "rows": block_policies.rows(4),
+    "tiles": block_policies.tiles(3, 3),
+    "whole": block_policies.whole(),
+}
+# A policy, and the relative error that it allows against one process that has none.
+PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
+    "": (MixedPrecisionPolicy(), 1e-9),
+    "bf16": (MixedPrecisionPolicy(HALF, SINGLE), 0.2),
+    "mixed": (MixedPrecisionPolicy(SINGLE, DOUBLE), 1e-3),
+    "reduce32": (MixedPrecisionPolicy(reduce_dtype=SINGLE), 1e-4),
+    "output": (MixedPrecisionPolicy(SINGLE, SINGLE, output_dtype=DOUBLE), 1e-3),
+}
+QUANTIZED: dict[str, tuple[QuantizationPolicy | None, float]] = {
+    "": (None, 0.0),
+    "fp8": (QuantizationPolicy(weights=BlockFP8((128, 128))), 0.3),
+    "int8": (QuantizationPolicy(weights=BlockInt8(8)), 0.1),
+    "int8 both": (
+        QuantizationPolicy(weights=BlockInt8(8), gradients=BlockInt8(8, rounding="stochastic")), 0.2,
+    ),
+    "bf16": (QuantizationPolicy(gradients="bf16"), 0.1),
+    "nf4": (QuantizationPolicy(at_rest=BlockNF4(64), select=lambda name, param, module: "frozen.w" in name), 0.5),
+}  # fmt: skip
+# A constructor from named parameters, the dtype of the model, and the relative error that it allows.
+OPTIMIZERS: dict[str, tuple[Any, torch.dtype, float]] = {
+    "sgd": (lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9), DOUBLE, 0.0),
+    "adamw": (lambda named: torch.optim.AdamW(named, lr=0.01, eps=1e-3), DOUBLE, 0.0),
+    "block adamw": (lambda named: block_optim.AdamW(named, lr=0.01, eps=1e-3, weight_decay=0.1), DOUBLE, 0.0),
+    "adamw8bit": (lambda named: block_optim.AdamW8bit(named, lr=0.01, eps=1e-3, min_8bit_numel=16), SINGLE, 3e-3),
+    "muon": (lambda named: _muon(named), SINGLE, 0.02),
+    "shampoo": (lambda named: block_optim.Shampoo(named, lr=0.01), DOUBLE, 1e-5),
+    "soap": (lambda named: block_optim.SOAP(named, lr=0.01), DOUBLE, 1e-5),
+}
+
+
+def _muon(named: list[tuple[str, nn.Parameter]]) -> block_optim.Mixed:
+    """Muon for matrices of layers, AdamW for the rest."""
+    matrices = [(n, p) for n, p in named if n.startswith("layers.") and p.ndim == 2 and p.numel()]
+    rest = [(n, p) for n, p in named if n not in dict(matrices)]
+    groups = [(matrices, "muon", 0.02), (rest, "adamw", 0.01)]
+    return block_optim.Mixed(
+        [{"params": some, "algorithm": algorithm, "lr": lr} for some, algorithm, lr in groups if some]
+    )
+
+
+def dtype_of(program: Program) -> torch.dtype:
+    """The dtype of a program's parameters: double, where everything has it, so that rounding hides nothing."""
+    return SINGLE if program.quantized else OPTIMIZERS[program.optimizer][1]
+
+
+def tolerance_of(program: Program) -> float:
+    """The relative error that a program allows against one process, of the largest element of a tensor."""
+    narrow = dtype_of(program) == SINGLE or "two dtypes" in program.layers
+    own = (PRECISIONS[program.precision][1], QUANTIZED[program.quantized][1], OPTIMIZERS[program.optimizer][2])
+    return max(*own, 1e-4 if narrow else 0.0)
+
+
+class System:
+    """One process with plain modules: each rank its own, whose gradients are averaged over the ranks."""
+
+    name = "alone"
+    api: Any = None
+
+    def wrap(self, model: Model, program: Program) -> list[Any]:
+        """Shard the model; returns its units, innermost calls first as the program says."""
+        for param in model.parameters():
+            param.data = param.data.contiguous()  # as shards are
+        self._compile(model)
+        return []
+
+    def _compile(self, model: Model) -> None:
+        for module in model.modules():
+            if isinstance(module, Compiled):
+                module.compile(backend="aot_eager")
+
+    def average(self, params: dict[str, nn.Parameter]) -> None:
+        """Average gradients over all ranks; None is zero where another rank has one."""
+        trained = list(params.values())
+        there = torch.tensor([param.grad is not None for param in trained], dtype=DOUBLE)
+        zeros = [torch.zeros(param.numel(), dtype=DOUBLE) for param in trained]
+        parts = [
+            zero if param.grad is None else param.grad.detach().reshape(-1).to(DOUBLE)
+            for param, zero in zip(trained, zeros, strict=True)
+        ]
+        flat = torch.cat([there, *parts])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        used, *averaged = flat.split([len(trained), *(param.numel() for param in trained)])
+        for param, any_rank, grad in zip(trained, used.tolist(), averaged, strict=True):
+            if any_rank and param.grad is None:
+                param.grad = torch.empty_like(param, memory_format=torch.contiguous_format)
+            if any_rank:
+                assert param.grad is not None
+                with torch.no_grad():
+                    param.grad.copy_(grad.view(param.shape))
+
+    def close(self) -> None:
+        """Release what the program made."""
+
+
+class Sharded(System):
+    """This runtime, or FSDP2."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.api = {"ours": fsdp_runtime, "fsdp2": fsdp}[name]
+        self.ours = name == "ours"
+
+    def wrap(self, model: Model, program: Program) -> list[Any]:
+        mesh, choose = self._mesh(program)
+        if program.mesh == "tp":
+            for index, kind in enumerate(program.layers):
+                if kind == "split":
+                    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                    parallelize_module(model.layers[index], mesh["tp"], plan)
+            mesh = mesh["dp"]
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": PRECISIONS[program.precision][0]}
+        if choose is not None:
+            options["shard_placement_fn"] = choose
+        if program.offload:
+            options["offload_policy"] = self.api.CPUOffloadPolicy(pin_memory=False)
+        if program.transport:
+            options["transport"] = program.transport
+        if program.quantized:
+            options["quantization_policy"] = QUANTIZED[program.quantized][0]
+        units = []
+        for unit in program.units:
+            modules = [model.get_submodule(path) for path in unit.modules]
+            own = {"reshard_after_forward": unit.reshard}
+            if self.ours:
+                own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
+            if program.quantized and not _takes(program.quantized, modules):
+                own["quantization_policy"] = None
+            self.api.fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **own})
+            units.append(modules[-1])
+        for module in model.modules():
+            if isinstance(module, TwoForwards) and isinstance(module, self.api.FSDPModule):
+                self.api.register_fsdp_forward_method(module, "encode")
+        self._compile(model)
+        return units
+
+    def _mesh(self, program: Program) -> tuple[Any, Any]:
+        ranks = dist.get_world_size()
+        if program.mesh == "hsdp":
+            return rank_mesh(2, ranks // 2, names=("replicate", "shard")), None
+        if program.mesh == "tp":
+            return rank_mesh(ranks // 2, 2, names=("dp", "tp")), None
+        if program.mesh == "two":
+            flat, hybrid = rank_mesh(ranks, names=("fsdp",)), rank_mesh(2, ranks // 2, names=("copies", "cut"))
+            return flat, lambda param: hybrid if param.ndim == 1 else None
+        return rank_mesh(ranks), None
+
+    def average(self, params: dict[str, nn.Parameter]) -> None:
+        pass
+
+
+def _takes(quantized: str, modules: list[nn.Module]) -> bool:
+    """Whether any of the modules has a weight that the policy selects; a policy that selects nothing raises."""
+    names = [n for module in modules for n, p in module.named_parameters() if p.ndim == 2]
+    return quantized == "bf16" or any(quantized != "nf4" or "frozen.w" in name for name in names)
+
+
+def system(name: str) -> System:
+    """The system of a name: "alone", "ours" or "fsdp2"."""
+    return System() if name == "alone" else Sharded(name)
