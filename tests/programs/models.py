@@ -98,21 +98,33 @@ class Stacked(Layer):
         return x
 
 
+class Scalar(Layer):
+    """A 0-d parameter."""
+
+    weight = 0.5
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(())), nn.Linear(width, width)
+
+    def inner(self, x):
+        return self.scale * torch.tanh(self.linear(x))
+
+
 class Odd(Layer):
-    """A 0-d, an empty, a prime-sized, a non-contiguous and an unused parameter."""
+    """An empty, a prime-sized, a non-contiguous and an unused parameter."""
 
     weight = 2.0
 
     def __init__(self, width: int):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.ones(0, width))
         self.prime = nn.Parameter(torch.randn(7))
         self.turned = nn.Parameter(torch.randn(3, width).t())
         self.unused = nn.Parameter(torch.ones(2, 2))
 
     def inner(self, x):
-        return self.scale * torch.tanh(x @ self.turned) @ self.turned.t() + self.prime.mean() + self.empty.sum()
+        return torch.tanh(x @ self.turned) @ self.turned.t() + self.prime.mean() + self.empty.sum()
 
 
 class TwoDtypes(Layer):
@@ -220,7 +232,7 @@ class Compiled(Layer):
 
 LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
-    "stacked": Stacked, "odd": Odd, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen, "twice": Twice,
+    "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen, "twice": Twice,
     "two forwards": TwoForwards, "structured": Structured, "in place": InPlace, "weight norm": WeightNorm,
     "compiled": Compiled,
 }  # fmt: skip

@@ -59,6 +59,7 @@ class Program(_Literal):
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
         optimizer: a name of `systems.OPTIMIZERS`.
+        counted: collectives of `train` are compared with FSDP2's.
         actions: names of `actions.ACTIONS` with arguments.
     """
 
@@ -76,6 +77,7 @@ class Program(_Literal):
     offload: bool = False
     transport: str = ""
     optimizer: str = "sgd"
+    counted: bool = False
     actions: tuple[Action, ...] = (("train",), ("step",))
 
     @property
@@ -112,11 +114,19 @@ def draw(seed: int) -> Program:
     precision = rng.choice(("bf16", "mixed", "reduce32", "output")) if special < 0.15 else ""
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
     uneven = "experts" in layers and rng.random() < 0.4
+    optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
+    if precision:  # their inputs must be the same bits, and buffers are not cast
+        optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
+        layers = tuple("linear" if kind == "batch norm" else kind for kind in layers)
     units = _units(rng, layers, ends, ranks, mesh, uneven)
+    if optimizer == "adamw8bit":
+        units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
     last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
     names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 9))
     if last:
+        layers = (*layers, "linear")
+        units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
     taken: list[Action] = []
     for name in names:
@@ -138,7 +148,8 @@ def draw(seed: int) -> Program:
         quantized=quantized,
         offload=rng.random() < 0.08,
         transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
-        optimizer=rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS)),
+        optimizer=optimizer,
+        counted=rng.random() < 0.3 and "compiled" not in layers,
         actions=tuple(taken),
     )
 

@@ -31,12 +31,12 @@ def _candidates(program: Program) -> Iterator[Program]:
     for size in (count // 2, count // 4, 1):
         for start in range(0, count, size) if size else ():
             yield change(actions=program.actions[:start] + program.actions[start + size :])
-    for index in range(len(program.layers) if len(program.layers) > 1 else 0):
+    for index in range(len(program.layers) if len(program.layers) > 1 + program.departs else 0):
         yield _without_layer(program, index)
-    for index, unit in enumerate(program.units):
+    for index, unit in enumerate(() if program.departs else program.units):
         if "" not in unit.modules:
             yield change(units=program.units[:index] + program.units[index + 1 :])
-    for ranks in range(1, program.ranks):
+    for ranks in range(2 if program.departs else 1, program.ranks):
         if program.mesh == "shard" and not (ranks < 4 and any(unit.reshard == 2 for unit in program.units)):
             yield change(ranks=ranks)
     for name in ("mesh", "ends", "recompute", "precision", "transport", "offload", "optimizer", "quantized"):

@@ -1,5 +1,6 @@
 """Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ POLICIES = {
     "rows": block_policies.rows(4),
     "tiles": block_policies.tiles(3, 3),
     "whole": block_policies.whole(),
+    "adamw8bit": block_optim.AdamW8bit.block_policy(min_8bit_numel=16),
 }
 # A policy, and the relative error that it allows against one process that has none.
 PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
@@ -147,7 +149,9 @@ class Sharded(System):
         units = []
         for unit in program.units:
             modules = [model.get_submodule(path) for path in unit.modules]
-            own = {"reshard_after_forward": unit.reshard}
+            own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
+            if "" not in unit.modules:
+                own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
             if self.ours:
                 own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
             if program.quantized and not _takes(program.quantized, modules):

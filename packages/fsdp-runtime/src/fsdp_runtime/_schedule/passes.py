@@ -303,7 +303,8 @@ class Pass:
                 follower.reshard(keep_slices=True)
             else:
                 _finish_gathering(follower)
-        if unit.reshard_after_forward:
+        recomputes = self.in_backward and torch.is_grad_enabled() and compat.backward_id() != -1
+        if unit.reshard_after_forward and not recomputes:  # the backward of a recomputation follows at once
             unit.reshard(keep_slices=True)
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
