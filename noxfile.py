@@ -23,9 +23,8 @@ FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")}
-for _name in ("fuzz", "chaos", "soak", "peers", "deadlocks"):
-    NIGHTLY[_name] = [f"packages/fsdp-runtime/tests/reliability/{_name}.py"]
+NIGHTLY = {name: f"tools.{name}" for name in ("mutants", "order_mutants", "multihost")}
+NIGHTLY |= {name: f"checks.{name}" for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")}
 TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
 TORCH["torch-newest"] = "torch>=2.14"
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
@@ -114,7 +113,7 @@ def nightly(session: nox.Session, job: str) -> None:
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
         session.install("--no-build-isolation", "deepspeed>=0.19")
-    session.run("python", *NIGHTLY[job], *(session.posargs or ["--write"] * (job != "mutants")))
+    session.run("python", "-m", NIGHTLY[job], *(session.posargs or ["--write"] * (job != "mutants")))
 
 
 @nox.session
@@ -231,6 +230,9 @@ def typecheck(session: nox.Session) -> None:
     for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
         session.run("mypy", str(folder))
     session.run("mypy", *UNTYPED, "bench", "examples")
+    helpers = ["", *(f"/{name}" for name in ("train", "conformance", "parity", "parallel", "integrations"))]
+    session.env["MYPYPATH"] = os.pathsep.join(f"{FOLDERS['fsdp-runtime']}/tests{name}" for name in helpers)
+    session.run("mypy", *UNTYPED, "checks")
     # Tests import helpers by name if a conftest.py puts their folder on the path, else relatively: one run a folder.
     for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
         for folder in sorted({path.parent for path in top.rglob("*.py")}):

@@ -1,23 +1,20 @@
 """Writes the table of trainers into packages/fsdp-runtime/docs/trainers.md: every case, ours next to FSDP2.
 
-    python make_table.py [torchtitan verl ...]
+    python -m checks.trainers [torchtitan verl ...]
 
 Without names: the trainers that are installed. Rows of the others stay as they are.
 """
 
 import sys
 from importlib import import_module, metadata
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from table import CASES, TRAINERS, distances
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
-BEGIN, END = "<!-- made by tests/integrations/make_table.py -->", "<!-- end of what is made -->"
+from checks import RUNTIME
+
+PAGE = RUNTIME / "docs" / "trainers.md"
+BEGIN, END = "<!-- made by checks/trainers.py -->", "<!-- end of what is made -->"
 
 
 def _cell(distance: float) -> str:
