@@ -119,7 +119,7 @@ def nightly(session: nox.Session, job: str) -> None:
 @nox.session
 @nox.parametrize("others", ["trainers", "verl"], ids=["trainers", "verl"])
 def integrations(session: nox.Session, others: str) -> None:
-    """Run the tests that need other projects' packages, which `tests` skips. verl pins an older transformers."""
+    """Run tests and checks that need other projects' packages. verl pins an older transformers."""
     _prepare_tests(session, others)
     if others == "verl":  # compile once, not in all ranks at the same time
         session.run("python", "-c", "import verl.workers.engine")
@@ -131,6 +131,10 @@ def integrations(session: nox.Session, others: str) -> None:
     files = [path for path in tests if naming.search(path.read_text())]
     paths = {path if path.name.startswith("test_") else path.parent for path in files}
     session.run(*_pytest(session, *sorted(map(str, paths))))
+    if not session.posargs:
+        session.run("python", "-m", "checks.trainers")
+        if others == "trainers":
+            session.run("python", "-m", "checks.torchft")
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
@@ -230,7 +234,7 @@ def typecheck(session: nox.Session) -> None:
     for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
         session.run("mypy", str(folder))
     session.run("mypy", *UNTYPED, "bench", "examples")
-    helpers = ["", *(f"/{name}" for name in ("train", "conformance", "parity", "parallel", "integrations"))]
+    helpers = ["", *(f"/{name}" for name in ("train", "conformance", "parity", "parallel"))]
     session.env["MYPYPATH"] = os.pathsep.join(f"{FOLDERS['fsdp-runtime']}/tests{name}" for name in helpers)
     session.run("mypy", *UNTYPED, "checks")
     # Tests import helpers by name if a conftest.py puts their folder on the path, else relatively: one run a folder.

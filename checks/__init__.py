@@ -6,7 +6,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "packages" / "fsdp-runtime"
 # fsdp-runtime's tests import their helpers by name.
-sys.path[:0] = [
-    str(RUNTIME / "tests" / name)
-    for name in ("train", "conformance", "parity", "parallel", "integrations", "")
-]
+sys.path[:0] = [str(RUNTIME / "tests" / name) for name in ("train", "conformance", "parity", "parallel", "")]
