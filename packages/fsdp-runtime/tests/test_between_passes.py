@@ -139,18 +139,6 @@ def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_
     assert_same_gradients(model, alone)
 
 
-@on_ranks(2)
-def test_an_optimizer_of_gathered_parameters_raises_at_its_first_step():
-    model = shard(seeded())
-    loss = loss_of(model, tokens())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss.backward()
-    with pytest.raises(
-        RuntimeError, match=r"SGD was built between forward and backward: .* 'embed.weight' first"
-    ):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("way", ["no backward", "unshard"])
 @on_ranks(2)
 def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):

@@ -88,18 +88,6 @@ def test_a_model_on_meta_loads_uneven_rows_dtypes_and_buffers():
 
 
 @pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's helper sees no DTensor")
-@on_ranks(2)
-def test_full_optimizer_states_that_torch_leaves_whole_raise_at_the_next_step_with_the_way_out():
-    """What torch slices and what it slices wrongly: tests of ragged-shard."""
-    model, plain = shard(seeded()), seeded()
-    optimizer, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, plain))
-    step_of(plain, theirs)
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, theirs), options=ON_ALL)
-    with pytest.raises(ValueError, match="broadcast_from_rank0=True"):
-        step_of(model, optimizer)
-
-
-@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch's helper sees no DTensor")
 @on_ranks(1)  # of several, the others wait in torch's broadcast for rank 0, which has raised
 def test_a_sharded_state_dict_that_torch_broadcasts_raises_with_the_ways_out():
     model, wanted = shard(seeded()), seeded().state_dict()

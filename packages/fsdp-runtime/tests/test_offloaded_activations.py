@@ -201,32 +201,6 @@ def test_a_tensor_moves_once_although_several_operations_save_it():
         assert block_bytes <= rows * (16 + 3 * 16 + 1 + 3 * 16 + 4 * 16)
 
 
-def test_from_the_second_step_on_a_units_activations_come_while_the_one_before_runs_backward(monkeypatch):
-    with device():
-        model, started = build(), []
-        loss = loss_of(model, tokens())
-        store = store_of(model)
-        bring = store._bring
-
-        def recorded(runs):
-            runs = list(runs)
-            absent = sum(run.device is None for run in runs)
-            if absent:
-                started.append((store._part, absent))
-            bring(runs)
-
-        monkeypatch.setattr(store, "_bring", recorded)
-        loss.backward()
-        assert {part for part, _ in started} == {-1}
-        assert {absent for _, absent in started} == {1}
-        started.clear()
-        loss = loss_of(model, tokens())
-        away = sum(run.device is None for run in store._alive.values())
-        loss.backward()
-        assert [part for part, _ in started] == [0, 1, 2]  # each starts the next one's; none is on demand
-        assert sum(absent for _, absent in started) == away
-
-
 def test_activations_that_came_and_are_not_used_are_freed_after_their_copies():
     with device("late") as found:
         model, inputs = build(), []

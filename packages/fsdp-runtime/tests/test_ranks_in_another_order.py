@@ -2,17 +2,15 @@
 
 import contextlib
 import re
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import Net, device, loss_of, seeded, shard, tokens
+from runtime_helpers import Net, loss_of, seeded, shard, tokens
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import _order, _patient_calls, watch_order
-from fsdp_runtime._schedule.model import member_of
+from dbuffer import _order, _patient_calls
 from ragged_shard.testing import on_ranks, rank_mesh
 
 USUAL, OTHER = (0, 1, 2), (1, 0, 2)
@@ -92,52 +90,3 @@ def test_ranks_that_train_different_parameters_raise_in_the_first_forward():
     message = error_of(lambda: run(net))
     assert "blocks.1, which trains weight, bias" in message
     assert re.search(r"blocks\.1, which trains weight[;,]", message)
-
-
-class Counted:
-    """A store and how often it was asked."""
-
-    def __init__(self, store):
-        self.store, self.requests = store, 0
-
-    def __getattr__(self, name):
-        self.requests += 1
-        return getattr(self.store, name)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@on_ranks(2)
-def test_a_pass_in_a_known_order_asks_the_store_once(micro_batches):
-    net = sharded()
-    run(net)
-    order = watch_order(net.blocks[0].weight.device_mesh.get_group())
-    order._store = counted = Counted(order._store)
-    asked = []
-    for _ in range(6):
-        for number in range(micro_batches):
-            net.set_requires_gradient_sync(number == micro_batches - 1)
-            run(net)
-        asked.append(counted.requests)
-        counted.requests = 0
-    assert asked[-1] == asked[-2] == 2 * micro_batches  # at the end of each forward and backward
-
-
-class Differs:
-    """An order that differs once the device is done."""
-
-    titles: tuple[str, ...] = ()
-
-    def compare(self, layer):
-        raise RuntimeError("do not agree")
-
-
-def test_on_an_accelerator_orders_are_compared_before_a_state_dict_is_made():
-    with device():
-        model = shard(seeded())
-        loss_of(model, tokens()).backward()
-        model.state_dict()
-        member_of(model).passes._compared.append(Differs())  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="do not agree"):
-            model.state_dict()
-        with ThreadPoolExecutor(1) as other_thread, pytest.raises(RuntimeError, match="do not agree"):
-            other_thread.submit(model.state_dict).result()

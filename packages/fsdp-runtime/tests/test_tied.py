@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import block_optim
 from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict, set_full_state_dict
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks, simulated_ranks
 
 # -- which unit has it -------------------------------------------------------------------------------------------------
 
@@ -303,14 +303,6 @@ def test_other_values_for_one_of_its_modules_raise_on_every_rank():
     model.head.weight = nn.Parameter(ones)
     with pytest.raises(ValueError, match=r"was replaced in one of the 2 modules that share it"):
         loss_of(model, tokens())
-
-
-@on_ranks(4)
-def test_a_tied_parameter_on_two_meshes_raises_on_every_rank():
-    model = seeded(tied=True)
-    fully_shard(model.embed, mesh=rank_mesh(4))
-    with pytest.raises(ValueError, match=r"embed\.weight was cut over .*always the same"):
-        fully_shard(model, mesh=mesh_of(2, 2))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
