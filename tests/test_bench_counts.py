@@ -59,9 +59,7 @@ A, B = torch.zeros(100), torch.zeros(6, dtype=torch.float64)
     ],
     ids=["copy", "slice", "clone", "arithmetic", "views"],
 )
-def test_copies_are_counted_with_the_bytes_that_they_write_arithmetic_as_written_and_views_not(
-    act, copied, written
-):
+def test_copies_count_with_their_bytes_arithmetic_as_written_and_views_not(act, copied, written):
     part = tallied(act).parts["it"]
     assert (sum(part.copied.values()), sum(part.written.values())) == (copied, written)
     assert sum(part.calls.values()) > 0

@@ -5,7 +5,7 @@ from bench import optimizers
 
 
 @pytest.mark.long
-def test_muon_on_fully_shard_does_half_of_the_work_of_two_ranks_with_the_weights_of_one_process():
+def test_muon_does_half_of_the_work_on_each_of_two_ranks():
     by_system = optimizers.muon_on_ranks(2, rounds=1)
     assert {system: figures[5] for system, figures in by_system.items()} == dict.fromkeys(
         optimizers.MUONS, 0.0

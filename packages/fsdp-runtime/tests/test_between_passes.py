@@ -128,7 +128,7 @@ def test_after_a_step_that_torch_does_not_count_every_rank_gathers_what_was_kept
 
 
 @on_ranks(2)
-def test_zero_grad_between_forward_and_backward_clears_the_gradients_of_what_is_gathered():
+def test_zero_grad_between_passes_clears_gradients_of_gathered_parameters():
     """The usual step that clears gradients late: those of the step before are gone, whatever is gathered."""
     model, alone = shard(seeded()), seeded()
     loss_of(model, tokens(step=1)).backward()

@@ -52,7 +52,7 @@ def poison_padding(model):
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
 @on_ranks("shape")
-def test_gradients_are_clipped_as_in_one_process_and_neither_garbage_in_padding_nor_copies_count(shape):
+def test_gradients_are_clipped_as_in_one_process_without_padding_and_copies(shape):
     mesh = rank_mesh(*shape, names=("replica", "shard")[-len(shape) :])
     for order in (2.0, 1.0, float("inf")):
         model = after_backward(mesh=mesh)
@@ -194,7 +194,7 @@ def with_gradients(model, scale=1.0):
 
 
 @on_ranks(4)
-def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce_and_raises_on_each_if_not_finite():
+def test_the_norm_of_pipeline_stages_takes_one_all_reduce_and_raises_if_not_finite():
     mesh = rank_mesh(2, 2, names=("pp", "dp"))
     number = mesh.get_local_rank("pp")
     for order in (2.0, 1.0, float("inf")):

@@ -90,7 +90,7 @@ def test_a_trained_parameter_without_a_gradient_here_gets_what_others_have():
 
 
 @on_ranks(2)
-def test_memory_of_gradients_is_free_after_backward_and_dropped_when_other_parameters_are_trained():
+def test_memory_of_gradients_is_freed_when_other_parameters_are_trained():
     model = fully_shard(seeded())
     counts = []
     for step in range(6):

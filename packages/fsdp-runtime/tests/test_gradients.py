@@ -152,7 +152,7 @@ def test_ending_a_step_by_hand_does_nothing_where_none_has_begun():
 
 
 @on_ranks(4)
-def test_partial_sums_of_units_that_the_last_backward_does_not_reach_are_summed_over_replicas_in_it():
+def test_partial_sums_that_the_last_backward_does_not_reach_are_summed_in_it():
     mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     for ends_each in (True, False):
         model, alone = shard(seeded(), mesh=mesh), seeded()
@@ -241,7 +241,7 @@ BORROWED = {
 
 @pytest.mark.parametrize("way", BORROWED)
 @on_ranks(2)
-def test_a_parameter_that_is_gathered_in_a_forward_is_refused_where_each_rank_would_get_its_own_gradient(way):
+def test_a_parameter_gathered_in_a_forward_is_refused_where_gradients_would_differ(way):
     model = borrowing(BORROWED[way])
     with pytest.raises(
         RuntimeError, match=r"in a forward.*unshard\(\) before.*register_fsdp_forward_method.*Partial"
@@ -270,7 +270,7 @@ def summed(lender):
 
 @pytest.mark.parametrize("remedy", [unsharded, called, summed])
 @on_ranks(2)
-def test_what_is_named_instead_of_gathering_in_a_forward_has_the_gradients_of_one_process(remedy):
+def test_what_the_refusal_names_has_the_gradients_of_one_process(remedy):
     model, alone = borrowing(remedy), seeded(Borrower)
     for step in range(2):
         loss_of_borrower(model, step).backward()
@@ -281,7 +281,7 @@ def test_what_is_named_instead_of_gathering_in_a_forward_has_the_gradients_of_on
 
 @pytest.mark.parametrize("inside", [True, False])
 @on_ranks(2)
-def test_a_regularizer_of_gathered_parameters_is_computed_after_a_forward_or_says_that_ranks_agree(inside):
+def test_a_regularizer_of_gathered_parameters_has_its_gradient(inside):
     terms = []
 
     def borrow(lender):

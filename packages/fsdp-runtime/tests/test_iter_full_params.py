@@ -61,7 +61,7 @@ def test_one_rank_exports_too():
 
 
 @on_ranks(2)
-def test_values_come_in_the_dtype_asked_for_and_are_not_rounded_by_a_quantized_gather():
+def test_values_come_in_the_dtype_asked_for_and_a_quantized_gather_rounds_none():
     quantize = QuantizationPolicy(weights=BlockFP8((8, 8)))
     everything(1 << 20, None, {"quantization_policy": quantize})
     bf16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

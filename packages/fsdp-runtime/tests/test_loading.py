@@ -410,7 +410,7 @@ def test_buffers_that_no_state_dict_has_come_from_rank_0_with_the_others():
 
 @pytest.mark.parametrize("ranks", [(), (0,)])
 @on_ranks(3)
-def test_buffers_without_values_after_to_empty_are_refused_by_the_first_forward_of_all_ranks(ranks):
+def test_buffers_without_values_are_refused_by_the_first_forward_of_all_ranks(ranks):
     model, x = on_meta_except(*ranks), torch.ones(2, 4)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole_if_rank_0(), options=options)

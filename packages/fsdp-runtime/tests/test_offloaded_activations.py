@@ -170,7 +170,7 @@ def test_a_checkpoint_inside_the_unit_moves_its_input():
         assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
 
 
-def test_the_device_holds_few_activations_after_forward_none_after_backward_and_cpu_memory_is_used_again():
+def test_activations_leave_the_device_and_cpu_memory_is_used_again():
     sizes: dict[str, list[int]] = {"activations": [], "after backward": []}
     for policy in (NONE, POLICY):
         with device() as found:
@@ -231,7 +231,7 @@ def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
         found.raise_late()
 
 
-def test_a_change_in_place_hooks_that_would_not_see_what_is_saved_and_a_capture_raise_by_name():
+def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
     with device() as found:
         model = build()
         model.blocks[1].spoils = True

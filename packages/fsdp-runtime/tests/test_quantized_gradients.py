@@ -59,7 +59,7 @@ def gradients_of(model, step):
 
 
 @on_ranks(3)
-def test_stochastic_rounding_follows_the_number_of_the_step_so_that_a_resumed_run_repeats_it():
+def test_stochastic_rounding_follows_the_step_so_that_a_resumed_run_repeats_it():
     uninterrupted, other = (shard(seeded(), quantization_policy=INT8) for _ in range(2))
     steps = [gradients_of(uninterrupted, step) for step in range(3)]
     for step in (2, 0):

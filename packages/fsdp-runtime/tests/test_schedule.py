@@ -107,7 +107,7 @@ def ahead(model, **options):
 
 
 @on_ranks(2)
-def test_the_first_pass_in_an_order_gathers_on_demand_and_later_ones_as_deep_as_asked():
+def test_the_first_pass_in_an_order_gathers_on_demand_later_ones_ahead():
     model, on_demand = shard(seeded(blocks=4)), [[0], [1], [2], [3]]
     with torch.no_grad():
         assert ahead(model) == on_demand

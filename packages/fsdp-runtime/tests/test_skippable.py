@@ -156,7 +156,7 @@ def test_freezing_what_only_some_ranks_run_next_follows_on_all():
 
 
 @on_ranks(2)
-def test_two_forwards_in_a_backward_reduce_the_same_on_all_ranks_however_late_each_frees_a_reduction():
+def test_two_forwards_in_a_backward_reduce_the_same_on_all_ranks():
     model, reference, rank = sharded(made()), made(), dist.get_rank()
     model.set_reduce_scatter_max_input_buffers(100)
     backward: Any = member_of(model).passes.backward
@@ -176,7 +176,7 @@ def test_two_forwards_in_a_backward_reduce_the_same_on_all_ranks_however_late_ea
 
 
 @on_ranks(4)
-def test_after_a_failed_backward_ranks_that_skip_all_units_of_a_process_group_agree_with_those_that_run_them():
+def test_after_a_failed_backward_skipping_ranks_agree_with_the_others():
     model, reference, rank = made(), made(), dist.get_rank()
     mesh = rank_mesh(2, 2, names=("replicate", "shard"))
     for block in model.blocks:

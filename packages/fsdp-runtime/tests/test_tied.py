@@ -96,9 +96,7 @@ OWNERS: list[Any] = [  # a model, its units, and the unit of some parameters
 
 
 @pytest.mark.parametrize(("make", "units", "owners"), OWNERS)
-def test_a_shared_parameter_belongs_to_the_smallest_unit_around_all_its_modules_in_any_order(
-    make, units, owners
-):
+def test_a_shared_parameter_belongs_to_the_smallest_unit_around_its_modules(make, units, owners):
     for order in itertools.permutations(units):
         with simulated_ranks(3):
             model = wrap(make(), order)
@@ -205,7 +203,7 @@ class Experts(nn.Module):
 
 
 @on_ranks(3)
-def test_it_is_reduced_where_some_ranks_skip_all_modules_that_share_it_and_none_where_all_do():
+def test_it_is_reduced_if_some_ranks_skip_its_modules_and_not_if_all_do():
     chosen: list[list[list[int]]] = [[[0], [], [0, 1]], [[], [], []], [[], [1], []]]
     model: Any = seeded(Experts)
     for expert in model.experts:
@@ -265,7 +263,7 @@ def test_uses_outside_of_the_unit_that_has_it_raise_on_every_rank_by_name():
 
 
 @on_ranks(3)
-def test_tying_after_sharding_changes_nothing_where_it_is_tied_and_raises_on_every_rank_where_not():
+def test_tying_after_sharding_raises_unless_it_was_tied_before():
     model = wrap(seeded(tied=True), ("embed", "head", ""))
     before = model.head.weight
     model.head.weight = model.embed.weight
@@ -356,13 +354,13 @@ def load(folder):
                 take(model, state, assign)
 
 
-def test_training_goes_on_from_a_checkpoint_of_other_units_and_ranks_and_untied_values_are_refused(tmp_path):
+def test_training_resumes_with_other_units_and_ranks_but_not_untied_values(tmp_path):
     run_ranks(2, save, tmp_path)
     run_ranks(3, load, tmp_path)
 
 
 @on_ranks(3)
-def test_full_values_load_into_a_tied_model_and_raise_on_every_rank_where_they_differ():
+def test_full_values_load_into_a_tied_model_and_raise_where_they_differ():
     wanted, untied = seeded(tied=True, seed=1).state_dict(), seeded(seed=1).state_dict()
     for order in LAYOUTS:
         for put in (nn.Module.load_state_dict, set_full_state_dict):

@@ -102,7 +102,7 @@ def test_a_rank_without_tokens_adds_nothing():
 
 
 @on_ranks(3)
-def test_losses_of_single_tokens_are_summed_in_fp32_and_one_small_all_reduce_counts_and_one_averages():
+def test_losses_of_single_tokens_are_summed_in_fp32_with_two_small_all_reduces():
     token_loss = TokenLoss(shard(seeded(Body)))
     step = token_loss.step([3])
     losses = torch.full((2, 3), 1.0 + 2**-7, dtype=torch.bfloat16)

@@ -35,7 +35,7 @@ from ragged_shard.testing import on_ranks
 
 
 @on_ranks(3)
-def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the_values_of_a_usual_run():
+def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads():
     results = []
     for keep in (False, True):
         model: Any = shard(seeded(), mp_policy=BF16)
@@ -69,7 +69,7 @@ def test_a_reader_by_address_sees_new_weights_after_the_next_gather():
 
 
 @on_ranks(2)
-def test_memory_is_kept_between_steps_until_it_is_switched_off_and_where_parameters_had_none_yet():
+def test_memory_is_kept_between_steps_until_it_is_switched_off():
     gc.collect()  # models of other tests, which share the recycler
     model = shard(on_meta())
     whole, before = sum(param.numel() for param in model.parameters()) * 4, gathered_memory(model).lent_bytes

@@ -170,7 +170,7 @@ def test_the_host_waits_only_for_reductions_in_which_it_misses_something(chosen,
 
 
 @on_ranks(3)
-def test_an_earlier_gradient_stays_where_none_is_added_and_a_hook_that_adds_to_sums_sets_all():
+def test_an_earlier_gradient_stays_and_a_hook_that_adds_to_sums_sets_all():
     model = sharded()
     for chosen in ((0,), (1,)):
         backward(model, chosen if dist.get_rank() == 0 else ())

@@ -74,9 +74,7 @@ def last_collectives(folder):
 
 
 @pytest.mark.parametrize("transport", ["collectives", pytest.param("auto", marks=pytest.mark.long)])
-def test_a_rank_that_comes_late_is_named_with_its_line_and_flight_recorders_that_end_there(
-    tmp_path, transport
-):
+def test_a_late_rank_is_named_with_its_line_and_its_flight_recorder(tmp_path, transport):
     recorded = transport == "collectives"
     look = last_collectives if recorded else str
     reports = run_ranks(3, train, tmp_path, sleep, transport, AFTER, look)
@@ -168,7 +166,7 @@ def test_a_rank_that_is_not_late_asks_the_store_one_thing_a_look():
     assert fake.values.keys() == {"host/0"}
 
 
-def test_a_store_that_fails_or_does_not_answer_holds_up_neither_the_report_nor_leaving():
+def test_a_store_that_fails_or_hangs_holds_up_neither_report_nor_exit():
     store = Store()
     store.broken = True
     assert "the other ranks cannot be asked: connection reset by peer" in first_report(store, every=0.3)

@@ -96,7 +96,7 @@ def planner_that_refuses(refuses, specs, ranks, *, align):
 
 
 @on_ranks(2)
-def test_a_module_whose_second_group_is_refused_is_untouched_and_can_be_sharded_again():
+def test_a_module_whose_second_group_is_refused_can_be_sharded_again():
     refusing = partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")
     wrong = lambda name, param: "no block" if name == "second.weight" else None  # noqa: E731
     for options in ({"block_policy": wrong}, {"planner": refusing}):

@@ -15,7 +15,7 @@ from fsdp_runtime.train.report import read_metrics
 
 
 @pytest.mark.long
-def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder, started):
+def test_ctrl_c_saves_and_says_how_to_resume(folder, started):
     running = started("stopped")
     wait_for(lambda: len(read_metrics(folder / "stopped" / "metrics.jsonl")) >= 3, running)
     running.send_signal(signal.SIGINT)

@@ -98,7 +98,7 @@ def test_ranks_with_different_numbers_of_tokens_have_the_curve_of_one(folder, tm
     assert losses(tmp_path / "one" / "dense")[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_resumed_run_has_the_curve_of_one_that_was_not_ended_and_refuses_other_documents(folder, tmp_path):
+def test_a_resumed_run_has_the_same_curve_and_refuses_other_documents(folder, tmp_path):
     run = made(folder, save_every=2, warmup=0, min_lr=1.0)
     runs = {"whole": run, "part": with_changes(run, steps=2)}
     run_ranks(1, train_each, runs, str(tmp_path))

@@ -79,7 +79,7 @@ linux_only = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /
 
 
 @linux_only
-def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends_with_143(folder, started):
+def test_a_closed_pipe_ends_no_run_and_sigterm_to_a_rank_saves(folder, started):
     running = started("piped")
     assert running.stderr is not None
     running.stderr.readline()
@@ -93,7 +93,7 @@ def test_a_closed_pipe_does_not_end_a_run_and_sigterm_to_one_rank_saves_and_ends
 
 
 @linux_only
-def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_ends_with_129(folder, started):
+def test_a_launcher_killed_at_start_leaves_no_rank_and_sighup_saves(folder, started):
     killed, running = started("killed"), started("hung-up")
     wait_for(lambda: len(ranks_of(killed)) == 2, killed)
     left = ranks_of(killed).values()
@@ -111,7 +111,7 @@ def test_a_launcher_killed_at_start_leaves_no_rank_behind_and_sighup_saves_and_e
 
 
 @linux_only
-def test_a_frozen_rank_is_named_before_the_timeout_and_training_goes_on_when_it_thaws(folder, started):
+def test_a_frozen_rank_is_named_and_training_continues_when_it_thaws(folder, started):
     running = started("frozen", "--late", "2", "--timeout", "60")
     assert running.stderr is not None
     wait_for(lambda: len(read_metrics(folder / "frozen" / "metrics.jsonl")) >= 3, running)

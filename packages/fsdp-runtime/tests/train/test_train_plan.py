@@ -93,7 +93,7 @@ def test_units_may_return_a_tensor_or_a_tuple_that_begins_with_one(made):
     assert {moment.unit for moment in moments if moment.what == "backward"} == {0, 1, 2}
 
 
-def test_a_step_has_two_units_gathered_two_reducing_and_those_that_stay_gathered_in_addition():
+def test_a_step_has_two_units_gathered_two_reducing_and_those_that_stay():
     units, moments = three_layers()
     peak, buffers = step_peaks(units, moments)
     assert buffers == 10 + 10 + 4 * 100
