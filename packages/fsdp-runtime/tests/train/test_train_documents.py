@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_helpers import MODELS, assert_curve_of_one, losses, text_folder, tiny, train_each, with_changes
 
-from fsdp_runtime.train import Batches, Trainer, TrainError, read_data
+from fsdp_runtime.train import Batches, Trainer, read_data
 from fsdp_runtime.train.data import IGNORED, windows_of_documents
 from ragged_shard.testing import run_ranks
 
@@ -63,14 +63,6 @@ def test_ranks_and_slices_have_the_targets_of_one_between_them(tmp_path, end, sl
     ]
     found = torch.cat(parts, 1).transpose(0, 1).flatten(1)
     assert sorted(found.tolist()) == sorted(whole.transpose(0, 1).flatten(1).tolist())
-
-
-def test_documents_of_one_token_are_refused(tmp_path):
-    (tmp_path / "0.txt").write_text("\n\n\n\n\n")
-    (tmp_path / "1.txt").write_text("held out")
-    corpus = read(tmp_path / "0.txt", tmp_path / "1.txt", 2)
-    with pytest.raises(TrainError, match="no document has two tokens"):
-        windows_of_documents(corpus, 2, NEWLINE)
 
 
 def plain_loss(config, out):
