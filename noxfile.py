@@ -206,7 +206,7 @@ def isolated(session: nox.Session, package: str) -> None:
     shutil.rmtree(outside, ignore_errors=True)
     shutil.unpack_archive(sdist, outside.parent, filter="data")
     session.chdir(outside)
-    session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
+    session.run("python", str(ROOT / "checks" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-o", "pythonpath="]
     session.run("pytest", "-n", "auto", "-m", USUAL, *settings, *(session.posargs or ["tests"]))
