@@ -7,7 +7,6 @@ from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward
 
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
-from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 
@@ -96,7 +95,6 @@ def test_memory_of_gradients_is_freed_when_other_parameters_are_trained():
     for step in range(6):
         freeze(model, lambda name, step=step: f"blocks.{step % 2}" in name or name == "norm.weight")
         loss_of(model, tokens(step=step)).backward()
-        assert not any(group.gradients.buffer.gathered.present for group in member_of(model).unit.groups)
         gc.collect()
         counts.append(sum(isinstance(item, (DBuffer, ReduceScatter)) for item in gc.get_objects()))
     assert counts[3] == counts[-1], counts

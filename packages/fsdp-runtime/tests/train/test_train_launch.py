@@ -14,7 +14,6 @@ from train_helpers import wait_for
 
 from fsdp_runtime.train.checkpoint import latest, root_cause
 from fsdp_runtime.train.errors import failed_collective, lost_contact, named
-from fsdp_runtime.train.launch import _environment
 from fsdp_runtime.train.report import read_metrics
 from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks, run_ranks
@@ -142,17 +141,3 @@ def test_a_rank_that_aborts_prints_where_its_threads_were_and_is_named(folder, s
     assert "Fatal Python error: Aborted" in said
     assert "in run_rank" in said
     assert "rank 1 was ended by SIGABRT" in said
-
-
-def test_ranks_use_huge_pages_and_a_share_of_the_cores_unless_the_user_has_set_it(monkeypatch):
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with _environment(2):
-        assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-        assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "GLIBC_TUNABLES" not in os.environ
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    with _environment(10**6):
-        assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
-        assert os.environ["OMP_NUM_THREADS"] == "1"
