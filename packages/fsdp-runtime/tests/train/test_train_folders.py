@@ -137,3 +137,8 @@ def test_a_resumed_run_has_its_own_options_but_for_those_that_are_given(tmp_path
     assert resumed(SAVED, tmp_path, *given) == dataclasses.replace(
         same, steps=20, lr=0.1, checkpointing=False
     )
+
+
+def test_a_resumed_run_cannot_have_another_hf_config(tmp_path):
+    with pytest.raises(TrainError, match=r"--hf-config /a.json: the run in .* has None"):
+        resumed(SAVED, tmp_path, "--hf-config", "/a.json")
