@@ -180,14 +180,3 @@ def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
     assert int(short.isnan().sum()) == 256
     assert wide[:, 96:].isnan().all()
     assert int(wide.isnan().sum()) == 64
-
-
-@on_ranks(3)
-def test_what_cannot_be_served_is_refused():
-    layout = layout_for(FORMATS[0], 3, "shared")
-    with pytest.raises(ValueError, match=r"the layout cuts \d+ tiles of \(16, 16\)"):
-        DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
-    with pytest.raises(ValueError, match=r"torch\.float64 cannot be quantized"):
-        DBuffer(layout, mesh_of(), dtype=torch.float64, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
-    with pytest.raises(ValueError, match="rounds stochastically; weights are rounded to nearest"):
-        BlocksOnWire(BlockInt8(32, rounding="stochastic"))
