@@ -1,5 +1,7 @@
 """Ranks tell each other the order of their collectives, each order once."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -193,9 +195,10 @@ def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
 
     order = CollectiveOrder([0, 1], 0, dist.HashStore())
     order._store = Broken()  # type: ignore[assignment]
+    layer: Any = Layer()
     for titles in (["gather a"], ["reduce a"]):
         run(order, titles)
-        order.compare(Layer())
+        order.compare(layer)
     assert "the store failed: gone" in caplog.text
 
 

@@ -60,13 +60,15 @@ def arena_of_all():
     arena.allocate(arena.size + 1)
 
 
+BAD_FORMATS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (BlockFP8, {"tile": (0, 128)}), (BlockFP8, {"tile": (128,)}), (BlockFP8, {"tile": 128}),
+    (BlockFP8, {"tile": (128, 128.0)}), (BlockFP8, {"scale": "e5m2"}), (BlockInt8, {"size": 0}),
+    (BlockInt8, {"size": True}), (BlockInt8, {"rounding": "up"}), (BlockNF4, {"size": 63}),
+    (BlockNVFP4, {"outer": "block"}),
+)  # fmt: skip
 ONE: Table = {
     **{f"{fmt.__name__} {options}": (partial(fmt, **options), ValueError, f"{fmt.__name__}: {next(iter(options))}")
-       for fmt, options in (
-           (BlockFP8, {"tile": (0, 128)}), (BlockFP8, {"tile": (128,)}), (BlockFP8, {"tile": 128}),
-           (BlockFP8, {"tile": (128, 128.0)}), (BlockFP8, {"scale": "e5m2"}), (BlockInt8, {"size": 0}),
-           (BlockInt8, {"size": True}), (BlockInt8, {"rounding": "up"}), (BlockNF4, {"size": 63}),
-           (BlockNVFP4, {"outer": "block"}))},
+       for fmt, options in BAD_FORMATS},
     **{f"buffer {number}": (partial(quantize, **change), ValueError, words)
        for number, (change, words) in enumerate((
            ({"codes": torch.zeros(64, dtype=torch.int8)}, "codes: expected torch.uint8"),
@@ -212,7 +214,7 @@ ON_3: Table = {
                           r"the ranks do not agree: .*reduction"),
     **{f"alignment {number}": (partial(build, layout, **options), ValueError, words)
        for number, (layout, options, words) in enumerate((
-           (ALIGNED, {"dtypes": (torch.bfloat16,)}, r"(a|b) .* in torch.bfloat16; plan with align=8"),
+           (ALIGNED, dict[str, Any](dtypes=(torch.bfloat16,)), r"(a|b) .* in torch.bfloat16; plan with align=8"),
            (ALIGNED, {"dtypes": (torch.uint8,)}, "in torch.uint8; plan with align=16"),
            (ALIGNED, {"full_dtype": torch.bfloat16}, "plan with align=8"),
            (two(offset=4), {"full_dtype": torch.bfloat16}, "b starts at byte 8, .* plan with align=8"),

@@ -1,6 +1,7 @@
 """Every call that is refused: (call, error, words). In one process, and on every rank, where nothing is written."""
 
 import re
+import threading
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from ragged_shard import (
 )
 from ragged_shard import _geometry as geo
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
-from ragged_shard.testing import rank_mesh, run_ranks, simulated_ranks
+from ragged_shard.testing import RankError, rank_mesh, run_ranks, simulated_ranks
 
 Table = dict[str, tuple[Any, Any, str]]
 HALVES, RAGGED, OTHER = RaggedShard((0,), (1, 1)), RaggedShard((0,), (3, 0, 1)), RaggedShard((0,), (1, 1, 2))
@@ -94,6 +95,7 @@ ONE: Table = {
     "a lambda on ranks": (lambda: run_ranks(2, lambda: None), TypeError, "top-level function"),
     "no ranks": (lambda: run_ranks(0, dist.get_rank), ValueError, "at least 1 rank"),
     "ranks on a TPU": (lambda: run_ranks(1, dist.get_rank, device="tpu"), ValueError, "'cpu' or an accelerator"),
+    "a lock as a result": (lambda: run_ranks(2, threading.Lock), RankError, "cannot pickle"),
     "1000 devices": (lambda: run_ranks(1000, dist.get_rank, device="cuda"), RuntimeError, "need as many devices"),
     **{f"simulated {options}": (partial(simulate, **options), ValueError, "a rank below the world size")
        for options in ({"rank": 2}, {"rank": -1}, {"collectives": "guess"})},
