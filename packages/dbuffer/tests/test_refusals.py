@@ -71,7 +71,7 @@ ONE: Table = {
        for fmt, options in BAD_FORMATS},
     **{f"buffer {number}": (partial(quantize, **change), ValueError, words)
        for number, (change, words) in enumerate((
-           ({"codes": torch.zeros(64, dtype=torch.int8)}, "codes: expected torch.uint8"),
+           (dict[str, Any](codes=torch.zeros(64, dtype=torch.int8)), "codes: expected torch.uint8"),
            ({"scales": torch.zeros(1, dtype=torch.float64)}, "scales: expected torch.float32"),
            ({"values": torch.zeros(64, dtype=torch.int32)}, "values: expected"),
            ({"values": torch.zeros(8, 8)}, "values: expected one dimension"),
