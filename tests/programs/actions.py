@@ -568,7 +568,10 @@ def checkpoint(w: World) -> None:
                 param.mul_(0.0)
         model, optimizer = states.get_state_dict(w.model, w.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
-        states.set_state_dict(w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        options = states.StateDictOptions(strict=False)  # some parameters have no state yet
+        states.set_state_dict(
+            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
 
 
 @action(weight=0.5, fsdp2=False)

@@ -1,12 +1,14 @@
 """Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import block_optim
@@ -174,6 +176,8 @@ class Sharded(System):
 
     def _mesh(self, program: Program) -> tuple[Any, Any]:
         ranks = dist.get_world_size()
+        if program.departs:  # where nothing notices, the group's timeout must
+            return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu"), None
         if program.mesh == "hsdp":
             return rank_mesh(2, ranks // 2, names=("replicate", "shard")), None
         if program.mesh == "tp":
