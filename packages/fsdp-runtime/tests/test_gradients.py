@@ -345,6 +345,6 @@ def test_a_hook_that_communicates_is_called_at_one_place_whatever_completes_firs
         loss_of(model, tokens(step)).backward()
         assert_same_gradients(model, plain_backward(seeded(blocks=6), step))
         model.zero_grad()
-    found = [None] * 4
+    found: list[Any] = [None] * 4
     dist.all_gather_object(found, events)
     assert found.count(events) == 4

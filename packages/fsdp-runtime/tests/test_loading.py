@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -99,7 +100,8 @@ def test_a_sharded_state_dict_that_torch_broadcasts_raises_with_the_ways_out():
     states = get_optimizer_state_dict(model, optimizer)
     with pytest.raises(NotImplementedError, match="get_full_optimizer_state_dict"):
         set_optimizer_state_dict(model, optimizer, states, options=FROM_RANK0)
-    set_model_state_dict(model, get_full_state_dict(model), options=FROM_RANK0)
+    full: dict[str, Any] = get_full_state_dict(model)
+    set_model_state_dict(model, full, options=FROM_RANK0)
     set_model_state_dict(model, model.state_dict())
     full = get_full_optimizer_state_dict(model, optimizer)
     set_optimizer_state_dict(model, optimizer, full, options=FROM_RANK0)

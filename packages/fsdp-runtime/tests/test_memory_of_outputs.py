@@ -173,7 +173,7 @@ class Captures(nn.Module):
 @on_ranks(2)
 def test_backward_reads_no_gathered_memory_that_is_freed_or_being_filled(late, frozen):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), *(Captures(late) for _ in range(3)))
+    model: Any = nn.Sequential(nn.Linear(6, 6), *(Captures(late) for _ in range(3)))
     alone = copy.deepcopy(model)
     for each in (model, alone):
         each[1:].requires_grad_(not frozen)
@@ -190,7 +190,7 @@ def test_backward_reads_no_gathered_memory_that_is_freed_or_being_filled(late, f
         if late or not all_outputs:
             with pytest.raises(RuntimeError, match="needed for gradient computation"):
                 backward(model, all_outputs=all_outputs)
-            model.reset_iter_state()  # type: ignore[operator]
+            model.reset_iter_state()
         else:
             backward(model, all_outputs=True)
             backward(alone, all_outputs=True)
@@ -200,11 +200,11 @@ def test_backward_reads_no_gathered_memory_that_is_freed_or_being_filled(late, f
 @on_ranks(2)
 def test_backward_reads_gathered_memory_that_is_kept():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Captures(late=True))
+    model: Any = nn.Sequential(nn.Linear(6, 6), Captures(late=True))
     alone = copy.deepcopy(model)
     fully_shard(model[1])
     fully_shard(model)
-    model.set_keep_unsharded_storage(True)  # type: ignore[operator]
+    model.set_keep_unsharded_storage(True)
     for _ in range(2):
         for each in (model, alone):
             each.zero_grad()

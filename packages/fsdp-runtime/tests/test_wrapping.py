@@ -202,7 +202,7 @@ LOADS = {
     ),
     "initialized": lambda model, _: [nn.init.ones_(param) for param in model.parameters()],
     "through data": lambda model, _: [param.to_local().data.fill_(1) for param in model.parameters()],
-    "moved": lambda model, whole: (model.to_empty(device="cpu"), set_full_state_dict(model, whole)),
+    "moved": lambda model, whole: set_full_state_dict(model.to_empty(device="cpu"), whole),
 }
 
 
