@@ -23,7 +23,7 @@ FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "multihost")}
+NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "old_faults", "multihost")}
 for _name in ("fuzz", "chaos", "soak", "peers", "deadlocks"):
     NIGHTLY[_name] = [f"packages/fsdp-runtime/tests/reliability/{_name}.py"]
 TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
@@ -114,7 +114,9 @@ def nightly(session: nox.Session, job: str) -> None:
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
         session.install("--no-build-isolation", "deepspeed>=0.19")
-    session.run("python", *NIGHTLY[job], *(session.posargs or ["--write"] * (job != "mutants")))
+    session.run(
+        "python", *NIGHTLY[job], *(session.posargs or ["--write"] * (job not in ("mutants", "old_faults")))
+    )
 
 
 @nox.session

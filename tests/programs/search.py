@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--system", choices=("ours", "simulated"), default="ours")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds to make a failing program smaller")
+    parser.add_argument("--found", type=Path, default=FOUND, help="folder for programs that fail")
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault")
     arguments = parser.parse_args()
     if arguments.seed is None:
@@ -87,7 +88,7 @@ def report(answers: Any, arguments: argparse.Namespace) -> int:
         if found.fault:
             faults += 1
             print(f"\nseed {seed}: {found.fault}\n{program!r}\n", flush=True)
-            write(seed, program, found.fault)
+            write(arguments.found, seed, program, found.fault)
             if not arguments.keep_going:
                 return faults
         if tally["programs"] % EVERY == 0:
@@ -102,10 +103,10 @@ def _progress(tally: collections.Counter[str], began: float, first: int) -> None
     print(f"from seed {first}: {counts}; {minutes:.1f} min, {tally['programs'] / minutes:.0f} a minute", flush=True)
 
 
-def write(seed: int, program: Any, fault: str) -> None:
+def write(folder: Path, seed: int, program: Any, fault: str) -> None:
     """Keep a program that fails."""
-    FOUND.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     first = fault.splitlines()[0][:110]
-    (FOUND / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
+    (folder / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
 
 
