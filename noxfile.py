@@ -23,9 +23,8 @@ FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-NIGHTLY = {name: ["-m", f"tools.{name}"] for name in ("mutants", "order_mutants", "old_faults", "multihost")}
-for _name in ("fuzz", "chaos", "soak", "peers", "deadlocks"):
-    NIGHTLY[_name] = [f"packages/fsdp-runtime/tests/reliability/{_name}.py"]
+NIGHTLY = {name: f"tools.{name}" for name in ("mutants", "order_mutants", "old_faults", "multihost")}
+NIGHTLY |= {name: f"checks.{name}" for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")}
 TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
 TORCH["torch-newest"] = "torch>=2.14"
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
@@ -114,15 +113,14 @@ def nightly(session: nox.Session, job: str) -> None:
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
         session.install("--no-build-isolation", "deepspeed>=0.19")
-    session.run(
-        "python", *NIGHTLY[job], *(session.posargs or ["--write"] * (job not in ("mutants", "old_faults")))
-    )
+    writes = job not in ("mutants", "old_faults")  # a page
+    session.run("python", "-m", NIGHTLY[job], *(session.posargs or ["--write"] * writes))
 
 
 @nox.session
 @nox.parametrize("others", ["trainers", "verl"], ids=["trainers", "verl"])
 def integrations(session: nox.Session, others: str) -> None:
-    """Run the tests that need other projects' packages, which `tests` skips. verl pins an older transformers."""
+    """Run tests and checks that need other projects' packages. verl pins an older transformers."""
     _prepare_tests(session, others)
     if others == "verl":  # compile once, not in all ranks at the same time
         session.run("python", "-c", "import verl.workers.engine")
@@ -134,6 +132,10 @@ def integrations(session: nox.Session, others: str) -> None:
     files = [path for path in tests if naming.search(path.read_text())]
     paths = {path if path.name.startswith("test_") else path.parent for path in files}
     session.run(*_pytest(session, *sorted(map(str, paths))))
+    if not session.posargs:
+        session.run("python", "-m", "checks.trainers")
+        if others == "trainers":
+            session.run("python", "-m", "checks.torchft")
 
 
 @nox.session(python=["3.11", "3.12", "3.13", "3.14"])
@@ -205,7 +207,7 @@ def isolated(session: nox.Session, package: str) -> None:
     shutil.rmtree(outside, ignore_errors=True)
     shutil.unpack_archive(sdist, outside.parent, filter="data")
     session.chdir(outside)
-    session.run("python", str(ROOT / "tests" / "installed_alone.py"), package, *PACKAGES)
+    session.run("python", str(ROOT / "checks" / "installed_alone.py"), package, *PACKAGES)
     session.install(*_test_requirements(package), "--find-links", str(wheels))
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(outside), "-o", "pythonpath="]
     session.run("pytest", "-n", "auto", "-m", USUAL, *settings, *(session.posargs or ["tests"]))
@@ -233,6 +235,9 @@ def typecheck(session: nox.Session) -> None:
     for folder in (*(folder / "src" for folder in FOLDERS.values()), "tools"):
         session.run("mypy", str(folder))
     session.run("mypy", *UNTYPED, "bench", "examples")
+    helpers = ["", *(f"/{name}" for name in ("train", "conformance", "parity", "parallel"))]
+    session.env["MYPYPATH"] = os.pathsep.join(f"{FOLDERS['fsdp-runtime']}/tests{name}" for name in helpers)
+    session.run("mypy", *UNTYPED, "checks")
     # Tests import helpers by name if a conftest.py puts their folder on the path, else relatively: one run a folder.
     for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
         for folder in sorted({path.parent for path in top.rglob("*.py")}):

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from bench.calls import PAIR, PICTURE, Event, record_here, svg
 from bench.measure import launch
-from tools import docs_hooks
 from torch.distributed import fsdp
 
 from ragged_shard.testing import run_ranks
@@ -153,32 +152,6 @@ def test_links_between_files_lead_to_what_is_in_the_checkout(page):
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= listed
-
-
-def test_a_page_has_a_line_for_language_models():
-    text = "# A title\n\n```sh\nrun\n```\n\nThe [first](a.md) sentence. The second.\n"
-    assert docs_hooks.line_of("a/b.html", text) == "- [A title](a/b.html): The first sentence.\n"
-
-
-def test_links_become_links_between_pages_and_sources_are_named_without_one():
-    known = {"packages/dbuffer/docs/COSTS.md": "dbuffer/costs.md"}
-    for text, wanted in (
-        ("[a](../../packages/dbuffer/docs/COSTS.md#x)", "[a](../dbuffer/costs.md#x)"),
-        ("[a](../index.md)", "[a](../index.md)"),
-        ("[the noxfile](../../noxfile.py)", "the noxfile"),
-        ("`[a](../../noxfile.py)`", "`[a](../../noxfile.py)`"),
-        ("x `y` [`a`](../../noxfile.py) `z`", "x `y` `a` `z`"),
-        ("[all of `a`](../../packages/dbuffer/docs/COSTS.md)", "[all of `a`](../dbuffer/costs.md)"),
-    ):
-        assert docs_hooks.relink(text, "docs/guides/launch.md", "guides/launch.md", known) == wanted
-
-
-def test_the_check_of_built_pages_finds_what_is_loaded_from_elsewhere(tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<script src="//b.org/x.js"></script><link rel="prev" href="https://b.org">'
-    )
-    (tmp_path / "a.css").write_text('@import "https://b.org/y.css"; p { background: url(own.png) }')
-    assert docs_hooks.remote_assets(tmp_path) == ["a.css: https://b.org/y.css", "a.html: //b.org/x.js"]
 
 
 def test_every_message_on_the_troubleshooting_page_is_in_a_source_file():

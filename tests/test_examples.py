@@ -23,7 +23,7 @@ def losses_of(script: str, ranks: int, out: Path, *options: str) -> dict[int, fl
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", done.stdout)}
 
 
-def test_train_continues_on_three_ranks_as_the_two_ranks_would_have_and_exports_one_file(tmp_path):
+def test_train_continues_on_three_ranks_as_on_two_and_exports_one_file(tmp_path):
     from safetensors.torch import load_file
 
     two = losses_of("train.py", 2, tmp_path, "--steps", "26")
@@ -43,7 +43,7 @@ def test_train_continues_on_three_ranks_as_the_two_ranks_would_have_and_exports_
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # peft asks for it
-def test_finetuned_adapters_continue_on_three_ranks_as_two_ranks_would_have_and_load_in_plain_peft(tmp_path):
+def test_finetuned_adapters_continue_on_three_ranks_as_on_two_and_load_in_peft(tmp_path):
     import peft
     import transformers
 

@@ -6,8 +6,11 @@ Each compilation takes seconds, so these are representatives; `python -m bench k
 import importlib.util
 
 import pytest
+import torch
 from bench import kernels
 from bench.kernels import ARCHITECTURES, CASES, wire_cases
+
+from ragged_shard import has_triton
 
 pytestmark = [
     pytest.mark.long,
@@ -101,3 +104,9 @@ def test_addresses_that_are_not_aligned_get_narrow_accesses_and_spill_nothing():
     assert (facts.local, facts.stack) == (0, 0)
     assert 16 not in facts.accesses
     assert set(facts.stored) == {4, 2, 1}  # scales, parameters, codes
+
+
+def test_kernels_are_not_for_rocm_whose_devices_have_the_same_name(monkeypatch):
+    for hip, runs in ((None, True), ("6.4", False)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert has_triton(torch.device("cuda")) == runs

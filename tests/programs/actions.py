@@ -104,7 +104,12 @@ class World:
         """Shard the model and make the optimizer."""
         self.units = self.system.wrap(self.model, self.program)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        self.optimizer = self.make_optimizer(list(self.params.items()))
+        self.optimizer = self.make_optimizer(self.named())
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """What optimizers get: not weights that are kept as codes."""
+        codes = self.program.quantized == "nf4"
+        return [(name, param) for name, param in self.params.items() if param.requires_grad or not codes]
 
     # -- what it looks at ---------------------------------------------------------------------------------------------
 
@@ -354,7 +359,8 @@ def clip(w: World, limit: float, kind: float, own: bool) -> None:
         w.system.average(w.params)
         ours = own and hasattr(w.model, "clip_grad_norm_")
         function = w.model.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
-        params = () if ours else (list(w.params.values()),)
+        # Of an empty tensor torch has no norm of order infinity; empty shards are none.
+        params = () if ours else ([param for param in w.params.values() if param.numel()],)
         w.note("norm", function(*params, max_norm=limit, norm_type=kind))
 
 
@@ -368,6 +374,7 @@ def scaled(w: World, broken: int) -> None:
         loss = w.loss() * (float("inf") if index == 0 and w.data_rank == broken else 1.0)
         scaler.scale(loss).backward()
         w.system.average(w.params)
+        w.round_gradients()
         scaler.step(w.optimizer)
         scaler.update()
         w.optimizer.zero_grad()
@@ -504,7 +511,7 @@ def state_dict(w: World, how: str) -> None:
     w.model.load_state_dict(scaled_down, strict=how != "not strict", assign=how == "assign")
     if how == "assign":
         w.params = dict(w.model.named_parameters())
-        w.optimizer = w.make_optimizer(list(w.params.items()))
+        w.optimizer = w.make_optimizer(w.named())
 
 
 @action(draw=coin)
@@ -589,7 +596,7 @@ def new_optimizer(w: World, keeps: bool) -> None:
     """A new optimizer, with the states of the old one or without."""
     w.rest()
     old = w.optimizer.state_dict()
-    w.optimizer = w.make_optimizer(list(w.params.items()))
+    w.optimizer = w.make_optimizer(w.named())
     if keeps:
         w.optimizer.load_state_dict(old)
 
@@ -598,7 +605,7 @@ def new_optimizer(w: World, keeps: bool) -> None:
 def add_param_group(w: World) -> None:
     """A new optimizer of one half, to which the other half is added."""
     w.rest()
-    named = list(w.params.items())
+    named = w.named()
     w.optimizer = w.make_optimizer(named[::2])
     if len(w.optimizer.param_groups) == 1:
         w.optimizer.add_param_group({"params": named[1::2], "lr": 0.02})

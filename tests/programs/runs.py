@@ -63,7 +63,7 @@ def run(program: Program, name: str, kind: type[World] = World) -> Trace:
         world.build()
         for index, (what, *args) in enumerate(program.actions):
             world.where = f"{index} {what}"
-            counts = program.counted and what == "train"
+            counts = program.counted and what == "train" and not any("fail" in one[0] for one in program.actions)
             with record_collectives() if counts else contextlib.nullcontext() as record:
                 ACTIONS[what].run(world, *args)
             if record is not None:
@@ -171,14 +171,21 @@ class Outcome:
     theirs: str = ""
 
 
-def outcome(program: Program, simulated: bool = False) -> Outcome:
-    """Run a program on its ranks, or one rank of it on the simulated device."""
+def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> Outcome:
+    """Run a program on its ranks, or one rank of it on the simulated device.
+
+    Args:
+        program: to run.
+        simulated: run one rank on the simulated device.
+        limit: seconds until a rank counts as hanging; more for `torch.compile` and where ranks wait to be sure.
+    """
     if simulated:
         return _simulated(program)
     found = Outcome()
     stopped: dict[int, Stopped] = {}
+    limit *= 3 if program.departs or "compiled" in program.layers else 1
     try:
-        answers = run_ranks(program.ranks, on_rank, program, timeout=LIMIT * (1 + 2 * program.departs), seed=0)
+        answers = run_ranks(program.ranks, on_rank, program, timeout=limit, seed=0)
     except RankError as error:
         stopped = {rank: cause for rank, cause in error.causes.items() if isinstance(cause, Stopped)}
         if not stopped:
@@ -186,16 +193,14 @@ def outcome(program: Program, simulated: bool = False) -> Outcome:
             return found
         found.ours = _said(stopped)
         answers = []
-    if program.departs:
-        if not stopped:
-            found.fault = f"departure unnoticed; {answers}"
+    if program.departs and stopped:
         return found
     if wrong := {rank: text for rank, text in enumerate(answers) if text}:
         found.fault = f"value {wrong}"
         return found
     theirs = None
     if program.for_fsdp2:
-        theirs, found.theirs, different = _fsdp2(program, bool(stopped))
+        theirs, found.theirs, different = _fsdp2(program, bool(stopped), limit)
         if different:
             found.fault = f"fsdp2 {different}"
             return found
@@ -208,10 +213,10 @@ def _said(stopped: dict[int, Stopped]) -> str:
     return "\n".join(f"rank {rank}: {e.args[0]} {e.args[1]}: {e.args[2]}" for rank, e in sorted(stopped.items()))
 
 
-def _fsdp2(program: Program, stopped: bool) -> tuple[Any, str, str]:
+def _fsdp2(program: Program, stopped: bool, limit: float) -> tuple[Any, str, str]:
     """FSDP2's error, its text, and what differs from ours."""
     try:
-        answers = run_ranks(program.ranks, on_rank_of_fsdp2, program, timeout=8.0, seed=0)
+        answers = run_ranks(program.ranks, on_rank_of_fsdp2, program, timeout=limit / 2, seed=0)
     except RankError as error:
         return (0, "hang"), f"hangs {str(error)[:200]}", ""
     errors = [error for _, error in answers if error is not None]

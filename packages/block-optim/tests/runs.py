@@ -113,6 +113,16 @@ def run_of(case, layout="plain", mesh_shape=(), **more):
     return Run(kind, layout, mesh_shape, **{**own, **more})
 
 
+CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
+every_kind = pytest.mark.parametrize("case", CASES)
+
+
+def make(case, params, **more):
+    """An optimizer of one of `KINDS`."""
+    kind, options = KINDS[case]
+    return kind(params, **{"lr": 0.1, **options, **more})
+
+
 def tensors(shapes, seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from runs import GAP_FILL, MATRICES, STACKS, Allocations, neighbors, run_of, same, tensors
 
 from block_optim import AdamW, AdamW8bit
-from layout_planner import Elements, Rows, Tile
+from layout_planner import Elements, Tile
 
 SHAPES = [(33, 17), (5,), (64, 64), (1,), (), (7, 3, 3), (304,)]
 EVERY = ("AdamW", "AdamW fused", "AdamW8bit", "AdamW8bit tiles")
@@ -66,7 +65,7 @@ def line(*shape, dtype=torch.float32):
         (line(4, 6).t(), {}),  # also if gradients are laid out in another order
     ],
 )
-def test_fused_fp64_and_transposed_parameters_have_torchs_numbers_also_from_its_state_dict(start, options):
+def test_fused_fp64_and_transposed_parameters_have_torchs_numbers(start, options):
     ours, theirs, loaded = (torch.nn.Parameter(start.clone()) for _ in range(3))
     reference = torch.optim.AdamW([theirs], **(options or {"foreach": False}))
     optimizer, third = AdamW([ours], **options), AdamW([loaded], **options)
@@ -131,16 +130,6 @@ def test_gradients_are_not_kept_alive(case):
     assert all(expired)
 
 
-def test_a_state_dict_of_another_format_is_refused():
-    optimizer = run_of("AdamW8bit").optimizer
-    with pytest.raises(ValueError, match="block='tile:4x8', this optimizer has block='elements:8'"):
-        optimizer.load_state_dict(run_of("AdamW8bit tiles").optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"p0: the saved state has .* this optimizer needs"):
-        optimizer.load_state_dict(run_of("AdamW").optimizer.state_dict())
-    with pytest.raises(ValueError, match="Elements"):
-        run_of("AdamW8bit", block=Rows(3))
-
-
 def test_a_group_added_later_has_its_states_at_once():
     run = run_of("AdamW8bit")
     late = torch.nn.Parameter(torch.ones(64, 64))
@@ -153,7 +142,7 @@ def test_a_group_added_later_has_its_states_at_once():
     assert len(run.optimizer.state) == len(run.params) + 1
 
 
-def test_which_tensors_are_8_bit_follows_from_names_and_global_shapes_and_the_policy_agrees():
+def test_which_tensors_are_8_bit_follows_from_names_and_global_shapes():
     shapes = {"embed.weight": (40, 16), "first": (50, 40), "norm": (700,), "scalar": (), "one": (1, 40)}
     params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     options: dict[str, Any] = {"block": Tile(8, 16), "min_8bit_numel": 512}
@@ -178,33 +167,9 @@ def test_state_bytes_for_each_parameter(block, per_parameter):
     assert total / p.numel() == pytest.approx(per_parameter, abs=6e-4)
 
 
-@pytest.mark.parametrize(("new_gradients", "expected"), [(False, 0), (True, 3)])
-def test_a_further_parameter_of_a_run_costs_few_python_calls(new_gradients, expected):
-    gc.collect()  # hooks of every optimizer look for gradients in CPU memory while a model in a cycle has some
-
-    def calls_of_a_step(number):
-        params = [torch.nn.Parameter(p) for p in torch.randn(number * 16).split(16)]
-        gradients = torch.randn(number * 16)
-        optimizer = AdamW(params, fused=True)
-        found = []
-        for step in range(4):
-            if step == 0 or new_gradients:
-                for p, grad in zip(params, gradients.split(16), strict=True):
-                    p.grad = grad.detach()
-            if step == 3:
-                sys.setprofile(lambda frame, event, argument: found.append(event))
-            try:
-                optimizer.step(grad_norm=1.0)
-            finally:
-                sys.setprofile(None)
-        return found.count("call")
-
-    assert calls_of_a_step(40) - calls_of_a_step(20) == 20 * expected
-
-
 @pytest.mark.parametrize("block", [Elements(256), Tile(16, 16)])
 @pytest.mark.parametrize("huge", [1e18, 1e20, 1e25, 3e38])
-def test_a_gradient_too_large_for_its_square_moves_weights_by_adams_step_and_no_other_block(block, huge):
+def test_a_gradient_too_large_for_its_square_moves_weights_by_adams_step(block, huge):
     p = torch.nn.Parameter(torch.zeros(64, 64))
     optimizer = AdamW8bit([p], lr=1e-2, block=block, min_8bit_numel=1)
     for value in (1.0, huge, 1.0, -huge, 1.0):

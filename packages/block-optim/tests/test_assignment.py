@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from runs import held_runs
 
-from block_optim.core.assign import Job, assign, digest, loads, lower_bound, moved
+from block_optim.core.assign import Job, assign, loads, lower_bound, moved
 from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
 from block_optim.muon.matrices import Matrix, matrices_of
 
@@ -62,14 +62,6 @@ def test_among_equally_good_ranks_the_holder_of_most_gets_the_matrix():
     assert assign(jobs, 2) == (1, 0)
 
 
-def test_equal_flops_are_told_apart_by_bytes():
-    even = tuple((r, 1) for r in range(2))
-    jobs = [Job(10, 1, even), Job(10, 9, even), Job(10, 8, even), Job(10, 2, even)]
-    owners = assign(jobs, 2)
-    assert owners[1] != owners[2]
-    assert loads(jobs, owners, 2) == [20, 20]
-
-
 @given(jobs_of, st.integers(2, 4), st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
 def test_jobs_that_must_stay_among_their_holders_do_and_earlier_loads_count(flops, num_ranks, seed):
@@ -81,12 +73,6 @@ def test_jobs_that_must_stay_among_their_holders_do_and_earlier_loads_count(flop
     found = loads(jobs, owners, num_ranks, before)
     assert sum(found) == sum(before) + sum(flops)
     assert max(found) >= lower_bound(jobs, num_ranks, before)
-
-
-def test_a_loaded_rank_gets_less():
-    jobs = [Job(10, 10, ((0, 5), (1, 5)), among_holders=True)] * 2
-    assert assign(jobs, 2) in ((0, 1), (1, 0))
-    assert assign(jobs, 2, [100, 0]) == (1, 1)
 
 
 def even_cuts(numel, num_ranks):
@@ -126,15 +112,7 @@ def test_a_model_of_8b_is_balanced_within_four_thirds_of_the_bound(num_ranks, mo
     assert max(in_buckets) <= max(32 << 20, 14336 * 4096 * 2)
 
 
-def test_an_assignment_is_a_value_and_its_fingerprint_tells_others_apart():
-    a, b = (assign_domain(llama_8b(4), 4, 32 << 20) for _ in range(2))
-    assert a == b
-    assert a.fingerprint == b.fingerprint == digest(4, a.num_buckets, a.matrices)
-    assert a.fingerprint != assign_domain(llama_8b(4)[:-1], 4, 32 << 20).fingerprint
-    assert 0 <= a.fingerprint < 2**62
-
-
-def test_an_assignment_prints_owner_bytes_flops_and_imbalance_and_as_many_lines_as_are_asked_for():
+def test_an_assignment_prints_owners_bytes_and_flops_in_as_many_lines_as_asked():
     matrix = Matrix(4, 6, ((0, 24),))
     holding = held_runs((0, 18, 24))
     matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(*matrix.ranges), 2000)]
@@ -154,51 +132,3 @@ def test_an_assignment_prints_owner_bytes_flops_and_imbalance_and_as_many_lines_
 
 
 # ------------------------------------------------------------------ matrices of a tensor
-
-
-@pytest.mark.parametrize(
-    ("shape", "how", "sizes"),
-    [
-        ((6, 4), "auto", [(6, 4)]),
-        ((3, 6, 4), "auto", [(6, 4)] * 3),
-        ((2, 3, 6, 4), "auto", [(2, 72)]),
-        ((2, 3, 6, 4), "stack", [(6, 4)] * 6),
-        ((3, 6, 4), "flatten", [(3, 24)]),
-        ((6, 4), "heads:3", [(2, 4)] * 3),
-        ((6, 4), "rows:4,1,1", [(4, 4), (1, 4), (1, 4)]),
-        ((2, 6, 4), "rows:4,1,1", [(4, 4), (1, 4), (1, 4)] * 2),
-        ((12, 4), "rows:4,1,1*2", [(8, 4), (2, 4), (2, 4)]),
-        ((0, 4), "auto", []),
-    ],
-)
-def test_a_tensor_is_cut_into_matrices_that_cover_it_once(shape, how, sizes):
-    found = matrices_of("w", shape, how)
-    assert [(m.rows, m.columns) for m in found] == sizes
-    elements = [e for m in found for ends in m.ranges for e in range(*ends)]
-    numel = 1
-    for size in shape:
-        numel *= size
-    assert sorted(elements) == list(range(numel))
-    assert all(sum(b - a for a, b in m.ranges) == m.numel for m in found)
-
-
-def test_interleaved_rows_are_gathered_group_by_group():
-    q, k, v = matrices_of("qkv", (12, 1), "rows:4,1,1*2")
-    assert q.ranges == ((0, 4), (6, 10))
-    assert k.ranges == ((4, 5), (10, 11))
-    assert v.ranges == ((5, 6), (11, 12))
-
-
-@pytest.mark.parametrize(
-    ("shape", "how", "message"),
-    [
-        ((5,), "auto", r"blocks.0.norm: shape \(5,\) is not a matrix"),
-        ((6, 4), "heads:4", "blocks.0.norm: .* 6 rows do not divide into 4 heads"),
-        ((6, 4), "rows:4,1", "are 5 rows, the tensor has 6"),
-        ((6, 4), "columns:2", "is not known"),
-        ((6, 4), "heads:0", "is not known"),
-    ],
-)
-def test_a_view_that_does_not_fit_is_refused_by_name(shape, how, message):
-    with pytest.raises(ValueError, match=message):
-        matrices_of("blocks.0.norm", shape, how)

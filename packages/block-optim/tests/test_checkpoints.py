@@ -86,9 +86,7 @@ USUAL = ("AdamW, masters", "AdamW8bit tiles", "NorMuon", "SOAP overlap", "Mixed 
         for i, case in enumerate(CASES)
     ],
 )
-def test_a_checkpoint_goes_on_at_other_world_sizes_and_layouts_and_in_one_process_to_the_bit(
-    case, flatten, tmp_path
-):
+def test_a_checkpoint_goes_on_at_other_world_sizes_and_layouts_to_the_bit(case, flatten, tmp_path):
     options, layouts = StateDictOptions(flatten_optimizer_state_dict=flatten), CASES[case]
     single = checkpoint_run(case).steps(0, 3)
     single.optimizer.state_dict()  # waits for what runs next to the step, as saving does

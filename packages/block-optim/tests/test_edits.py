@@ -6,14 +6,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from runs import KINDS, full, run_of, same, tensors
+from runs import CASES, KINDS, every_kind, full, run_of, same, tensors
 
-from block_optim import AdamW, AdamW8bit, Mixed, Muon, local_of
+from block_optim import AdamW, AdamW8bit, Mixed, local_of
 from layout_planner import Elements, Tile
 from ragged_shard.testing import on_ranks, record_collectives
 
-CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
-every_kind = pytest.mark.parametrize("case", CASES)
 # Two whose roots and bases may be under way.
 every_kind_and_overlapped = pytest.mark.parametrize("case", [*CASES, "Shampoo sums", "SOAP overlap"])
 
@@ -37,7 +35,7 @@ def frozen(case, *numbers, layout="plain"):
 
 
 @every_kind
-def test_a_frozen_parameter_has_no_state_and_begins_like_one_that_had_no_gradient_so_far(case):
+def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(case):
     run, idle = frozen(case, 1), run_of(case)
     for step in range(2):
         for some in (run, idle):
@@ -58,6 +56,7 @@ def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case):
     for layout in ("plain", "elements"):
         run = frozen(case, 1, 2, layout=layout)
         assert len(run.optimizer.state) == 1
+        assert case != "Muon" or len(run.optimizer.assignment.domains[0].matrices) == 1
         for step in range(4):
             run.params[1].requires_grad_(step >= 2)
             run.step(step, without=(1, 2) if step < 2 else (2,))
@@ -68,14 +67,6 @@ def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case):
         results.append({name: full(p.detach()) for name, p in run.module.named_parameters()})
     same(*results[::-1])
     assert case != "AdamW" or record.kinds == ["all_reduce"]
-
-
-@on_ranks(3)
-def test_frozen_matrices_take_no_exchange_memory():
-    run = frozen("Muon", 1, 2, layout="elements")
-    alone = Muon([("p0", run.params[0])])
-    assert run.optimizer._build().scratch_bytes == alone._build().scratch_bytes
-    assert len(run.optimizer.assignment.domains[0].matrices) == len(alone.assignment.domains[0].matrices)
 
 
 @every_kind_and_overlapped
@@ -89,7 +80,7 @@ def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_
     same(fresh.steps(3, 6).result(), trained.steps(3, 6).result())
 
 
-def test_a_tensor_that_requires_no_gradient_but_is_given_one_is_updated_as_torch_does():
+def test_a_tensor_without_requires_grad_but_with_a_gradient_is_updated():
     ours, theirs = torch.ones(4), torch.ones(4)
     for p, optimizer in ((ours, AdamW([ours])), (theirs, torch.optim.AdamW([theirs], foreach=False))):
         p.grad = torch.full((4,), 0.5)
@@ -173,7 +164,7 @@ def test_states_whose_data_was_swapped_are_used_where_they_are(case, more):
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_put_back_or_removed(edit, message):
+def test_a_state_that_does_not_fit_is_refused_until_it_is_put_back_or_removed(edit, message):
     run = run_of("AdamW").steps(0, 1)
     kept = run.optimizer.state[run.params[0]]["exp_avg"].clone()
     edit(run.optimizer.state[run.params[0]])
@@ -193,57 +184,21 @@ def test_a_state_that_does_not_fit_is_refused_by_name_until_it_is_put_back_or_re
     assert run.optimizer.state[run.params[0]]["step"] == 1
 
 
-def test_a_parameter_that_does_not_fit_is_refused_in_each_step():
-    run = run_of("AdamW").steps(0, 1)
-    run.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(4, 4)[:, :2]))
-    run.optimizer.param_groups[0]["param_names"].append("late")
-    for step in (1, 2):
-        run.give(step)
-        with pytest.raises(ValueError, match="late: its memory has holes"):
-            run.optimizer.step()
-
-
-class NoState(AdamW):
-    """Has no states for one parameter."""
-
-    def init_states(self, group, params):
-        if any(p.name == "late" for p in params):
-            raise ValueError("late: no states")
-        super().init_states(group, params)
-
-
-def test_a_parameter_whose_states_cannot_be_made_is_refused_in_each_step():
-    first, late = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
-    optimizer = NoState([("first", first)])
-    optimizer.param_groups[0]["params"].append(late)
-    optimizer.param_groups[0]["param_names"].append("late")
-    first.grad = late.grad = torch.ones(4)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="late: no states"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "Mixed"])
 @on_ranks(3)
-def test_an_edit_that_does_not_fit_is_refused_on_every_rank(case):
-    run, twin = (run_of(case, "elements").steps(0, 2) for _ in range(2))
+def test_removed_states_begin_again_on_ranks():
+    run, twin = (run_of("AdamW", "elements").steps(0, 2) for _ in range(2))
     for mine, theirs in zip(run.params[:2], twin.params[:2], strict=True):
         run.optimizer.state[mine].clear()
         for value in twin.optimizer.state[theirs].values():
             local_of(value).zero_()
-    if case == "AdamW":
-        same(run.steps(2, 4).result(), twin.steps(2, 4).result())
-    run.optimizer.state[run.params[2]].pop(next(iter(run.optimizer.state[run.params[2]])))
-    run.optimizer.state[run.params[2]]["other"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"^p2: its state has no "):
-        run.step(9)
+    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
 
 
 # ---------------------------------------------------------------- parameters of groups
 
 
 @every_kind
-def test_a_parameter_taken_out_of_its_group_is_left_alone_and_continues_when_it_is_put_back(case):
+def test_a_parameter_taken_out_of_its_group_rests_until_it_is_put_back(case):
     run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
     group = next(g for g in run.optimizer.param_groups if any(p is run.params[1] for p in g["params"]))
     index = next(i for i, p in enumerate(group["params"]) if p is run.params[1])
@@ -332,7 +287,7 @@ def test_a_parameter_that_moves_to_a_group_that_is_there_takes_its_options_at_on
     same(run.steps(2, 4).result(), twin.steps(2, 4).result())
 
 
-def test_a_parameter_that_is_put_back_into_another_group_of_8_bit_adamw_takes_its_options():
+def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():
     def put_back(**options):
         (p, q), twin = (torch.nn.Parameter(t) for t in tensors(((64, 64),) * 2, 0)), None
         optimizer = AdamW8bit([p, q], block=Elements(64))
@@ -359,39 +314,6 @@ def test_a_parameter_that_is_put_back_into_another_group_of_8_bit_adamw_takes_it
 # ---------------------------------------------------------------- options of groups
 
 
-BAD_OPTIONS = {"lr": -0.1, "weight_decay": "much", "eps": -1.0, "stochastic_rounding": 1}
-
-
-@pytest.mark.parametrize(
-    ("case", "option"),
-    [
-        *((case, "eps") for case in CASES),
-        *((case, option) for case in ("AdamW", "Mixed") for option in BAD_OPTIONS),
-    ],
-)
-def test_an_option_that_does_not_fit_is_refused_where_it_is_set(case, option):
-    run, value = run_of(case).steps(0, 1), BAD_OPTIONS[option]
-    message = f"{option}={value!r}"
-    group = run.optimizer.param_groups[-1]
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    saved["param_groups"][-1][option] = value
-    with pytest.raises(ValueError, match=message):
-        run.optimizer.load_state_dict(saved)
-    late = {
-        **group,
-        "params": [torch.nn.Parameter(torch.zeros(4, 4))],
-        "param_names": ["late"],
-        option: value,
-    }
-    with pytest.raises(ValueError, match=message):
-        run.optimizer.add_param_group(late)
-    group[option] = value
-    for _ in range(2):
-        run.give(1)
-        with pytest.raises(ValueError, match=message):
-            run.optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -414,37 +336,6 @@ def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
     assert not any(torch.equal(a, b) for a, b in zip(run.params, unedited.params, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("case", "option", "value"),
-    [
-        ("AdamW", "fused", True),
-        ("AdamW8bit", "block", Elements(16)),
-        ("AdamW8bit", "quantize", False),
-        ("AdamW8bit", "min_8bit_numel", 99),
-        ("Muon", "normuon", True),
-        ("Muon", "momentum_dtype", torch.bfloat16),
-        ("Shampoo", "momentum", 0.0),
-        ("SOAP", "max_preconditioner_dim", 8),
-        ("Mixed", "algorithm", "shampoo"),
-    ],
-)
-def test_an_option_on_which_the_states_depend_cannot_be_edited(case, option, value):
-    run = run_of(case).steps(0, 1)
-    run.optimizer.param_groups[0][option] = value
-    run.give(1)
-    with pytest.raises(ValueError, match=option):
-        run.optimizer.step()
-
-
-def test_an_option_that_is_removed_is_a_key_error():
-    run = run_of("AdamW").steps(0, 1)
-    del run.optimizer.param_groups[0]["betas"]
-    run.give(1)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="betas"):
-            run.optimizer.step()
-
-
 # ---------------------------------------------------------------- learning rates
 
 
@@ -456,7 +347,7 @@ def test_an_option_that_is_removed_is_a_key_error():
         *((case, torch.tensor([0.25])) for case in ("AdamW", "AdamW fused", "AdamW8bit", "Mixed")),
     ],
 )
-def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates_whose_changes_are_followed(case, lr):
+def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates(case, lr):
     run, twin = rebuild(run_of(case), case, lr=lr), rebuild(run_of(case), case, lr=float(lr))
     for step in range(3):
         if step == 2 and isinstance(lr, torch.Tensor):
@@ -467,13 +358,6 @@ def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates_whose_chang
         twin.step(step)
     for a, b in zip(run.params, twin.params, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@every_kind
-def test_what_is_no_learning_rate_is_refused_in_words(case):
-    for lr in (-0.1, float("nan"), torch.tensor(-1.0), torch.zeros(2), "0.1", True, None, np.zeros(2)):
-        with pytest.raises(ValueError, match="lr"):
-            pytest.fail(f"{lr}: {run_of(case, lr=lr)}")
 
 
 @every_kind_and_overlapped
@@ -505,44 +389,6 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit(kind):
 
 
 # ---------------------------------------------------------------- parameters of another shape
-
-
-RESHAPED = {
-    "fewer elements": lambda p: torch.zeros(4, 6),
-    "another shape": lambda p: torch.zeros(p.shape[::-1]),
-    "another order of its elements": lambda p: torch.zeros(p.shape[::-1]).T,
-    "a view of its memory": lambda p: p.data.view(p.shape[::-1]),
-    "a wider dtype": lambda p: p.data.double(),
-}
-
-
-@every_kind
-def test_a_parameter_whose_data_got_another_shape_raises_by_name(case):
-    for how, reshaped in RESHAPED.items():
-        for steps in (0, 2):
-            run = run_of(case).steps(0, steps)
-            param = run.params[0]
-            param.grad = None
-            param.data = reshaped(param)
-            param.grad = torch.ones_like(param)
-            for _ in range(2):
-                with pytest.raises(ValueError, match=r"its \.data was set"):
-                    pytest.fail(f"{how}, after {steps} steps: {run.optimizer.step()}")
-
-
-@pytest.mark.parametrize("layout", ["shard", "one rank"])
-@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "SOAP"])
-@on_ranks(3)
-def test_a_cast_of_a_model_is_refused_in_each_step_on_ranks_that_hold_nothing_of_it_too(case, layout):
-    run = run_of(case, layout, shapes=((2, 6), (1, 8))).steps(0, 2)
-    for p in run.params:
-        p.grad = None
-    run.module.double()
-    run.dtype = torch.float64
-    for step in (2, 3):
-        run.give(step)
-        with pytest.raises(ValueError, match="p0: it has precision double"):
-            run.optimizer.step()
 
 
 def test_muon_follows_a_model_that_is_cast_to_bf16():

@@ -159,7 +159,7 @@ def test_random_bits_depend_on_seed_name_update_and_element_but_not_on_chunks(mo
             assert first.equal(average())
 
 
-def test_a_tied_parameter_is_averaged_once_and_named_if_one_of_its_places_gets_another():
+def test_a_tied_parameter_is_averaged_once_and_named_if_it_is_untied():
     module = nn.Module()
     module.wte = module.head = weight = nn.Parameter(torch.ones(3))
     of_module = EMA(module, 0.5)
@@ -367,36 +367,6 @@ def test_a_body_that_writes_to_a_parameter_is_told_by_name():
 # ---------------------------------------------------------------- misuse
 
 
-def test_options_that_do_not_apply_are_refused():
-    weights = tensors(SHAPES, 0)
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"decay": 1.0}, r"decay=1.0: expected a number in \[0, 1\)"),
-        ({"decay": "fast"}, "decay='fast'"),
-        ({"dtype": torch.float16}, "dtype=torch.float16: expected one of"),
-        ({"seed": 1.5}, "seed=1.5: expected an integer"),
-        ({"warmup": 1}, "warmup=1"),
-    )
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            EMA(nn_of(weights), **{"decay": 0.9, **options})
-    with pytest.raises(ValueError, match="none of the 0 tensors"):
-        EMA(iter([]), 0.9)
-    with pytest.raises(ValueError, match=r"none of the 5 tensors .* requires a gradient"):
-        EMA(weights, 0.9)
-    with pytest.raises(TypeError, match="one tensor"):
-        EMA(nn.Parameter(weights[0]), 0.9)
-    with pytest.raises(TypeError, match=r"given 'lr': expected"):
-        EMA(["lr"], 0.9)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="two parameters named 'w'"):
-        EMA([("w", nn.Parameter(w)) for w in weights], 0.9)
-    with pytest.raises(ValueError, match=r"p0: dtype=torch.bfloat16 .* torch.float64"):
-        EMA(nn_of(tensors(SHAPES, 0, torch.float64)), 0.9, dtype=BF16)
-    with pytest.raises(ValueError, match=r"p0: dtype=torch.bfloat16 .* stride \(1, 2\)"):
-        EMA(nn_of([torch.zeros(2, 3).t().contiguous().t()]), 0.9, dtype=BF16)
-    with pytest.raises(ValueError, match="p0: its memory has holes"):
-        EMA(nn_of([torch.zeros(4, 4)[:, :2]]), 0.9)
-
-
 def test_frozen_parameters_have_an_average_once_they_train():
     module = nn_of(tensors(SHAPES, 0))
     module.p1.requires_grad_(False)
@@ -416,7 +386,7 @@ def test_frozen_parameters_have_an_average_once_they_train():
     assert averages(ema)["p1"].equal(expected)
 
 
-def test_weights_that_moved_are_followed_and_those_that_changed_or_were_replaced_are_named():
+def test_weights_that_moved_are_followed_and_replaced_ones_are_named():
     module = nn_of(tensors(SHAPES, 0))
     ema = EMA(module, 0.9)
     before = averages(ema)["p0"]
@@ -544,14 +514,8 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     state = ema.state_dict()
     ones = {name: torch.ones_like(value) for name, value in before.items()}
     missing = {name: value for name, value in ones.items() if name != "p2"}
-    for wrong, message in (
-        (missing, r"4 averages, this EMA 5; p2 is in one of them only"),
-        ({**ones, "p3": torch.ones(4)}, r"EMA: state 'p3' has shape \(4,\), expected \(9,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ema.load_state_dict({"averages": wrong, "updates": 2})
-    with pytest.raises(ValueError, match="updates=-1"):
-        ema.load_state_dict({"averages": ones, "updates": -1})
+    with pytest.raises(ValueError, match=r"4 averages, this EMA 5; p2 is in one of them only"):
+        ema.load_state_dict({"averages": missing, "updates": 2})
     same(averages(ema), before)
     assert ema.updates == state["updates"] == 0
     ema.load_state_dict({"averages": ones, "updates": 2})

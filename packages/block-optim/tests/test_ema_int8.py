@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import Run, same, tensors
-from test_ema import BLOCKS, SHORT, averages, decoded, full_values, move, nn_of
-from torch import nn
+from runs import same, tensors
+from test_ema import BLOCKS, SHORT, averages, decoded, move, nn_of
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from block_optim import EMA, AdamW
-from ragged_shard.testing import on_ranks, rank_mesh
+from block_optim import EMA
+from ragged_shard.testing import on_ranks
 
 
 def averaged(module):
@@ -67,39 +64,11 @@ def test_random_bits_do_not_depend_on_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 @on_ranks(1)
-def test_averages_of_another_dtype_are_refused_by_state_dicts_and_by_checkpoints(dtype, tmp_path):
+def test_a_checkpoint_of_another_dtype_is_refused_and_changes_nothing(dtype, tmp_path):
     other = torch.float32 if dtype == torch.int8 else torch.int8
     first, second = (EMA(nn_of(tensors(BLOCKS, 0)), 0.9, dtype=d) for d in (other, dtype))
-    second.update()
-    before = {part: full_values(values) for part, values in second._tensors().items()}
-    with pytest.raises(ValueError, match="build EMA with the dtype that was saved"):
-        second.load_state_dict(first.state_dict())
+    before = averages(second)
     dcp.save({"ema": first}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointException, match=r"ema\.(averages|codes)\.p0"):
         dcp.load({"ema": second}, checkpoint_id=tmp_path)
-    if dtype == torch.int8:
-        state = second.state_dict()
-        state["codes"] = {name: t.float() for name, t in state["codes"].items()}
-        with pytest.raises(ValueError, match=r"p0: its codes in the state dict are torch\.float32"):
-            second.load_state_dict(state)
-    for part, values in second._tensors().items():
-        same(full_values(values), before[part])
-
-
-@on_ranks(3)
-def test_a_layout_that_cuts_a_block_is_refused_on_every_rank_with_the_way_out():
-    module = Run(AdamW, "elements", shapes=((61, 100),), cuts=1).module  # cut inside rows
-    with pytest.raises(
-        ValueError, match=r"p0: .*inside a block .*block_policy.*; or average in bf16 or fp32"
-    ):
-        EMA(module, 0.9, dtype=torch.int8)
-    columns = nn.Parameter(torch_distribute(torch.ones(100, 96), rank_mesh(3), [Shard(1)]))
-    with pytest.raises(ValueError, match=r"w: dtype=torch.int8 needs .* one contiguous run"):
-        EMA([("w", columns)], 0.9, dtype=torch.int8)
-
-
-@on_ranks(3)
-def test_a_bf16_average_of_columns_is_refused_also_on_a_rank_that_holds_none():
-    columns = nn.Parameter(torch_distribute(torch.ones(8, 2), rank_mesh(3), [Shard(1)]))
-    with pytest.raises(ValueError, match=r"p: dtype=torch.bfloat16 needs .* one contiguous run"):
-        EMA([("p", columns)], 0.9, dtype=torch.bfloat16)
+    same(averages(second), before)

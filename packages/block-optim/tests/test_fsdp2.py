@@ -159,11 +159,6 @@ def muon(model, layout, **options):
 
 def normuon(model, layout):
     """Without the parameter that tensor parallelism cuts inside rows, which NorMuon refuses."""
-    if layout == "tensor parallel" and torch.distributed.is_initialized():
-        with pytest.raises(
-            ValueError, match=r"down.weight: .* cut inside rows, .*a block policy of Rows\(1\)"
-        ):
-            muon(model, layout, normuon=True)
     names = [n for n in MATRICES if n != "down.weight" or layout != "tensor parallel"]
     matrices = [(n, p) for n, p in named(model) if n in names]
     return Muon(matrices, lr=0.02, normuon=True, **divided(layout))
@@ -309,22 +304,6 @@ def test_8bit_states_under_tensor_parallelism_over_all_ranks():
     )
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Muon, Shampoo, SOAP])
-@on_ranks(2)
-def test_an_optimizer_that_was_built_before_to_empty_is_refused_by_name(kind):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    fully_shard(model)
-    optimizer = kind(list(model.named_parameters()))
-    model.to_empty(device="cpu")
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    with pytest.raises(
-        ValueError, match=r"0\.weight: it has memory its own, and had memory none \(meta\) when its states"
-    ):
-        optimizer.step(grad_norm=1.0)
-
-
 CHOSEN: dict[Any, Any] = {  # of tensors on three ranks, by shape and placement
     ((1000, 768), Shard(0)): Tile(1, 256),
     ((7, 5000), Shard(0)): Tile(1, 256),
@@ -360,10 +339,6 @@ def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
         optimizer.step()
         scales = optimizer.state[p]["exp_avg_scale"]
         result.append((block_for(Param(p, "w"), optimizer.param_groups[0]["block"]), tuple(scales.shape)))
-    with pytest.raises(
-        ValueError, match=r"w: 8-bit .* no block of 16 to 4096 elements divides the 4099 between"
-    ):
-        AdamW8bit([("w", made((4, 3 * 4099), Shard(1)))])
     for ((shape, _), block), (chosen, scales) in zip(CHOSEN.items(), result, strict=True):
         assert chosen == block, shape
         assert scales == Grid(shape, block).scale_shape
@@ -391,7 +366,7 @@ def test_8_bit_states_of_the_default_blocks_load_from_one_process_and_back(layou
 def test_a_full_state_dict_of_8_bit_adamw_is_set_on_rows_that_ranks_do_not_divide(broadcast):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(256, 130))
+    model: Any = fully_shard(nn.Linear(256, 130))
     optimizer = AdamW8bit(model.named_parameters())
     model(torch.ones(2, 256)).sum().backward()
     optimizer.step()

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from runs import cut_twice, put, world_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from runs import cut_twice, put
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from block_optim import Param
 from block_optim.core.pieces import pieces_of
-from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
+from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard.testing import on_ranks, rank_mesh
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -91,7 +90,7 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
     data=st.data(),
 )
 @settings(max_examples=80, deadline=None)
-def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_in_a_range(sizes, data):
+def test_pieces_of_a_box_and_of_a_range_in_it_are_its_elements_in_order(sizes, data):
     offsets = [data.draw(st.integers(0, n - 1)) for n in sizes]
     lengths = [data.draw(st.integers(1, n - o)) for n, o in zip(sizes, offsets, strict=True)]
     full = torch.arange(math.prod(sizes)).view(sizes)
@@ -106,15 +105,6 @@ def test_pieces_of_a_box_are_its_elements_in_order_and_so_is_what_of_them_lies_i
     assert [e for p in inside for e in p.here(box).reshape(-1).tolist()] == wanted
 
 
-@on_ranks(2)
-def test_placements_that_are_not_known_are_refused_by_name():
-    by_torch = torch.nn.Parameter(
-        DTensor.from_local(torch.ones(2, 6), world_mesh(), [Partial()], run_check=False), requires_grad=False
-    )
-    with pytest.raises(ValueError, match=r"head: a parameter with placements .* awaits a reduction"):
-        Param(by_torch, "head")
-
-
 @on_ranks(4)
 def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
     """FSDP2's own cut of a tensor-parallel parameter is in another order than its ranks."""
@@ -125,5 +115,3 @@ def test_torchs_strided_shards_are_held_in_the_order_of_their_cuts():
         parallelize_module(layer, mesh["tp"], ColwiseParallel())
         torch_fsdp.fully_shard(layer, mesh=mesh["dp"])
         assert spanned(agrees(layer.weight.detach())) == 3 * rows
-    with pytest.raises(ValueError, match=r"strided Shard is known only with the number of ranks"):
-        held_boxes((8, 3), (2, 2), [_StridedShard(0, split_factor=4), Shard(0)], (0, 0))

@@ -183,7 +183,7 @@ def test_a_scalers_flag_that_is_set_on_one_rank_skips_the_step_on_every_rank(cas
 @pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "Shampoo", "SOAP"])
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks("world_size")
-def test_where_blocks_are_whole_a_step_sends_four_bytes_for_its_own_check_and_else_nothing(case, world_size):
+def test_where_blocks_are_whole_a_step_sends_four_bytes_for_its_check(case, world_size):
     with record_collectives() as building, messages() as found:
         run = run_of(case, "planned")
     assert building.kinds == found == []
@@ -213,7 +213,7 @@ def test_replicas_are_not_asked_whether_gradients_are_finite():
 
 
 @on_ranks(3)
-def test_mixed_asks_once_about_bad_numbers_and_once_for_each_algorithm_that_sends_something():
+def test_mixed_asks_once_about_bad_numbers_and_once_for_each_exchange():
     run = run_of("Mixed", "shard").steps(0, 1)
     run.give(1)
     with record_collectives() as record:
@@ -222,7 +222,7 @@ def test_mixed_asks_once_about_bad_numbers_and_once_for_each_algorithm_that_send
 
 
 @on_ranks(3)
-def test_a_rank_without_gradients_neither_hangs_nor_counts_and_full_states_load_without_communication():
+def test_a_rank_without_gradients_does_not_count_and_loads_full_states_alone():
     def states(run):
         return {key: value for key, value in run.result().items() if " " in key}
 

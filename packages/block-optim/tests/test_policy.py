@@ -116,8 +116,6 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     assert spare("", weights["blocks.0.up.weight"]) == Tile(1, 256)
 
 
-def test_parameters_outside_the_units_are_left_alone_and_units_need_a_world_size():
+def test_parameters_outside_the_units_are_left_alone():
     policy = Muon.block_policy([Layer()], 2)
     assert policy("w", nn.Parameter(torch.zeros(64, 64))) is None
-    with pytest.raises(ValueError, match="needs world_size"):
-        Muon.block_policy([Layer()])

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,44 +135,6 @@ def test_packing_changes_no_bit(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (Shampoo, {"grafting": "lamb"}, "grafting='lamb'"),
-        (Shampoo, {"grafting": "none", "grafting_beta2": 0.9}, "no meaning for grafting='none'"),
-        (Shampoo, {"nesterov": True}, "set momentum"),
-        (Shampoo, {"kl": True, "exponent": 0.25}, "leave it None"),
-        (Shampoo, {"root_method": "newton", "exponent": 0.3}, "integer order"),
-        (Shampoo, {"root_method": "svd"}, "svd"),
-        (Shampoo, {"root_epsilon": 0.0}, "0 < root_epsilon"),
-        (Shampoo, {"start_preconditioning_step": 0}, "start_preconditioning_step=0"),
-        (SOAP, {"betas": (0.9, 1.0)}, r"betas\[1\]"),
-        (SOAP, {"shampoo_beta": 1.5}, "shampoo_beta=1.5"),
-        *(
-            (kind, options, message)
-            for kind in (Shampoo, SOAP)
-            for options, message in (
-                ({"max_preconditioner_dim": 1}, "use AdamW"),
-                ({"precondition_frequency": 0}, "precondition_frequency=0"),
-                ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
-                ({"factor_dtype": torch.float16}, "factor_dtype='float16'"),
-                ({"matrices": "rows"}, "matrices='rows'"),
-                ({"lr": -1.0}, "lr="),
-            )
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(kind, options, message):
-    with pytest.raises(ValueError, match=message):
-        kind([parameter((4, 4))], **options)
-
-
-@KINDS
-def test_memory_that_is_not_row_major_is_refused_by_name(kind):
-    with pytest.raises(ValueError, match=r"head: its memory is not row-major"):
-        kind([("head", torch.nn.Parameter(torch.zeros(4, 6).t()))])
-
-
-@pytest.mark.parametrize(
     ("kind", "options"),
     [
         (Shampoo, {}),
@@ -191,3 +154,16 @@ def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(kind, 
         results.append((param.detach(), optimizer.root_counts))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+@KINDS
+def test_an_error_beside_the_step_is_raised_when_it_is_waited_for(kind, monkeypatch):
+    param = parameter((4, 4))
+    optimizer = kind([param], overlap=True, precondition_frequency=1, stagger=False)
+    train([param], [gradients((4, 4), 2)], optimizer)
+    optimizer.synchronize()
+    for function in ("eigh", "qr"):
+        monkeypatch.setattr(torch.linalg, function, mock.Mock(side_effect=MemoryError("no room")))
+    train([param], [gradients((4, 4), 1)], optimizer)
+    with pytest.raises(MemoryError, match="no room"):
+        optimizer.synchronize()

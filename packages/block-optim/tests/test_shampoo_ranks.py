@@ -20,7 +20,7 @@ def collectives_of(kind, layout, options, step_options):
 
 
 @pytest.mark.parametrize("kind", ["Shampoo", "SOAP"])
-def test_blocks_that_are_not_local_cost_what_the_optimizer_says_and_it_says_how_to_avoid_it(kind):
+def test_blocks_that_are_not_local_cost_what_the_optimizer_announces(kind):
     ranks = run_ranks(3, collectives_of, kind, "shard", {}, {"grad_norm": 1.0})
     promised = ranks[0][2]
     assert promised > 0

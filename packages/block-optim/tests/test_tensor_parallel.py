@@ -116,7 +116,7 @@ def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
     assert sum(sent for _, sent, _ in ranks) == 2 * SENT * (24 * 12 - 108) == ranks[0][2].bytes_moved
 
 
-def test_heads_that_tensor_parallelism_leaves_whole_are_exchanged_along_the_data_axis_only():
+def test_heads_that_stay_whole_are_exchanged_along_the_data_axis_only():
     placements = cut(2, (0, 1), [5, 3], 0)
     for kinds, _, assignment in run_ranks(4, sent_by_muon, (24, 16), placements, {"matrices": "heads:4"}):
         assert assignment.num_ranks == 2
@@ -175,23 +175,12 @@ def test_ranks_may_have_been_in_different_numbers_of_process_groups_before():
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = init_device_mesh("cpu", (2, 2))
     weights, grads = (torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    params = [torch.nn.Parameter(weights.clone())]
+    params: list[Any] = [torch.nn.Parameter(weights.clone())]
     params.append(torch.nn.Parameter(put(weights, mesh, [Shard(0), Shard(1)])))
     for p, grad in zip(params, (grads, put(grads, mesh, [Shard(0), Shard(1)])), strict=True):
         p.grad = grad
         Muon([p]).step()
     assert torch.equal(params[1].full_tensor(), params[0])
-
-
-@on_ranks(4)
-def test_what_tensor_parallelism_cuts_through_is_refused_on_every_rank_by_name():
-    for case, options, message in (
-        ("AdamW8bit", {"block": Tile(4, 16)}, "cut through blocks"),
-        ("AdamW8bit", {"block": Elements(8)}, "cut through blocks"),
-        ("NorMuon", {}, "cut inside rows"),
-    ):
-        with pytest.raises(ValueError, match=rf"^p0: .*{message}"):
-            pair(case, (24, 16), cut(2, (0,), [2, 1], 1), **options)
 
 
 @on_ranks(4)

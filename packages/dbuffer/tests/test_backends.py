@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-arg, var-annotated, attr-defined, override, assignment"
 """Process groups whose backends were not named, or were named for each device, behave like those of plain gloo."""
 
 from collections import Counter

@@ -9,7 +9,7 @@ from dbuffer_helpers import mesh_of, quantized_whole, random_tensors
 
 import dbuffer
 from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer, Noise, ReduceScatter
-from layout_planner import Elements, Rows, TensorSpec, plan
+from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 SPECS = (
@@ -120,13 +120,3 @@ def test_an_infinite_gradient_of_one_rank_makes_its_block_nan():
     bad = buffer.local_views["matrix"].reshape(-1).isnan().nonzero().flatten() + start
     inside = torch.arange(20 * 300 + 256, 21 * 300)
     assert bad.equal(inside[(inside >= start) & (inside < stop)])
-
-
-@on_ranks(4)
-def test_layouts_that_cut_rows_are_refused_by_name():
-    specs = (TensorSpec("w", (10, 96), Elements(240)),)
-    buffer = make(BlockReduction(NEAREST), specs)
-    with pytest.raises(ValueError, match=r"w: rank \d holds the elements .* which cuts rows of 96"):
-        dbuffer.ReduceScatter([buffer])
-    with pytest.raises(ValueError, match=r"gradients in torch\.float64 cannot be quantized"):
-        make(BlockReduction(NEAREST), full_dtype=torch.float64)

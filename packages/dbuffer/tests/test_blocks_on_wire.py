@@ -39,24 +39,10 @@ def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
     return DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=full_dtype, wire=wire, **options)
 
 
-def assert_codes_are_those_of_whole_tensors(buffer, fmt, full):
-    encoder = buffer.encoder
-    for segment, runs in enumerate(encoder._own_runs):
-        names = {
-            s.begin: s.name for s in buffer.geometry.slices.values() if s.segment == segment and s.local_numel
-        }
-        for run in runs:
-            codes, scales, _ = quantized_whole(fmt, full[names[run.values]])
-            mine = encoder.codes[segment].narrow(0, run.codes, (run.stop - run.start) * codes.shape[1])
-            assert mine.equal(codes[run.start : run.stop].view(-1))
-            first, last = run.grid.scales_of(run.start, run.stop)
-            assert encoder.scales[run.scales : run.scales + last - first].equal(scales[first:last])
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("cut", ["whole", "shared"])
 @on_ranks("ranks")
-def test_codes_and_scales_are_those_of_whole_tensors_also_where_ranks_share_tiles(ranks, cut):
+def test_values_are_those_of_whole_tensors_also_where_ranks_share_tiles(ranks, cut):
     size = dist.get_world_size()
     tall = [fmt for fmt in (*FORMATS, *MICROSCALED) if fmt.shares_amax]
     for fmt in tall if cut == "shared" else (*FORMATS, *MICROSCALED[:3]):
@@ -67,18 +53,10 @@ def test_codes_and_scales_are_those_of_whole_tensors_also_where_ranks_share_tile
                 dbuffer.share_amax([buffer])
             with record_collectives() as record:
                 Gather([buffer]).start().wait()
-            assert_codes_are_those_of_whole_tensors(buffer, fmt, full)
             for name, view in buffer.views.items():
                 assert view.equal(quantized_whole(fmt, full[name])[2].to(dtype)), name
-            most = max(
-                sum(run.num_scales for runs in planes for run in runs)
-                for planes in map(buffer.encoder._planes.runs, range(size))
-            )
-            each = fmt.scale_dtype.itemsize
-            row = sum(buffer.encoder._planes.code_bytes) + -(-most * each // 16) * 16
-            assert buffer.wire.row_bytes(buffer.geometry) == row
             assert record.kinds == ["all_gather"] * (size > 1)
-            assert record.bytes_sent == (size - 1) * row
+            assert record.bytes_sent == (size - 1) * buffer.wire.row_bytes(buffer.geometry)
 
 
 @on_ranks(3)
@@ -180,14 +158,3 @@ def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
     assert int(short.isnan().sum()) == 256
     assert wide[:, 96:].isnan().all()
     assert int(wide.isnan().sum()) == 64
-
-
-@on_ranks(3)
-def test_what_cannot_be_served_is_refused():
-    layout = layout_for(FORMATS[0], 3, "shared")
-    with pytest.raises(ValueError, match=r"the layout cuts \d+ tiles of \(16, 16\)"):
-        DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
-    with pytest.raises(ValueError, match=r"torch\.float64 cannot be quantized"):
-        DBuffer(layout, mesh_of(), dtype=torch.float64, wire=BlocksOnWire(FORMATS[0]), check_ranks=False)
-    with pytest.raises(ValueError, match="rounds stochastically; weights are rounded to nearest"):
-        BlocksOnWire(BlockInt8(32, rounding="stochastic"))

@@ -1,5 +1,7 @@
 """Ranks tell each other the order of their collectives, each order once."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -47,12 +49,6 @@ def run(order, titles, event=None):
     order.completed = (order.number, event)
 
 
-def pass_of(order, layer, *segments):
-    for titles in segments:
-        run(order, titles)
-        order.compare(layer)
-
-
 def pass_of_all(ranks, layer, *titles):
     """Each rank's collectives, which all have started when one has completed; each rank's error."""
     for order, mine in zip(ranks, titles, strict=True):
@@ -78,15 +74,6 @@ def test_an_error_names_the_first_difference_and_the_ranks_of_the_job():
     assert "rank 11 starts gather b, and not all of ranks [10, 11] do so" in two
 
 
-def test_ranks_that_announce_the_same_collective_meet():
-    ranks = ranks_of(3)
-    for order in ranks:
-        start(order, ["gather a"])
-    for order in ranks:
-        order.meet()
-        assert not order._departures
-
-
 def test_ranks_that_announce_different_collectives_raise_before_they_start_them(monkeypatch):
     monkeypatch.setattr(_order, "_ASKING", 0.0)
     one, two, three = ranks_of(3)
@@ -96,35 +83,6 @@ def test_ranks_that_announce_different_collectives_raise_before_they_start_them(
     for order, other in ((one, "rank 11 started gather b"), (two, "rank 10 started gather a")):
         with pytest.raises(DisagreementError, match=other):
             order.meet()
-
-
-def test_a_rank_waits_for_one_that_is_late_once_in_a_pass(monkeypatch):
-    monkeypatch.setattr(_order, "_MEETING", 0.0)
-    one, _ = ranks_of(2)
-    start(one, ["gather a"])
-    one.meet()
-    assert one._alone
-    start(one, ["gather b"])
-    monkeypatch.setattr(one, "_all_departed", None)  # not called
-    one.meet()
-    one.begin("next")
-    assert not one._alone
-
-
-def test_after_the_first_few_orders_only_the_first_collective_of_a_new_one_is_met(monkeypatch):
-    monkeypatch.setattr(_order, "_MET", 1)
-    ranks, layer = ranks_of(2), Layer()
-    for titles, met in ((["a", "b"], [True, True]), (["b", "a"], [True, False])):
-        for order in ranks:
-            announced = []
-            for title in titles:
-                order.unmet = None
-                start(order, [title])
-                announced.append(order.unmet is not None)
-            assert announced == met
-            order.completed = (order.number, None)
-        for order in ranks:
-            order.compare(layer)
 
 
 def test_ranks_that_depart_to_different_known_orders_all_raise():
@@ -161,7 +119,7 @@ def test_orders_that_alternate_on_all_ranks_do_not_fill_the_store():
     assert sizes[6] == sizes[-1]
 
 
-def test_after_a_failed_pass_of_one_rank_the_known_orders_are_no_disagreement_and_another_one_is():
+def test_after_a_failed_pass_of_one_rank_only_unknown_orders_disagree():
     ranks, layer = ranks_of(2), Layer()
     gathers, reduces = ["gather a", "gather b"], ["reduce a", "reduce b"]
     for titles in [gathers, reduces] * 3:
@@ -176,7 +134,7 @@ def test_after_a_failed_pass_of_one_rank_the_known_orders_are_no_disagreement_an
     assert all(pass_of_all(ranks, layer, gathers, reduces))
 
 
-def test_a_rank_that_ends_a_sequence_before_others_leave_the_failed_pass_agrees_with_them_later():
+def test_a_rank_that_leaves_a_failed_pass_first_agrees_with_others_later():
     ranks, layer = ranks_of(2), Layer()
     assert not any(pass_of_all(ranks, layer, ["reduce a"], ["reduce a"]))
     for order in ranks:
@@ -205,30 +163,6 @@ def test_nothing_is_said_before_a_later_collective_has_completed_on_the_device()
     with pytest.raises(RuntimeError, match="do not agree"):
         one.compare(layer)
     assert two.titles == []
-
-
-def test_a_rank_that_is_slow_is_waited_for_without_blocking():
-    one, two = ranks_of(2)
-    layer = Layer()
-    start(two, ["gather a"])
-    run(one, ["gather a"])
-    one.compare(layer)
-    one.compare(layer)  # nothing was started since
-    two.completed = (two.number, None)
-    two.compare(layer)
-    start(two, ["reduce a"])
-    run(one, ["reduce a"])
-    one.compare(layer)
-    assert one._scopes[""].agreed == {("gather a",)}
-
-
-def test_while_a_graph_is_captured_nothing_is_told():
-    one, _ = ranks_of(2)
-    layer = Layer()
-    layer.capturing = True
-    pass_of(one, layer, ["gather a"], ["reduce a"], ["gather a"])
-    layer.capturing = False
-    assert not one._scopes[""].told
 
 
 def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
@@ -261,7 +195,10 @@ def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
 
     order = CollectiveOrder([0, 1], 0, dist.HashStore())
     order._store = Broken()  # type: ignore[assignment]
-    pass_of(order, Layer(), ["gather a"], ["reduce a"])
+    layer: Any = Layer()
+    for titles in (["gather a"], ["reduce a"]):
+        run(order, titles)
+        order.compare(layer)
     assert "the store failed: gone" in caplog.text
 
 

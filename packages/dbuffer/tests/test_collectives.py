@@ -218,27 +218,19 @@ def test_ranks_that_hold_nothing_of_a_tensor_take_part():
 
 
 @on_ranks(2)
-def test_one_byte_floats_are_gathered_and_their_sums_refused():
+def test_one_byte_floats_are_gathered():
     buffer = make(dtype=torch.float32, full_dtype=torch.float8_e4m3fn, align=16)
     tensors = full_tensors()  # whole numbers up to 9, which one byte holds
     load(buffer, tensors)
     Gather([buffer]).start().wait()
     for name, view in buffer.views.items():
         assert torch.equal(view.float(), tensors[name]), name
-    for op in ("sum", "avg"):
-        with pytest.raises(
-            ValueError, match=r"float8_e4m3fn cannot be added up; reduce in a wider full_dtype"
-        ):
-            ReduceScatter([buffer], op=op).start()
 
 
 @on_ranks(2)
-def test_integers_are_added_up_and_their_average_refused():
+def test_integers_are_added_up():
     buffer = make(dtype=torch.int32)
     mine, total = gradients(dist.get_rank(), 2)
     fill_views(buffer, mine)
-    for options in ({"op": "avg"}, {"op": "sum", "divide": 2.0}):
-        with pytest.raises(ValueError, match=r"an average of torch.int32 is not torch.int32; use op='sum'"):
-            ReduceScatter([buffer], **options)
     ReduceScatter([buffer], op="sum").start().wait()
     assert_locals_equal(buffer, total)

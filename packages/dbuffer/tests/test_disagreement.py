@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import build_large, error_of, load, peers_of, swap, zero
+from dbuffer_helpers import build_large, error_of, load, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
@@ -137,23 +137,3 @@ def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(ki
         handle = kind(buffers).start()
     assert " of a, b failed: " in error_of(handle.wait)
     assert handle.state is HandleState.FAILED
-
-
-class Slow:
-    """A bell that rings when the thread, which heard of the exchange from a peer, has failed it and ended."""
-
-    def __init__(self, bell):
-        self.bell = bell
-
-    def send(self, data):
-        time.sleep(1.0)
-        self.bell.send(data)
-
-
-@on_ranks(2)
-def test_an_exchange_that_fails_while_it_starts_keeps_its_reason():
-    peers, rank = peers_of(), dist.get_rank()
-    if rank == 0:
-        peers._answering.bell = Slow(peers._answering.bell)
-    said = error_of(swap(peers, torch.zeros(4 + rank), [torch.zeros(4)]).wait)
-    assert rank or "all ranks must make the same calls" in said

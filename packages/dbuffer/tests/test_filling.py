@@ -51,7 +51,7 @@ def load_plain(path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_the_ragged_tensors_loads_straight_into_the_shards_of_another_layout(tmp_path):
+def test_a_checkpoint_loads_straight_into_the_shards_of_another_layout(tmp_path):
     run_ranks(3, save, tmp_path, "planned")
     run_ranks(2, load_checkpoint, tmp_path, "split")
     run_ranks(4, load_checkpoint, tmp_path, "planned")

@@ -10,7 +10,6 @@ import reference_formats as reference
 import torch
 
 from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, Noise, RowRun
-from dbuffer.wire.kernels import launch
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
 FORMATS: list[Any] = [
@@ -411,74 +410,3 @@ def test_what_no_run_covers_is_left_alone():
     assert (codes[7 + 1280 :] == 9).all()
     assert scales[[0, 1, 2, 5, 6, 7]].eq(-1).all()
     assert scales[3:5].gt(0).all()
-
-
-@pytest.mark.parametrize(
-    ("fmt", "options", "named"),
-    [
-        (BlockFP8, {"tile": (0, 128)}, "BlockFP8: tile"),
-        (BlockFP8, {"tile": (128,)}, "BlockFP8: tile"),
-        (BlockFP8, {"tile": 128}, "BlockFP8: tile"),
-        (BlockFP8, {"tile": (128, 128.0)}, "BlockFP8: tile"),
-        (BlockFP8, {"scale": "e5m2"}, "BlockFP8: scale"),
-        (BlockInt8, {"size": 0}, "BlockInt8: size"),
-        (BlockInt8, {"size": True}, "BlockInt8: size"),
-        (BlockInt8, {"rounding": "up"}, "BlockInt8: rounding"),
-        (BlockNF4, {"size": 63}, "BlockNF4: size"),
-        (BlockNVFP4, {"outer": "block"}, "BlockNVFP4: outer"),
-    ],
-)
-def test_a_bad_option_is_named(fmt, options, named):
-    with pytest.raises(ValueError, match=named):
-        fmt(**options)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"codes": torch.zeros(64, dtype=torch.int8)}, "codes: expected torch.uint8"),
-        ({"scales": torch.zeros(1, dtype=torch.float64)}, "scales: expected torch.float32"),
-        ({"values": torch.zeros(64, dtype=torch.int32)}, "values: expected"),
-        ({"values": torch.zeros(8, 8)}, "values: expected one dimension"),
-        ({"values": torch.zeros(128)[::2]}, "without gaps"),
-        ({"codes": torch.zeros(63, dtype=torch.uint8)}, r"codes: rows \[0, 8\).*has 63 elements"),
-        ({"noise": Noise(0, 0, 0)}, "takes no noise"),
-    ],
-)
-def test_a_buffer_that_cannot_serve_is_named(change, said):
-    fmt = BlockInt8()
-    given: dict[str, Any] = {
-        "values": torch.zeros(64),
-        "codes": torch.zeros(64, dtype=torch.uint8),
-        "scales": torch.zeros(8),
-    }
-    given |= change
-    with pytest.raises(ValueError, match=said):
-        fmt.quantize([whole(fmt, (8, 8))], **given)
-
-
-def test_rows_outside_a_tensor_and_anothers_tiles_are_refused():
-    values, codes, scales = torch.zeros(64), torch.zeros(64, dtype=torch.uint8), torch.zeros(8)
-    grid = BlockInt8().grid((8, 8))
-    with pytest.raises(ValueError, match=r"rows \[4, 9\).*it has the rows \[0, 8\)"):
-        BlockInt8().quantize([RowRun(grid, 4, 9)], values, codes, scales)
-    with pytest.raises(ValueError, match="its tiles are"):
-        BlockInt8(64).quantize([RowRun(grid, 0, 8)], values, codes, scales)
-    with pytest.raises(ValueError, match="needs noise"):
-        BlockInt8(256, "stochastic").quantize([RowRun(grid, 0, 8)], values, codes, scales)
-    with pytest.raises(ValueError, match="ranks"):
-        BlockInt8().sum([RowRun(grid, 0, 8)], codes, scales, values)
-    with pytest.raises(ValueError, match="not reductions"):
-        BlockNF4().sum([], codes, scales, values)
-
-
-@pytest.mark.parametrize(
-    ("columns", "codes", "unit"),
-    [(512, 0, 8), (512, 4, 4), (256, 0, 4), (512, 2, 1), (320, 0, 1), (510, 0, 1)],
-)
-def test_an_access_takes_as_many_bytes_of_four_bit_codes_as_all_rows_begin_on(columns, codes, unit):
-    fmt = BlockNF4(64)
-    run = RowRun(fmt.grid((3, columns)), 0, 3, 0, codes)
-    row = fmt.code_bytes(columns)
-    assert launch._code_unit(run, 64) == unit
-    assert not any((codes + n * row) % unit or (codes + n * row + columns // 2) % unit for n in range(3))

@@ -8,16 +8,13 @@ from test_blocks_on_wire import FORMATS, Broken, layout_for, tensors
 
 import dbuffer
 from dbuffer import (
-    BlockNF4,
     BlockQuantizedTensor,
     BlocksAtRest,
     BlocksOnWire,
     DBuffer,
     Gather,
     Recycler,
-    ReduceScatter,
 )
-from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
 
@@ -103,16 +100,3 @@ def test_a_failed_gather_leaves_no_memory_to_the_views():
         Gather([buffer]).start().wait()
     first = [view.codes.untyped_storage().nbytes() for view in buffer.empty_views.values()]
     assert not any(first)  # a write that comes late goes where nobody looks
-
-
-@on_ranks(3)
-def test_what_needs_values_is_refused():
-    buffer = make(FORMATS[0])
-    load(buffer, tensors())
-    Gather([buffer]).start().wait()
-    for use in (lambda: buffer.full, lambda: ReduceScatter([buffer])):
-        with pytest.raises(ValueError, match="tensors that are gathered as codes"):
-            use()
-    layout = plan([TensorSpec("t", (27, 8), Rows(1))], dist.get_world_size(), align=16)
-    with pytest.raises(ValueError, match="can only be read back: with read_back=False each must be a byte"):
-        DBuffer(layout, mesh_of(), dtype=torch.float32, wire=BlocksAtRest(BlockNF4(64), read_back=False))

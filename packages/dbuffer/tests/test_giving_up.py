@@ -52,18 +52,6 @@ def test_ranks_that_wait_themselves_are_not_named_as_missing():
     assert all("[2]" in one or "has ended or given up" in one for one in said), said
 
 
-@on_ranks(2)
-def test_patience_counts_from_the_start_of_the_exchange():
-    peers = peers_of(timeout=2.0)
-    if dist.get_rank() == 0:
-        begin = time.monotonic()
-        work = swap(peers, torch.zeros(4), [torch.zeros(4)])
-        assert begin + 2.0 <= work.deadline <= time.monotonic() + 2.0
-        error_of(work.wait)
-        assert time.monotonic() >= work.deadline
-    dist.barrier()
-
-
 def slow_reads(pause, progress=None):
     """From now on a read stops half-way for so many seconds."""
     usual = peer_memory.copy_memory

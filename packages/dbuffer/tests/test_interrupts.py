@@ -206,9 +206,7 @@ def a_wait_is_interrupted(error, kind=Gather, transport="auto"):
 )  # as torch's DataLoader raises where a worker dies
 @pytest.mark.parametrize("kind", [Gather, ReduceScatter])
 @pytest.mark.parametrize("transport", ["auto", "collectives"])
-def test_after_a_handlers_error_in_a_wait_the_buffer_is_busy_and_the_next_wait_goes_on(
-    error, kind, transport
-):
+def test_after_a_handlers_error_in_a_wait_the_next_wait_goes_on(error, kind, transport):
     assert all(run_ranks(2, a_wait_is_interrupted, error("from the handler"), kind, transport))
 
 

@@ -96,7 +96,7 @@ def test_a_read_that_ends_after_its_wait_gave_up_writes_memory_that_nobody_uses(
 
 
 @on_ranks(2)
-def test_what_arrives_late_for_a_reduction_that_was_dropped_is_not_written_over_other_memory():
+def test_late_bytes_of_a_dropped_reduction_are_not_written_over_other_memory():
     """What others give in a reduction arrives in memory of malloc's; rank 1 drops all that it holds, too early."""
     group = dist.new_group()
     direct.MIN_BYTES = 1  # small enough for blocks that malloc hands out again

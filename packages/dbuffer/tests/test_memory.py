@@ -137,7 +137,7 @@ class Small(Recycler):
 @can_swap
 @pytest.mark.parametrize("wire", [None, BlocksOnWire(BlockInt8(64))])
 @on_ranks(2)
-def test_a_gather_that_runs_out_of_memory_gives_all_of_it_back_and_can_be_tried_again(wire):
+def test_a_gather_that_runs_out_of_memory_gives_it_back_and_can_be_tried_again(wire):
     recycler, tensors = Small("cpu"), full_tensors()
     options = {"align": 16, "wire": wire, "recycler": recycler}
     specs = [make("split", full_dtype=torch.bfloat16, **options) for _ in range(2)]
@@ -160,7 +160,7 @@ def test_a_gather_that_runs_out_of_memory_gives_all_of_it_back_and_can_be_tried_
 
 @can_swap
 @on_ranks(2)
-def test_a_reduction_that_runs_out_of_memory_keeps_its_gradients_and_can_be_tried_again():
+def test_a_reduction_without_memory_keeps_its_gradients_and_can_be_tried_again():
     recycler, tensors = Small("cpu"), full_tensors()
     buffers = [make(recycler=recycler, reduction=CastReduction()) for _ in range(2)]
     for buffer in buffers:

@@ -1,14 +1,11 @@
 """Requests of a store that end although the store does not answer."""
 
-import gc
 import threading
-import weakref
-from functools import partial
 
 import pytest
 from torch.distributed import HashStore
 
-from dbuffer._patient_calls import Caller, PatientStore
+from dbuffer._patient_calls import PatientStore
 
 
 class Silent:
@@ -38,28 +35,3 @@ def test_errors_and_values_of_the_store_are_those_of_the_request():
     store = PatientStore(HashStore(), 60)
     store.set("key", "value")
     assert (store.get("key"), store.check(["key"]), store.add("count", 2)) == (b"value", True, 2)
-
-
-def test_a_call_that_has_returned_is_freed_though_its_thread_lives_on():
-    class Held:
-        pass
-
-    held = Held()
-    gone = weakref.ref(held)
-    caller = Caller()
-    pending = caller.start(partial(id, held))
-    assert pending.returns_within(60)
-    assert pending.result() == id(held)
-    del held
-    assert gone() is None
-
-
-def test_the_thread_ends_with_the_store():
-    before = set(threading.enumerate())
-    store = PatientStore(HashStore(), 60)
-    store.check(["key"])
-    (thread,) = set(threading.enumerate()) - before
-    del store
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()

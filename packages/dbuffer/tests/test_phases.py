@@ -2,13 +2,12 @@
 
 import functools
 
-import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of, quantized_whole, random_tensors
 
 import dbuffer
-from dbuffer import BlockFP8, BlockInt8, CodePlanes, DBuffer, Gather, PhasesOnWire, Recycler
+from dbuffer import BlockFP8, CodePlanes, DBuffer, Gather, PhasesOnWire, Recycler
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -101,26 +100,3 @@ def test_the_amax_of_cut_columns_takes_one_all_reduce():
     Gather([buffer]).start().wait()
     assert_codes_of(buffer.views, ROWS, full)
     assert_codes_of(buffer.backward_views, COLUMNS, full)
-
-
-@on_ranks(2)
-def test_codes_are_not_chosen_while_some_are_gathered_or_where_there_is_no_choice():
-    buffer = make()
-    load(buffer, tensors())
-    Gather([buffer]).start().wait()
-    with pytest.raises(RuntimeError, match="choose_codes while codes are gathered; release"):
-        buffer.choose_codes(forward=False, backward=True)
-    layout = plan([TensorSpec("w", (8, 8), Rows(1))], dist.get_world_size(), align=16)
-    plain = DBuffer(layout, mesh_of(), dtype=torch.float32, name="plain")
-    assert not plain.backward_views
-    with pytest.raises(ValueError, match=r"plain: choose_codes applies to buffers with wire=PhasesOnWire"):
-        plain.choose_codes(forward=True, backward=False)
-    with pytest.raises(ValueError, match="codes for forward are not kept for backward"):
-        buffer.keep_codes_for(buffer.mesh_view.group)
-
-
-def test_what_cannot_be_two_codes_is_refused():
-    with pytest.raises(ValueError, match="rounded to nearest, and not read back"):
-        PhasesOnWire(ROWS, backward=COLUMNS, read_back=True)
-    with pytest.raises(ValueError, match="rounded to nearest, and not read back"):
-        PhasesOnWire(ROWS, backward=BlockInt8(32, "stochastic"))

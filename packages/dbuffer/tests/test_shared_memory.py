@@ -21,7 +21,7 @@ from dbuffer_helpers import build_large, load, peers_of, swap
 from dbuffer import Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.memory import shared as shared_memory
-from dbuffer.memory.shared import Arena, PeerFile, Ranges
+from dbuffer.memory.shared import Arena
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 MIB = 1 << 20
@@ -42,41 +42,7 @@ def pages_of(arena):
 # -- ranges and pages --------------------------------------------------------------------------------------------------
 
 
-def test_ranges_are_a_set_of_numbers():
-    dice, ranges = random.Random(0), Ranges()
-    expected: set[int] = set()
-    for _ in range(2000):
-        begin = dice.randrange(60)
-        end = begin + dice.randrange(1, 12)
-        numbers = set(range(begin, end))
-        if dice.random() < 0.5 and not numbers & expected:
-            ranges.add(begin, end)
-            expected |= numbers
-        else:
-            ranges.remove(begin, end)
-            expected -= numbers
-        assert [n for run in ranges.runs for n in range(*run)] == sorted(expected)
-        assert all(a[1] < b[0] for a, b in zip(ranges.runs, ranges.runs[1:], strict=False))
-        assert ranges.total() == len(expected)
-        length = dice.randrange(1, 12)
-        runs = [run[0] for run in ranges.runs if run[1] - run[0] >= length]
-        assert ranges.first(length) == (runs[0] if runs else None)
-
-
-def test_another_mapping_of_the_file_sees_what_is_written():
-    arena = Arena()
-    first, second = arena.allocate(MIB), arena.allocate(3 * MIB)
-    first.fill_(1)
-    second.fill_(2)
-    mapped = PeerFile(arena.fd)
-    for tensor, value in ((first, 1), (second, 2)):
-        offset = arena.offset(tensor.data_ptr(), tensor.nbytes)
-        assert offset is not None
-        assert ctypes.string_at(mapped.address + offset, tensor.nbytes) == bytes([value]) * tensor.nbytes
-    assert arena.offset(torch.empty(4).data_ptr(), 16) is None
-
-
-def test_ranges_in_use_never_overlap_and_few_more_pages_are_kept_than_were_in_use_lately():
+def test_ranges_in_use_never_overlap_and_keep_few_pages_more_than_were_in_use():
     arena, dice = Arena(), random.Random(1)
     held: list[tuple[torch.Tensor, int]] = []
     recent: list[int] = []
@@ -94,22 +60,6 @@ def test_ranges_in_use_never_overlap_and_few_more_pages_are_kept_than_were_in_us
         recent.append(in_use)
         assert in_use <= pages_of(arena) <= 1.25 * max(recent[-6 * shared_memory._LATELY :])
     held.clear()
-    arena.trim()
-    assert pages_of(arena) == 0
-
-
-def test_a_free_range_serves_other_sizes_with_the_pages_it_has():
-    arena = Arena()
-    kept = arena.allocate(MIB)
-    large = arena.allocate(8 * MIB)
-    first = large.data_ptr()
-    del large
-    before = pages_of(arena)
-    parts = [arena.allocate(2 * MIB) for _ in range(4)]
-    assert parts[0].data_ptr() == first
-    assert pages_of(arena) == before == 9 * MIB
-    del kept, parts
-    assert pages_of(arena) == before
     arena.trim()
     assert pages_of(arena) == 0
 
@@ -182,28 +132,6 @@ def test_without_memory_it_raises_and_the_range_is_free_again(monkeypatch, error
     again = arena.allocate(MIB)
     assert again.data_ptr() == arena.address
     assert pages_of(arena) == again.nbytes
-
-
-def test_pages_of_a_range_that_has_them_are_not_allocated_again(monkeypatch):
-    arena, calls = Arena(), []
-    arena.allocate(8 * MIB)
-    replace_populating(monkeypatch, lambda *call: calls.append(call))
-    for nbytes in (8 * MIB, 2 * MIB):
-        arena.allocate(nbytes)
-    assert not calls
-
-
-def test_an_older_kernel_reserves_pages_another_way(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 1000)
-    arena = Arena()
-    tensor = arena.allocate(MIB)
-    assert pages_of(arena) == tensor.nbytes
-
-
-def test_more_than_there_is_room_for_raises():
-    arena = Arena()
-    with pytest.raises(RuntimeError, match="have no free range"):
-        arena.allocate(arena.size + 1)
 
 
 def test_nobody_can_make_the_file_shorter():

@@ -57,9 +57,3 @@ def test_a_quantizing_wire_form_plugs_in(layout):
     for name, view in buffer.views.items():
         torch.testing.assert_close(view.float(), tensors[name], rtol=0, atol=0.1)
     assert record.bytes_sent == sum(shard.numel() + 16 for shard in buffer.shard)  # to the one other rank
-
-
-@on_ranks(1)
-def test_what_travels_takes_part_in_the_alignment_check():
-    with pytest.raises(ValueError, match=r"in torch\.int8; plan with align=16"):
-        make(align=8, full_dtype=torch.bfloat16, wire=Quantized())

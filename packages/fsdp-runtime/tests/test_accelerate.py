@@ -211,7 +211,7 @@ def test_cpu_ram_efficient_loading_takes_rank_0s_values_and_keeps_ties_and_buffe
 
 
 @on_ranks(2)
-def test_precision_resharding_and_ignored_modules_are_the_plugins_and_the_rest_is_refused():
+def test_options_of_the_plugin_are_kept_and_others_are_refused():
     options = {"mixed_precision_policy": "bf16", "ignored_modules": "model.norm"}
     _, plugin = accelerator_for(reshard_after_forward=False, **options)
     model = llama().bfloat16()

@@ -52,7 +52,7 @@ def poison_padding(model):
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
 @on_ranks("shape")
-def test_gradients_are_clipped_as_in_one_process_and_neither_garbage_in_padding_nor_copies_count(shape):
+def test_gradients_are_clipped_as_in_one_process_without_padding_and_copies(shape):
     mesh = rank_mesh(*shape, names=("replica", "shard")[-len(shape) :])
     for order in (2.0, 1.0, float("inf")):
         model = after_backward(mesh=mesh)
@@ -182,14 +182,6 @@ def test_half_precision_is_summed_in_fp32():
     assert norm.item() == pytest.approx((64 * 64 + 64) ** 0.5, rel=1e-6)
 
 
-def test_what_cannot_be_clipped_is_refused():
-    with simulated_ranks(1):
-        model: Any = fully_shard(nn.Linear(8, 5))
-        with pytest.raises(ValueError, match=r"norm_type is 0\.0; expected a positive number"):
-            model.clip_grad_norm_(1.0, 0.0)
-        assert model.clip_grad_norm_(1.0) == 0
-
-
 def stage(number):
     torch.manual_seed(number)
     return nn.Linear(8, 4 + 3 * number)
@@ -202,7 +194,7 @@ def with_gradients(model, scale=1.0):
 
 
 @on_ranks(4)
-def test_the_norm_of_all_pipeline_stages_takes_one_more_all_reduce_and_raises_on_each_if_not_finite():
+def test_the_norm_of_pipeline_stages_takes_one_all_reduce_and_raises_if_not_finite():
     mesh = rank_mesh(2, 2, names=("pp", "dp"))
     number = mesh.get_local_rank("pp")
     for order in (2.0, 1.0, float("inf")):

@@ -48,7 +48,7 @@ def two_steps(prepare, **options):
 
 
 @on_ranks(3)
-def test_own_collectives_bring_the_same_bits_in_the_dtypes_of_the_policy_also_in_a_group_of_their_own():
+def test_own_collectives_give_the_same_bits_in_the_dtypes_of_the_policy():
     gather, reduction = OwnGather(), OwnReduction()
 
     def prepare(model):

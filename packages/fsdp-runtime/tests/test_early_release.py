@@ -55,7 +55,7 @@ def step(make=Watched, children=1, **attributes):
 
 
 @on_ranks(3)
-def test_the_heads_memory_is_free_while_the_blocks_run_backward_unless_autograd_holds_it_or_it_is_small():
+def test_the_heads_memory_is_free_while_the_blocks_run_backward():
     assert step()[0] == [{"embed.weight"}]
     assert "head.weight" in step(detached=True)[0][0]
     seen, reductions = step(children=1 << 18)  # reduced together, at the end
@@ -95,7 +95,7 @@ class Scaled(Body):
 @pytest.mark.parametrize("frozen", [False, True])
 @on_ranks(2)
 @children_from(1)
-def test_nothing_is_freed_that_backward_needs_after_the_last_gradient_that_it_waits_for(frozen):
+def test_nothing_is_freed_that_backward_needs_after_its_last_gradient(frozen):
     """Which is not the last if a parameter is frozen, or if only the last microbatch uses it."""
     model, alone = shard(seeded(Scaled, blocks=1)), seeded(Scaled, blocks=1)
     for each in (model, alone):

@@ -12,8 +12,7 @@ from runtime_helpers import BrokenTransport
 from torch import nn
 
 import block_optim
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies, fully_shard
-from fsdp_runtime.quantization import BlockFP8
+from fsdp_runtime import MixedPrecisionPolicy, block_policies, fully_shard
 from ragged_shard import RaggedDTensor, distribute_like
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
@@ -151,20 +150,6 @@ def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters
     assert sent == (dist.get_world_size() - 1) * (codes + 4 * biases), (sent, codes, biases)
 
 
-@on_ranks(3)
-def test_what_fails_on_one_rank_in_the_first_gather_raises_on_all():
-    class Failing(Halved):
-        def fsdp_pre_all_gather(self, mesh):
-            if mesh.get_local_rank() == 1:
-                raise OverflowError("no such scale")
-            return super().fsdp_pre_all_gather(mesh)
-
-    model = extend(linears(8, 8), Failing)
-    fully_shard(model)
-    with pytest.raises((RuntimeError, OverflowError), match="no such scale"):
-        model(torch.randn(2, 8))
-
-
 @on_ranks(2)
 def test_what_travels_must_stay_as_it_was():
     log: list = []
@@ -180,47 +165,6 @@ def test_what_travels_must_stay_as_it_was():
             model(torch.randn(2, 8))
     finally:
         Halved.sent = torch.bfloat16
-
-
-class Unmarked(Wrapper):
-    """A subclass without the two methods."""
-
-
-class Lost(Halved):
-    @classmethod
-    def __tensor_unflatten__(cls, tensors, log, size, stride):
-        return tensors["inner"]
-
-
-class TwoInside(Halved):
-    def __tensor_flatten__(self):
-        return ["inner", "scale"], None
-
-
-class ThreeArguments(Halved):
-    @staticmethod
-    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
-        return Halved.__tensor_unflatten__(tensors, context, size, None)
-
-
-@on_ranks(2)
-def test_what_cannot_be_served_is_refused_by_name_before_anything_changes():
-    quantize: Any = {"quantization_policy": QuantizationPolicy(weights=BlockFP8((128, 128)))}
-    cases: Any = (
-        (TwoInside, NotImplementedError, r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)", {}),
-        (Unmarked, NotImplementedError, r"0\.weight is a Unmarked without fsdp_pre_all_gather", {}),
-        (Lost, NotImplementedError, r"0\.weight is a Lost whose __tensor_unflatten__ makes a Tensor", {}),
-        (ThreeArguments, ValueError, r"weight is a ThreeArguments .*takes \(tensors, context, size\)", {}),
-        (Halved, ValueError, r"0\.weight was selected, but is a Halved", quantize),
-    )
-    for make, error, message, options in cases:
-        layer = nn.Linear(8, 8)
-        before = layer.weight = nn.Parameter(make(layer.weight.detach()))
-        model = nn.Sequential(layer)
-        with pytest.raises(error, match=message):
-            fully_shard(model, **options)
-        assert layer.weight is before
-        assert type(model) is nn.Sequential
 
 
 @on_ranks(2)

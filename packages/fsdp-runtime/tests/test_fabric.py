@@ -141,7 +141,7 @@ def test_files_of_one_process_load_and_load_raw_sends_no_parameter(tmp_path):
 
 
 @on_ranks(2)
-def test_a_model_made_on_meta_gets_its_file_and_other_names_and_an_unused_axis_of_ranks_are_refused(tmp_path):
+def test_a_model_on_meta_gets_its_file_and_wrong_names_and_axes_are_refused(tmp_path):
     expected = seeded(seed=3).state_dict()
     if dist.get_rank() == 0:
         torch.save(expected, tmp_path / "raw.pt")

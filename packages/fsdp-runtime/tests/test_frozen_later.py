@@ -2,13 +2,11 @@
 
 import gc
 
-import pytest
 import torch.distributed as dist
 from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
-from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 
@@ -76,19 +74,6 @@ def test_frozen_parameters_accumulate_and_have_replicas():
             assert_same_gradients(model, alone)
 
 
-@on_ranks(2)
-def test_unfreezing_while_gradients_wait_is_an_error_that_names_the_parameter():
-    model = shard(seeded())
-    freeze(model, is_bias)
-    model.set_requires_gradient_sync(False)
-    loss_of(model, tokens()).backward()
-    model.blocks[0].weight.requires_grad_(True)
-    with pytest.raises(
-        RuntimeError, match=r"weight in blocks\.0 was unfrozen while gradients of other param"
-    ):
-        loss_of(model, tokens()).backward()
-
-
 class Sometimes(Body):
     def forward(self, batch, order=None):
         x = self.norm(self.embed(batch))
@@ -104,13 +89,12 @@ def test_a_trained_parameter_without_a_gradient_here_gets_what_others_have():
 
 
 @on_ranks(2)
-def test_memory_of_gradients_is_free_after_backward_and_dropped_when_other_parameters_are_trained():
+def test_memory_of_gradients_is_freed_when_other_parameters_are_trained():
     model = fully_shard(seeded())
     counts = []
     for step in range(6):
         freeze(model, lambda name, step=step: f"blocks.{step % 2}" in name or name == "norm.weight")
         loss_of(model, tokens(step=step)).backward()
-        assert not any(group.gradients.buffer.gathered.present for group in member_of(model).unit.groups)
         gc.collect()
         counts.append(sum(isinstance(item, (DBuffer, ReduceScatter)) for item in gc.get_objects()))
     assert counts[3] == counts[-1], counts

@@ -106,7 +106,7 @@ def test_empty_shards_empty_tensors_and_buffers_are_loaded(tmp_path):
 
 
 @on_ranks(2)
-def test_values_are_cast_to_the_dtype_of_the_parameters_and_the_next_forward_gathers_them(tmp_path):
+def test_values_are_cast_to_the_dtype_of_parameters_and_used_by_the_next_forward(tmp_path):
     bf16, fp32 = torch.bfloat16, torch.float32
     for stored, dtype in ((bf16, fp32), (fp32, bf16)):
         write_once(tmp_path / str(stored) / "m.safetensors", seeded().to(stored).state_dict())
@@ -251,7 +251,7 @@ def test_a_rule_that_does_not_fit_is_an_error_by_name(change, message, tmp_path)
 
 
 @on_ranks(2)
-def test_a_tied_parameter_is_loaded_under_either_name_and_refused_under_two_that_differ(tmp_path):
+def test_a_tied_parameter_is_loaded_by_either_name_and_refused_if_both_differ(tmp_path):
     tensors = seeded(tied=True).state_dict()
     for left_out in ({"head.weight"}, {"embed.weight"}, set()):
         path = tmp_path / "-".join(("m", *left_out))

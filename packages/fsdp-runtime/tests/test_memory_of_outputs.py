@@ -42,7 +42,7 @@ def around(way):
 
 
 @on_ranks(2)
-def test_a_unit_that_returns_its_own_parameter_is_named_with_the_option_that_works_and_a_copy_works():
+def test_a_unit_that_returns_its_own_parameter_is_named_with_the_remedy():
     x = torch.ones(2, 4)
     around(torch.clone)(x).backward()
     for way in (lambda weight: weight, torch.t, torch.Tensor.detach):

@@ -81,7 +81,7 @@ def test_scales_lie_as_cublas_documents():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_scaled_mm_is_given_has_torchs_layout_and_the_numbers_of_the_cpus_product(monkeypatch, dtype):
+def test_scaled_mm_gets_torchs_layout_and_gives_the_numbers_of_the_cpu(monkeypatch, dtype):
     scaled_mm: Any = F.scaled_mm
 
     def unswizzled(flat, rows, blocks):
@@ -162,7 +162,7 @@ def train(kind="plain", microbatches=1, **options):
 
 
 @on_ranks(4)  # there are three bands of tiles
-def test_units_train_as_one_process_that_multiplies_rows_and_columns_also_where_tiles_are_cut():
+def test_units_train_as_one_process_that_multiplies_rows_and_columns():
     train(reshard_after_forward=False, microbatches=2)
     train(quantization_policy=QuantizationPolicy(weights=MX_ROWS, compute="scaled", cut="shared"))
 

@@ -170,7 +170,7 @@ def test_a_checkpoint_inside_the_unit_moves_its_input():
         assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
 
 
-def test_the_device_holds_few_activations_after_forward_none_after_backward_and_cpu_memory_is_used_again():
+def test_activations_leave_the_device_and_cpu_memory_is_used_again():
     sizes: dict[str, list[int]] = {"activations": [], "after backward": []}
     for policy in (NONE, POLICY):
         with device() as found:
@@ -199,32 +199,6 @@ def test_a_tensor_moves_once_although_several_operations_save_it():
         rows = tokens().numel() * 4
         # x; q, k and v in one storage; the gate before it is expanded; tanh twice, sigmoid and four products.
         assert block_bytes <= rows * (16 + 3 * 16 + 1 + 3 * 16 + 4 * 16)
-
-
-def test_from_the_second_step_on_a_units_activations_come_while_the_one_before_runs_backward(monkeypatch):
-    with device():
-        model, started = build(), []
-        loss = loss_of(model, tokens())
-        store = store_of(model)
-        bring = store._bring
-
-        def recorded(runs):
-            runs = list(runs)
-            absent = sum(run.device is None for run in runs)
-            if absent:
-                started.append((store._part, absent))
-            bring(runs)
-
-        monkeypatch.setattr(store, "_bring", recorded)
-        loss.backward()
-        assert {part for part, _ in started} == {-1}
-        assert {absent for _, absent in started} == {1}
-        started.clear()
-        loss = loss_of(model, tokens())
-        away = sum(run.device is None for run in store._alive.values())
-        loss.backward()
-        assert [part for part, _ in started] == [0, 1, 2]  # each starts the next one's; none is on demand
-        assert sum(absent for _, absent in started) == away
 
 
 def test_activations_that_came_and_are_not_used_are_freed_after_their_copies():
@@ -257,7 +231,7 @@ def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
         found.raise_late()
 
 
-def test_a_change_in_place_hooks_that_would_not_see_what_is_saved_and_a_capture_raise_by_name():
+def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
     with device() as found:
         model = build()
         model.blocks[1].spoils = True

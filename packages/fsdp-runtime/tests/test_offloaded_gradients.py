@@ -47,7 +47,7 @@ def train(policy, kind="torch", clip=None, syncs=(True,), shape=(4,), **options)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_parameters_are_the_same_bits_with_every_kind_of_optimizer_and_no_access_is_a_race(kind):
+def test_parameters_are_the_same_bits_with_every_optimizer_and_nothing_races(kind):
     with device("at random", device="cpu:0"):
         assert same_bits(train(POLICY, kind)[0], train(NONE, kind)[0])
 
@@ -95,7 +95,7 @@ def test_a_gradient_shows_nan_and_other_users_of_it_raise():
         assert same_bits(before, locals_of(model))
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_and_the_reduction_hook_sees_values_in_cpu_memory():
+def test_a_gradient_that_is_not_finite_skips_the_step():
     with device("late", device="cpu:0"):
         model, seen = build(POLICY), []
         optimizer = OffloadedOptimizer(OPTIMIZERS["a bucket each"](list(model.parameters())))

@@ -92,9 +92,7 @@ def same_states(one, two):
         *(pytest.param("foreach", n, marks=pytest.mark.long) for n in (1, 1 << 28)),
     ],
 )
-def test_values_are_those_of_the_optimizer_itself_with_three_buckets_at_most_on_the_device_and_no_race(
-    kind, bucket_bytes, monkeypatch
-):
+def test_values_are_those_of_the_optimizer_with_three_buckets_on_the_device(kind, bucket_bytes, monkeypatch):
     with device_for(kind):
         plain, optimizer = prepared(kind, False)
         model, offloaded = prepared(kind, True, bucket_bytes)
@@ -204,7 +202,7 @@ def test_what_does_not_apply_is_refused_and_on_the_cpu_it_is_the_optimizer_itsel
 # -- block_optim's: work next to the steps, states that are replaced ---------------------------------------------------
 
 
-def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some_and_its_work_ends_first(
+def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some(
     monkeypatch,
 ):
     with device_for("overlapped"):

@@ -185,7 +185,7 @@ def twice(sometimes):
 
 
 @on_ranks(2)
-def test_a_unit_that_forward_runs_twice_is_updated_once_and_backward_through_an_updated_one_is_refused():
+def test_a_unit_that_runs_twice_is_updated_once_and_backward_after_it_is_refused():
     twice(False)
     with pytest.raises(
         RuntimeError, match=r"backward reaches blocks\.0 again after its parameters were updated"

@@ -57,7 +57,7 @@ def _shard(changes, shape):
         return None, objects.call_count
 
 
-def test_every_rank_names_the_versions_that_differ_and_the_ranks_of_the_job_that_have_each():
+def test_every_rank_names_versions_that_differ_and_the_ranks_that_have_each():
     name = "the version of dbuffer"
     results = run_ranks(3, _shard, {0: {name: "1.0"}, 1: {name: "1.1"}, 2: {name: "1.0"}}, (3,))
     expected = f"ranks do not agree on {name}: 1.0 on ranks 0, 2; 1.1 on rank 1"
@@ -68,7 +68,7 @@ def test_every_rank_names_the_versions_that_differ_and_the_ranks_of_the_job_that
     assert {message for message, _ in results} == {expected}
 
 
-def test_equal_versions_of_torch_packages_and_python_travel_with_the_layout_and_cost_no_collective():
+def test_equal_versions_cost_no_collective():
     assert run_ranks(2, _shard, {}, (2,)) == [(None, 0)] * 2
     names = ("torch", "Python", "layout-planner", "block-optim", "fsdp-runtime")
     assert {f"the version of {name}" for name in names} <= _IN_COMMON.keys()
@@ -92,7 +92,7 @@ class Output:
     extra: list | None = None
 
 
-def test_every_container_is_gone_into_and_keeps_its_class_and_what_holds_nothing_to_change_is_returned():
+def test_tensors_in_every_container_are_mapped_and_its_class_is_kept():
     x = torch.ones(2)
     tree = (x, [x, 3], {"k": x}, OrderedDict(a=x), Pair(x, "s"), Output(x, "n", [x]), None, Batch(k=x))
     found = map_tensors(lambda t: t + 1, tree)

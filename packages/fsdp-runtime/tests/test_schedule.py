@@ -81,39 +81,6 @@ def test_gathers_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(
     assert all(order == first for order in others)
 
 
-class Recorder:
-    """A device layer that notes which events streams wait for."""
-
-    asynchronous = False
-
-    def __init__(self, layer):
-        self.layer, self.waits = layer, []
-
-    def record(self, stream=None):
-        return "all that the current stream holds"
-
-    def wait(self, event, stream=None):
-        self.waits.append(event)
-
-    def __getattr__(self, name):
-        return getattr(self.layer, name)
-
-
-@on_ranks(1)
-def test_a_gather_after_the_optimizers_event_waits_for_a_parameter_assigned_since_too():
-    event = "the optimizer's event"
-    for assign, waits in ((False, [event]), (True, [event, "all that the current stream holds"])):
-        model = shard(seeded())
-        streams = member_of(model).passes.streams
-        loss_of(model, tokens())
-        if assign:
-            model.blocks[1].weight = torch.nn.Parameter(model.blocks[1].weight.detach() * 2)
-        model.set_post_optim_event(event)
-        streams.layer = recorder = Recorder(streams.layer)
-        model(tokens())
-        assert recorder.waits == waits
-
-
 # -- gathers ahead -----------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +107,7 @@ def ahead(model, **options):
 
 
 @on_ranks(2)
-def test_the_first_pass_in_an_order_gathers_on_demand_and_later_ones_as_deep_as_asked():
+def test_the_first_pass_in_an_order_gathers_on_demand_later_ones_ahead():
     model, on_demand = shard(seeded(blocks=4)), [[0], [1], [2], [3]]
     with torch.no_grad():
         assert ahead(model) == on_demand

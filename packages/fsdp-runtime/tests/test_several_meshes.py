@@ -20,12 +20,9 @@ from runtime_helpers import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer import BlockFP8, BlockInt8
 from fsdp_runtime import QuantizationPolicy, fully_shard
-from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
@@ -178,53 +175,6 @@ def test_experts_that_only_some_ranks_use_are_reduced_on_all():
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(ShardPlacementResult is None, reason="torch < 2.12 has no ShardPlacementResult")
-@on_ranks(4)
-def test_a_shard_placement_result_that_cannot_be_meant_is_refused_by_name():
-    """Others are taken: conformance."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    flat, hybrid, _ = two_meshes()
-    model = nn.Linear(16, 16)
-    odd = FSDPMeshInfo(hybrid, shard_mesh_dim=1)
-    with pytest.raises(ValueError, match=r"weight: mesh_info cuts over axis 1 .* copies over None"):
-        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: ShardPlacementResult(None, odd))
-    with pytest.raises(TypeError, match="weight: mesh_info is a int"):
-        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: ShardPlacementResult(None, 3))
-    assert not hasattr(model.weight, "placements")
-
-
-@on_ranks(4)
-def test_meshes_that_cannot_be_meant_are_refused_on_every_rank_before_anything_is_changed():
-    flat, hybrid, _ = two_meshes()
-    rank, model = dist.get_rank(), nn.Linear(16, 16)
-    some = DeviceMesh("cpu", [0, 1, 2])
-    names = rank_mesh(2, 2, names=("copies", "other"))
-    three = rank_mesh(2, 2, 1, names=("a", "b", "c"))
-    for choose, message in (
-        (lambda p: Replicate(), "gave Replicate.* for weight; expected None"),
-        (lambda p: Shard(2), r"gave S.*2.* for weight, which has 2 dimensions"),
-        (lambda p: three, "for weight: fully_shard expects a 1D or 2D"),
-        (lambda p: rank_mesh(2, 2), "without names"),
-        # A mesh without rank 3: it says so itself, and the others hear of it.
-        (lambda p: some, "rank 3 is not in" if rank == 3 else "shard_placement_fn on rank 3: .*rank 3"),
-        # Ranks that do not agree: on the axes, and on whether there is another mesh at all.
-        (lambda p: hybrid if rank else names, "do not agree on the mesh of weight"),
-        (lambda p: hybrid if rank == 2 else None, "do not agree on the mesh of weight"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fully_shard(model, mesh=flat, shard_placement_fn=choose)
-        assert not hasattr(model.weight, "placements")
-    choose = lambda p: hybrid if p.ndim == 1 else None  # noqa: E731
-    with pytest.raises(ValueError, match=r"reshard_after_forward=4: parameter bias is cut over 2 ranks"):
-        fully_shard(model, mesh=flat, shard_placement_fn=choose, reshard_after_forward=4)
-    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(outer, mesh=flat)
-    with pytest.raises(ValueError, match=r"weight was cut over .*fsdp.* by the unit Sequential, .*copies"):
-        fully_shard(outer[0], mesh=hybrid)
-    fully_shard(outer[0], mesh=flat, shard_placement_fn=lambda p: None)
-
-
 @on_ranks(4)
 def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
     flat = rank_mesh(4)  # no names
@@ -238,17 +188,6 @@ def test_meshes_without_names_of_one_rank_and_of_the_same_process_group():
     model = shard(seeded(width=16), mesh=flat, shard_placement_fn=lambda p: again)
     assert counted(model) == [7, 4, 0]
     check_gradients(model)
-
-
-@on_ranks(4)
-def test_a_parameter_that_expert_parallelism_cut_is_not_cut_on_over_the_same_mesh():
-    world = rank_mesh(2, 2, names=("efsdp", "ep"))
-    flat = rank_mesh(4, names=("fsdp",))
-    model = nn.Linear(6, 8)
-    cut = distribute_tensor(model.weight.detach(), world["ep"], [Shard(0)], src_data_rank=None)
-    model.weight = nn.Parameter(cut)
-    with pytest.raises(ValueError, match="weight is already a DTensor on the mesh"):
-        fully_shard(model, mesh=flat, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
 
 
 # -- the rest of a unit's life -----------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def pull(port):
     return state["step"], moments.full_tensor(), full_values(model)
 
 
-def test_other_ranks_get_the_newest_values_states_and_numbers_at_the_time_of_the_snapshot(port):
+def test_other_ranks_get_the_values_and_states_of_the_time_of_the_snapshot(port):
     for steps in (1, 2):
         (wanted, moments), *_ = run_ranks(3, put, port, steps)
     for number, pulled, values in run_ranks(2, pull, port):

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import block_optim
 from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict, set_full_state_dict
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks, simulated_ranks
 
 # -- which unit has it -------------------------------------------------------------------------------------------------
 
@@ -96,9 +96,7 @@ OWNERS: list[Any] = [  # a model, its units, and the unit of some parameters
 
 
 @pytest.mark.parametrize(("make", "units", "owners"), OWNERS)
-def test_a_shared_parameter_belongs_to_the_smallest_unit_around_all_its_modules_in_any_order(
-    make, units, owners
-):
+def test_a_shared_parameter_belongs_to_the_smallest_unit_around_its_modules(make, units, owners):
     for order in itertools.permutations(units):
         with simulated_ranks(3):
             model = wrap(make(), order)
@@ -181,7 +179,6 @@ def test_it_moves_out_of_units_that_are_gathered_and_have_others_left():
         module.unshard()
     model = fully_shard(model, shard_placement_fn=lambda param: None)
     assert owner(model, "inner.a.weight") == ""
-    assert member_of(model.inner.a).unit.at_rest
     plain = seeded(Nested)
     model(x[dist.get_rank()]).square().mean().backward()
     plain(x).square().mean().backward()
@@ -205,7 +202,7 @@ class Experts(nn.Module):
 
 
 @on_ranks(3)
-def test_it_is_reduced_where_some_ranks_skip_all_modules_that_share_it_and_none_where_all_do():
+def test_it_is_reduced_if_some_ranks_skip_its_modules_and_not_if_all_do():
     chosen: list[list[list[int]]] = [[[0], [], [0, 1]], [[], [], []], [[], [1], []]]
     model: Any = seeded(Experts)
     for expert in model.experts:
@@ -265,7 +262,7 @@ def test_uses_outside_of_the_unit_that_has_it_raise_on_every_rank_by_name():
 
 
 @on_ranks(3)
-def test_tying_after_sharding_changes_nothing_where_it_is_tied_and_raises_on_every_rank_where_not():
+def test_tying_after_sharding_raises_unless_it_was_tied_before():
     model = wrap(seeded(tied=True), ("embed", "head", ""))
     before = model.head.weight
     model.head.weight = model.embed.weight
@@ -303,14 +300,6 @@ def test_other_values_for_one_of_its_modules_raise_on_every_rank():
     model.head.weight = nn.Parameter(ones)
     with pytest.raises(ValueError, match=r"was replaced in one of the 2 modules that share it"):
         loss_of(model, tokens())
-
-
-@on_ranks(4)
-def test_a_tied_parameter_on_two_meshes_raises_on_every_rank():
-    model = seeded(tied=True)
-    fully_shard(model.embed, mesh=rank_mesh(4))
-    with pytest.raises(ValueError, match=r"embed\.weight was cut over .*always the same"):
-        fully_shard(model, mesh=mesh_of(2, 2))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -364,13 +353,13 @@ def load(folder):
                 take(model, state, assign)
 
 
-def test_training_goes_on_from_a_checkpoint_of_other_units_and_ranks_and_untied_values_are_refused(tmp_path):
+def test_training_resumes_with_other_units_and_ranks_but_not_untied_values(tmp_path):
     run_ranks(2, save, tmp_path)
     run_ranks(3, load, tmp_path)
 
 
 @on_ranks(3)
-def test_full_values_load_into_a_tied_model_and_raise_on_every_rank_where_they_differ():
+def test_full_values_load_into_a_tied_model_and_raise_where_they_differ():
     wanted, untied = seeded(tied=True, seed=1).state_dict(), seeded(seed=1).state_dict()
     for order in LAYOUTS:
         for put in (nn.Module.load_state_dict, set_full_state_dict):

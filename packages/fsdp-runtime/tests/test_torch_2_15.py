@@ -10,7 +10,6 @@ Torch 2.13 has neither in FSDP2, so expected values are those of one process. Fr
 import gc
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import (
@@ -28,16 +27,15 @@ from runtime_helpers import (
 from torch import nn
 
 import block_optim
-from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, clip_grad_norm_, fully_shard
+from fsdp_runtime import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp_runtime.memory import SelectiveOffloadPolicy, gathered_memory
-from fsdp_runtime.quantization import BlockFP8
-from ragged_shard.testing import on_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks
 
 # -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
-def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads_with_the_values_of_a_usual_run():
+def test_unsharded_parameters_keep_their_addresses_over_steps_and_loads():
     results = []
     for keep in (False, True):
         model: Any = shard(seeded(), mp_policy=BF16)
@@ -71,7 +69,7 @@ def test_a_reader_by_address_sees_new_weights_after_the_next_gather():
 
 
 @on_ranks(2)
-def test_memory_is_kept_between_steps_until_it_is_switched_off_and_where_parameters_had_none_yet():
+def test_memory_is_kept_between_steps_until_it_is_switched_off():
     gc.collect()  # models of other tests, which share the recycler
     model = shard(on_meta())
     whole, before = sum(param.numel() for param in model.parameters()) * 4, gathered_memory(model).lent_bytes
@@ -83,20 +81,6 @@ def test_memory_is_kept_between_steps_until_it_is_switched_off_and_where_paramet
         model.reshard()
         loss_of(model, tokens()).backward()
         assert (gathered_memory(model).lent_bytes - before >= whole) == keep
-
-
-def test_what_does_not_apply_is_refused_by_name():
-    scaled = QuantizationPolicy(weights=BlockFP8((128, 128)), compute="scaled")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    object.__setattr__(policy, "param_dtype_override_fn", lambda param: torch.float32)
-    with simulated_ranks(2):
-        model = shard(seeded(width=128), mp_policy=BF16, quantization_policy=scaled)
-        with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage: "):
-            model.set_keep_unsharded_storage(True)
-        with pytest.raises(NotImplementedError, match="param_dtype_override_fn is not supported"):
-            fully_shard(nn.Linear(2, 2), mp_policy=policy)
-        with pytest.raises(ValueError, match=r"parameter head\.bias has grad_dtype None"):
-            fully_shard(bf16_model({"head.bias": None}))
 
 
 # -- grad_dtype --------------------------------------------------------------------------------------------------------

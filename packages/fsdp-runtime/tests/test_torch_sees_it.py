@@ -17,7 +17,7 @@ from ragged_shard.testing import on_ranks
 NAMES = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
 
-def test_every_public_method_of_torchs_class_is_ours_or_refused_by_name_also_a_newer_torchs():
+def test_every_public_method_of_torchs_class_is_ours_or_refused_by_name():
     for name in NAMES:
         assert getattr(FSDPModule, name) is not getattr(torch_fsdp.FSDPModule, name), name
         assert vars(FSDPModule)[name].__module__.startswith("fsdp_runtime"), name
@@ -41,7 +41,7 @@ def test_a_sharded_module_is_an_instance_of_torchs_class():
 
 
 @on_ranks(2)
-def test_our_function_works_in_place_of_torchs_which_refuses_a_module_that_ours_has_taken(monkeypatch):
+def test_our_function_works_in_place_of_torchs_which_refuses_our_modules(monkeypatch):
     torchs: Any = torch_fsdp.fully_shard
     ours: Any = fully_shard
     monkeypatch.setattr(torch_fsdp, "fully_shard", fully_shard)
@@ -95,7 +95,7 @@ class Nested(nn.Module):
 
 
 @on_ranks(2)
-def test_a_unit_stays_gathered_until_the_outermost_of_its_methods_that_call_each_other_has_ended():
+def test_a_unit_stays_gathered_until_its_outermost_method_has_ended():
     model, alone = (nn.Sequential(nn.Linear(4, 4), seeded(Nested)) for _ in range(2))
     model[0].load_state_dict(alone[0].state_dict())
     fully_shard(model[1])

@@ -146,7 +146,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_the_same_error_on_every_rank(
 
 
 @on_ranks(2)
-def test_the_best_model_is_loaded_at_the_end_saved_and_the_same_error_on_every_rank_if_damaged(tmp_path):
+def test_the_best_model_is_loaded_at_the_end_and_every_rank_raises_if_damaged(tmp_path):
     from safetensors.torch import load_file
 
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -215,7 +215,7 @@ def written(path, model):
 
 
 @on_ranks(3)
-def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s_and_nothing_stays_replaced(tmp_path):
+def test_a_model_that_from_pretrained_shards_trains_as_fsdp2s(tmp_path):
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed import fsdp, mixin
 

@@ -65,7 +65,7 @@ def measured(model):
     return meter.peak
 
 
-def test_as_many_of_the_last_units_are_kept_as_fit_one_more_would_not_and_few_steps_find_them():
+def test_as_many_of_the_last_units_are_kept_as_fit():
     with simulated_ranks(8):
         model, calls = sharded(reshard_after_forward=False), []
 
@@ -150,7 +150,7 @@ def train(model):
 
 
 @on_ranks(3)
-def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss_and_nothing_keeps_the_model():
+def test_the_choice_is_the_same_on_every_rank_fits_and_changes_no_loss():
     plain, model = sharded(), sharded()
     tuning = [tune(model, partial(backward, model), memory_budget=PLENTY)]
     budget = tuning[0].least + 2 * BLOCK
@@ -201,7 +201,7 @@ def test_a_unit_of_parameters_that_no_unit_around_has_is_a_root_and_can_be_tuned
         assert tuning.kept == ("Linear",)
 
 
-def test_other_tensors_models_and_garbage_do_not_count_and_only_where_all_fits_units_are_gathered_ahead():
+def test_other_tensors_models_and_garbage_do_not_count():
     with simulated_ranks(8):
         model, other = sharded(), sharded(reshard_after_forward=False)
         model.set_prefetch_depth(2)

@@ -95,7 +95,7 @@ def assert_trains_as(reference, model, steps=2):
 
 
 @on_ranks(3)
-def test_adapters_train_on_the_values_that_the_codes_say_which_are_all_that_is_kept_and_travels():
+def test_adapters_train_on_values_of_codes_which_alone_are_kept_and_sent():
     for fmt in FORMATS:
         reference, model = read_back(fmt, adapted()), shard(adapted(), fmt)
         assert_trains_as(reference, model)

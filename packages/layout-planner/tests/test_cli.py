@@ -1,6 +1,5 @@
 """The command line prints what it computed, and says in one line what is wrong."""
 
-import io
 import json
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from layout_planner import Layout, Rows, _cli, plan_quantized
+from layout_planner import Layout, Rows, plan_quantized
 from layout_planner._cli import main
 from layout_planner._sweep import Options, measure
 from layout_planner.models import load_model
@@ -49,9 +48,7 @@ def table(text):
 PLAN = "plan --model gpt-oss-120b --world-size 128 --block rows:32"
 
 
-def test_plan_shows_each_group_with_layers_shard_size_padding_bound_and_gap_and_totals_over_all_layers(
-    capsys,
-):
+def test_plan_shows_each_group_and_totals_over_all_layers(capsys):
     text = run(capsys, PLAN)
     rows = table(text)
     assert [row["group"] for row in rows] == ["embed", "layers.0-35", "head", "total"]
@@ -119,26 +116,6 @@ def test_sweep_ends_with_advice_that_names_numbers(capsys):
     lines = advice.splitlines()
     for topic in ("block at 1024", "world size with", "shard group under HSDP", "merged layers with"):
         assert any(line.startswith(f"- {topic}") and " %" in line for line in lines), topic
-
-
-def test_sweep_prints_rows_as_they_are_ready(monkeypatch):
-    class Pipe(io.StringIO):
-        received = ""
-
-        def flush(self):
-            self.received = self.getvalue()
-
-    pipe, seen = Pipe(), []
-
-    def two_rows(model, *rest):
-        yield measure(model, 8, Rows(1), Options())
-        seen.append(pipe.received)
-        yield measure(model, 16, Rows(1), Options())
-
-    monkeypatch.setattr(_cli, "sweep", two_rows)
-    monkeypatch.setattr(sys, "stdout", pipe)
-    assert main(["sweep", "--model", "llama-3-8b", "--world-size", "8..16"]) == 0
-    assert [row["ranks"] for row in table(seen[0])] == ["8"]
 
 
 def test_sweep_as_json_has_measures_and_advice(capsys):

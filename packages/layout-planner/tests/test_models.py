@@ -1,7 +1,5 @@
 """Model shapes are those of the published models."""
 
-import pytest
-
 from layout_planner import Rows, Tile
 from layout_planner.models import ShapeEntry, load_model, model_names, separate_experts
 
@@ -44,7 +42,7 @@ TENSORS: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {
 }
 
 
-def test_every_known_model_has_the_published_number_of_parameters_and_names_them_once():
+def test_every_known_model_has_the_published_parameters_and_names_them_once():
     assert {name: load_model(name).numel for name in model_names()} == PUBLISHED
     for group in (group for name in PUBLISHED for group in load_model(name).groups):
         assert len({entry.name for entry in group.tensors}) == len(group.tensors)
@@ -56,13 +54,6 @@ def test_layers_have_the_tensors_of_the_published_models():
         assert wanted.items() <= found.items(), model
     (experts,) = (e for e in load_model("gpt-oss-120b").groups[-2].tensors if e.name.endswith("gate_up_proj"))
     assert experts.experts == 128
-
-
-def test_an_unknown_model_or_group_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpt-6'.*llama-3-8b.*kimi-k2"):
-        load_model("gpt-6")
-    with pytest.raises(ValueError, match=r"llama-3-8b has no group 'tail'; it has embed, layers\.0-31, head"):
-        load_model("llama-3-8b").group("tail")
 
 
 def test_alike_layers_are_one_group_with_a_count():
@@ -87,8 +78,6 @@ def test_period_expert_starts_blocks_anew_in_each_expert_of_a_stack():
     assert entry.spec(Rows(2)).grid.num_blocks == 10
     alone = ShapeEntry("w", (5, 8))
     assert alone.spec(Rows(2), "expert").period is None
-    with pytest.raises(ValueError, match="w: period 'layer' is neither"):
-        alone.spec(Rows(2), "layer")  # type: ignore[arg-type]
 
 
 def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():
@@ -103,12 +92,3 @@ def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():
         entries["mlp.experts.255.gate_proj.weight"] == entries["mlp.experts.0.up_proj.weight"] == (2048, 7168)
     )
     assert entries["mlp.experts.7.down_proj.weight"] == (7168, 2048)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("llama-3-8b", "has no stacked experts"), ("gpt-oss-20b", "stacked in its checkpoint too")],
-)
-def test_a_model_that_never_stores_experts_separately_refuses_to(name, says):
-    with pytest.raises(ValueError, match=says):
-        separate_experts(load_model(name))

@@ -27,16 +27,6 @@ def test_totals_count_every_layer_of_a_group():
     assert found.bytes_per_rank == 2 * found.planned / 96
 
 
-@pytest.mark.long
-def test_options_reach_the_planner():
-    experts = measure(GPT, 96, Rows(128), Options(period="expert"))
-    assert experts.planned != measure(GPT, 96, Rows(128), OPTIONS).planned
-    one = measure(GPT, 1024, Rows(16), Options(max_segments=1))
-    assert one.planned > measure(GPT, 1024, Rows(16), OPTIONS).planned
-    odd = ModelShape("odd", (GroupShape("g", 1, (ShapeEntry("w", (5,)),)),))
-    assert measure(odd, 1, Rows(1), Options(align=64)).planned == 64
-
-
 def test_a_sweep_goes_up_in_world_size_for_one_block_after_another():
     found = sweep(load_model("llama-3-8b"), [16, 8, 8], [Rows(1), Rows(16)], OPTIONS)
     assert [(str(m.block), m.world_size) for m in found] == [
@@ -54,11 +44,6 @@ def test_merged_layers_hold_the_same_parameters_with_names_of_their_own():
         for group in found.groups:
             names = [entry.name for entry in group.tensors]
             assert len(set(names)) == len(names)
-
-
-def test_merged_layers_leave_what_does_not_divide_as_one_group():
-    groups = {group.name: group.count for group in merged(load_model("deepseek-v3"), 4).groups}
-    assert groups == {"embed": 1, "layers.0-2": 3, "layers.3-60": 14, "layers.3-60, the last 2": 1, "head": 1}
 
 
 def padding(world_size, block, model=GPT):
@@ -115,9 +100,3 @@ def test_advice_on_merging_names_padding_and_memory_of_each_choice():
 def test_no_plan_of_a_model_is_below_its_lower_bound(name):
     for found in sweep(load_model(name), [64, 512, 1024], [Rows(1), Rows(16), Rows(32), Rows(128)], OPTIONS):
         assert found.gap >= 0, found
-
-
-def test_advice_at_the_most_ranks_stays_within_them():
-    model = ModelShape("tiny", (GroupShape("layers.0", 1, (ShapeEntry("w", (64, 8)),)),))
-    measures = list(sweep(model, [1 << 20], [Rows(1)], Options()))
-    assert len(list(advise(model, measures, Options()))) == 4

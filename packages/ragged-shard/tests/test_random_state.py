@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -131,8 +130,6 @@ def test_one_process_without_process_groups():
     assert gather_from_ranks("value") == ["value"]
     assert raise_on_all_ranks(None, "load", 3) == [3]
     same_on_all_ranks({"batch": 12})
-    with pytest.raises(TypeError, match=r"^load: wrong$"):
-        raise_on_all_ranks(TypeError("wrong"), "load")
 
 
 def test_ranks_in_messages():

@@ -177,7 +177,7 @@ def table() -> str:
         "# FSDP2 and fsdp_runtime, behavior by behavior",
         "",
         "Each line is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
-        f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `tests/conformance/make_table.py`; a test keeps it up",
+        f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `python -m checks.conformance`; a test keeps it up",
         "to date.",
         "",
         f"{len(CASES)} behaviors: {counts['equal']} equal, {counts['better']} better, "

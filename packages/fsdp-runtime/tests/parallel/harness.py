@@ -4,8 +4,8 @@
     def two_meshes(fsdp):                      # fsdp: fsdp_runtime or torch.distributed.fsdp; runs on every rank
         return train(fsdp, build, wrap, loss)
 
-Tests hold this runtime to the numbers of one process and to the exact counts; `make_page.py` writes the page on which
-FSDP2 stands next to it.
+Tests hold this runtime to the numbers of one process and to the exact counts; `checks/parallel.py` writes a page that
+compares it with FSDP2.
 """
 
 import importlib

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RANKS, all_cases, problems, run_cases, worst_of
-from make_page import PAGE
 
 from ragged_shard.testing import run_ranks
 
 pytestmark = pytest.mark.long
 
 CASES = all_cases()
+PAGE = Path(__file__).parents[2] / "docs" / "PARALLEL.md"
 SECTIONS = list(dict.fromkeys(entry.section for entry in CASES.values()))
 
 
@@ -33,5 +33,5 @@ def test_cases_give_the_numbers_of_one_process(section: str) -> None:
 def test_every_case_is_on_the_page() -> None:
     page = PAGE.read_text()
     assert not [name for name, entry in CASES.items() if f"| {entry.text} |" not in page], (
-        f"stale: run {Path(__file__).parent / 'make_page.py'}"
+        "stale: run `python -m checks.parallel`"
     )

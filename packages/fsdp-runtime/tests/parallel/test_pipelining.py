@@ -31,7 +31,7 @@ NO_V = pytest.mark.skipif(
     ],
 )
 @on_ranks(4, timeout=120)
-def test_a_schedule_gives_the_gradients_of_one_process_with_fsdp2s_number_of_collectives(name):
+def test_a_schedule_has_the_gradients_of_one_process_and_fsdp2s_collectives(name):
     # Two layers in each stage. Gathered again in each microbatch's forward and once more for the last backward.
     each = 1 if name in SINGLE else 2
     for reshard in (False, True):

@@ -184,7 +184,7 @@ class WithExperts(nn.Module):
 
 
 @on_ranks(RANKS)
-def test_tokens_of_experts_on_tensor_parallel_ranks_count_once_if_the_mesh_says_so_and_else_raise() -> None:
+def test_tokens_of_experts_on_tensor_parallel_ranks_count_once_or_raise() -> None:
     mesh, data, _ = cases_tp.meshes((2, 2))
     model: Any = WithExperts()
     cases_tp.shard(fsdp_runtime, model.dense, cases_tp.sequence, mesh, data)

@@ -15,7 +15,7 @@ EXPERTS = (
 MODELS = ("dense", *EXPERTS)
 
 
-# With every model at every world size the suite takes twice as long; `make_results.py` runs them all.
+# With every model at every world size the suite takes twice as long; `checks/parity.py` runs them all.
 TESTED = {
     1: ("dense", "more experts, stacked"),
     2: ("dense", "more experts, linears", "fewer experts, stacked"),

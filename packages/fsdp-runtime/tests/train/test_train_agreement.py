@@ -21,7 +21,7 @@ from ragged_shard.testing import on_ranks
 
 
 @on_ranks(3)
-def test_options_versions_and_parameters_that_differ_are_named_with_the_ranks_that_have_each(tmp_path):
+def test_options_versions_and_parameters_that_differ_are_named_with_their_ranks(tmp_path):
     config = tiny(tmp_path)
     odd = dist.get_rank() == 1
     sizes = (3, 4 + odd, 3)
@@ -69,7 +69,7 @@ def meet_all(store, ranks, world_size, timeout=20.0):
         return list(threads.map(one, ranks))
 
 
-def test_all_ranks_have_the_same_key_and_each_round_another_also_of_fewer_or_more_ranks(store):
+def test_all_ranks_have_the_same_key_and_each_round_another(store):
     rounds = [meet_all(store, range(ranks), ranks) for ranks in (4, 4, 2, 3)]
     assert [len(set(keys)) for keys in rounds] == [1] * 4
     assert len({keys[0] for keys in rounds}) == 4

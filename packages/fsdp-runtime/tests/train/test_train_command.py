@@ -15,7 +15,7 @@ from fsdp_runtime.train.report import read_metrics
 
 
 @pytest.mark.long
-def test_a_plain_command_trains_on_ranks_of_its_own_and_ctrl_c_saves_and_says_how_to_go_on(folder, started):
+def test_ctrl_c_saves_and_says_how_to_resume(folder, started):
     running = started("stopped")
     wait_for(lambda: len(read_metrics(folder / "stopped" / "metrics.jsonl")) >= 3, running)
     running.send_signal(signal.SIGINT)
@@ -56,41 +56,6 @@ def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_fold
     assert said.count("\n") == 1
     assert running.returncode == 2
     assert not (folder / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--ranks", "0"], "--ranks 0"),
-        (["--ranks", "5", "--batch", "12"], "does not divide by 5 ranks"),
-        (["--layers", "0"], "num_layers is 0"),
-        (["--resume", "runs/001"], "unrecognized arguments: runs/001; say --resume --out runs/001 (see "),
-        (["--lr", "nan"], "--lr nan"),
-        (["--system", "deepspeed"], "--save-every 0"),
-        (["export", "nowhere"], "nowhere has no complete checkpoint"),
-        (["verify", "nowhere"], "nowhere has no complete checkpoint"),
-        (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
-        (["comapre"], "'comapre' is not a subcommand, did you mean compare?"),
-        (["export"], "the following arguments are required: run"),
-        (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
-        (["--dim", "wide"], "argument --dim: invalid int value: 'wide'"),
-        (["--hf-config", "a.json", "--dim", "64"], "--dim: sizes are those of --hf-config a.json"),
-        (["compare", "--seed", "1", "--seeds", "0,1"], "--seeds and --seed: give one of the two"),
-        (["compare", "--seeds", "a,b"], "expected numbers with commas"),
-        (["compare", "--rounds", "0"], "--rounds 0: expected at least 1"),
-        (["compare", "--vary", "dim=1,2"], "--vary dim=1,2: expected system=A,B,..."),
-        (["compare", "--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
-        (["compare", "--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
-        (["compare", "--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
-    ],
-)
-def test_what_can_be_told_at_once_is_told_before_any_rank_starts(argv, message, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(argv) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("fsdp-train: ")
-    assert message in said
-    assert "\n" not in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

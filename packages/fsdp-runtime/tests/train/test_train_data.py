@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_helpers import TEXT, text_folder
 
-from fsdp_runtime.train import Batches, TrainError, read_data
+from fsdp_runtime.train import Batches, read_data
 from fsdp_runtime.train.data import permute
 
 CPU = torch.device("cpu")
@@ -115,42 +115,3 @@ def test_ranks_and_microbatches_have_the_same_global_batch_between_them(tmp_path
     assert len(parts) == 12
     ((tokens, targets),) = batches(corpus).microbatches(0, CPU)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-@pytest.mark.parametrize(
-    ("content", "name", "message"),
-    [
-        (None, "nothing", "no data: .* matches no file"),
-        (b"abc", "short.txt", "a sequence of 32 tokens is longer than the training data"),
-        (b"a\0b" * 99, "data.txt", "is not text"),
-        (b"no array", "data.npy", "cannot read .*data.npy"),
-        (b"123", "data.bin", "is not an array of uint16"),
-        (b"", "empty.txt", "longer than the training data"),
-        ("loop.py", "loop.py", r"loop\.py"),  # a link to itself
-    ],
-)
-def test_data_that_cannot_be_used_is_named(tmp_path, content, name, message):
-    if isinstance(content, str):
-        (tmp_path / name).symlink_to(tmp_path / content)
-    elif content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(TrainError, match=message):
-        read([tmp_path / name])
-
-
-def test_an_empty_folder_and_a_mixture_are_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(TrainError, match="holds no files"):
-        read([tmp_path / "empty"])
-    np.save(tmp_path / "a.npy", np.arange(99))
-    (tmp_path / "b.txt").write_text(TEXT)
-    with pytest.raises(TrainError, match="mixes text with token arrays"):
-        read([tmp_path])
-
-
-def test_tokens_beyond_the_vocabulary_are_named_with_their_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(9000) % 500)
-    data = read([tmp_path / "a.npy"], vocab_size=100)
-    found = batches(data.train, vocab_size=100)
-    with pytest.raises(TrainError, match=r"a.npy has tokens from \d+ to \d+, the vocabulary has 100"):
-        [found.microbatches(step, CPU) for step in range(20)]

@@ -90,7 +90,7 @@ def test_an_expert_that_no_token_chooses_gets_a_zero_gradient():
     assert gradient[:2].abs().sum() > 0
 
 
-def test_the_balancing_loss_is_one_when_even_more_when_not_and_does_not_depend_on_the_batch():
+def test_the_balancing_loss_is_one_if_even_more_if_not_for_any_batch():
     even = torch.full((4, 8, 4), 0.25)
     chosen = torch.arange(8).repeat(4, 1)[..., None] % 4
     assert balance_loss(even, chosen).item() == pytest.approx(1.0)
@@ -125,20 +125,6 @@ def test_a_fresh_model_predicts_all_tokens_alike():
     assert F.cross_entropy(model(text)[0].flatten(0, 1), targets.flatten()).item() == pytest.approx(
         math.log(256), rel=0.02
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dim": 30}, "channels a head"),
-        ({"num_kv_heads": 3}, "do not divide by 3"),
-        ({"num_experts": 1}, "1 experts"),
-        ({"num_layers": 0}, "num_layers is 0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(PRESETS["tiny"], **changes)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "small", "small-moe", "1b-moe"])
@@ -204,7 +190,7 @@ def names(groups):
     return [[name for name, _ in group["params"]] for group in groups]
 
 
-def test_vectors_are_not_decayed_and_for_soap_matrices_with_a_row_for_each_token_are_apart_and_not_rotated():
+def test_vectors_are_not_decayed_and_soap_rotates_no_rows_of_tokens():
     model = Model()
     decayed = decay_groups(model.named_parameters(), 0.1)
     assert names(decayed) == [["embed.weight", "inner.weight", "head.weight"], ["inner.bias"]]

@@ -72,23 +72,10 @@ def test_a_checkpoints_plan_says_that_activations_are_missing_and_lists_splits(f
     }
 
 
-def test_a_folder_is_its_config_or_else_its_only_index_or_file(tmp_path):
-    with pytest.raises(TrainError, match=r"no config\.json, and 0 safetensors files or indices"):
-        find_model(str(tmp_path))
-    for name in ("a.safetensors", "b.safetensors"):
-        (tmp_path / name).touch()
-    with pytest.raises(TrainError, match="and 2 safetensors files"):
-        find_model(str(tmp_path))
+def test_a_folder_is_its_config_or_else_its_only_index(tmp_path):
     for name in ("model.safetensors.index.json", "config.json"):
         (tmp_path / name).touch()
         assert find_model(str(tmp_path)) == str(tmp_path / name)
-
-
-def test_a_damaged_checkpoint_is_refused_by_its_path(folder, tmp_path):
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(b"no")
-    with pytest.raises(TrainError, match=r"x\.safetensors: not a safetensors file"):
-        make_plan(tiny(folder, hf_config=str(path)), 1, 2)
 
 
 def llama(tmp_path, **changes):

@@ -39,7 +39,7 @@ def test_quantized_runs_learn_as_plain_ones_do(losses_with):
         assert quantized == pytest.approx(plain, rel=rel), changes
 
 
-def test_a_run_with_stochastic_reductions_that_is_resumed_has_the_losses_of_one_that_is_not(folder, tmp_path):
+def test_a_resumed_run_with_stochastic_reductions_has_the_same_losses(folder, tmp_path):
     config = tiny(folder, steps=6, save_every=3, reduce="int8")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(2, train, config, whole)

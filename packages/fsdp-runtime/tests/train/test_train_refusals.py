@@ -1,12 +1,26 @@
-"""Options that cannot be, or not together, are refused before any process starts."""
+"""What `fsdp-train` refuses, in one line that names option, file and remedy: options, command lines, damaged files."""
 
+import io
+import json
+import struct
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from train_helpers import MODELS, tiny
+import torch
+from train_helpers import MODELS, TEXT, tiny
 
-from fsdp_runtime.train import PRESETS, TrainError
+from fsdp_runtime.checkpoint import read_safetensors
+from fsdp_runtime.checkpoint.files import Checkpoint
+from fsdp_runtime.train import PRESETS, Batches, TrainError, read_data
+from fsdp_runtime.train.__main__ import main
+from fsdp_runtime.train.data import windows_of_documents
+from fsdp_runtime.train.plan.memory import make_plan
+from fsdp_runtime.train.plan.models import find_model
+from layout_planner import Layout
 
+CPU = torch.device("cpu")
 BUDGET = {"memory_budget": 1 << 30}
 DOCUMENTS: dict[str, Any] = {"documents": True, "end_token": 10}
 ON_FOUR: list[tuple[dict[str, Any], str]] = [
@@ -98,3 +112,143 @@ def test_what_does_not_divide_a_batch_says_what_would_and_may_be_changed(tmp_pat
         config.check(ranks)
     if message.endswith("ranks"):
         config.check(int(message.split()[-2]))
+
+
+# What can be told before any rank starts: a command line, and the beginning of its message or a part of it.
+ARGV = [
+    (["--ranks", "0"], "--ranks 0"),
+    (["--ranks", "5", "--batch", "12"], "does not divide by 5 ranks"),
+    (["--layers", "0"], "num_layers is 0"),
+    (["--resume", "runs/001"], "unrecognized arguments: runs/001; say --resume --out runs/001 (see "),
+    (["--lr", "nan"], "--lr nan"),
+    (["--system", "deepspeed"], "--save-every 0"),
+    (["export", "nowhere"], "nowhere has no complete checkpoint"),
+    (["verify", "nowhere"], "nowhere has no complete checkpoint"),
+    (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
+    (["comapre"], "'comapre' is not a subcommand, did you mean compare?"),
+    (["export"], "the following arguments are required: run"),
+    (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
+    (["--dim", "wide"], "argument --dim: invalid int value: 'wide'"),
+    (["--hf-config", "a.json", "--dim", "64"], "--dim: sizes are those of --hf-config a.json"),
+    (["compare", "--seed", "1", "--seeds", "0,1"], "--seeds and --seed: give one of the two"),
+    (["compare", "--seeds", "a,b"], "expected numbers with commas"),
+    (["compare", "--rounds", "0"], "--rounds 0: expected at least 1"),
+    (["compare", "--vary", "dim=1,2"], "--vary dim=1,2: expected system=A,B,..."),
+    (["compare", "--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
+    (["compare", "--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
+    (["compare", "--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
+    *((["--memory-budget", text], "such as 8GiB") for text in ("", "eight", "8TB", "-1", "0", "0.1", "1e9")),
+    (["--out", "x" * 5000, "--resume"], "xxx"),
+    (["verify", "y" * 5000], "yyy"),
+    (["9" * 5000], "999"),
+    (["--steps", "1\n2"], "--steps"),
+    (["export", "a\nb"], "a"),
+    (["--bogus\nflag"], "--bogus"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), ARGV)
+def test_a_command_line_is_refused_in_one_line_before_any_rank_starts(argv, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(argv) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("fsdp-train: ")
+    assert message in said
+    assert "\n" not in said
+    assert len(said) < 2000
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def read(name, dtype="uint16", **options):
+    settings = {"vocab_size": None, "held_out": (), "seq_len": 32, **options}
+    return lambda folder: read_data([str(folder / name)], dtype=dtype, **settings)
+
+
+def first_batches(folder):
+    data = read("a.npy", vocab_size=100)(folder).train
+    found = Batches(data, 32, 12, 1, 0, 1, 3, 100)
+    return [found.microbatches(step, CPU) for step in range(20)]
+
+
+def documents(folder):
+    corpus = read("0.txt", held_out=[str(folder / "1.txt")], seq_len=2)(folder).train
+    return windows_of_documents(corpus, 2, 10)
+
+
+def saved(save, value):
+    file = io.BytesIO()
+    save(file, value)
+    return file.getvalue()
+
+
+def npy(head):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"\0" * 800
+
+
+def codes():
+    from safetensors.torch import save
+
+    return save({"w": torch.zeros(8, 16, dtype=torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)})
+
+
+HEAD = b"{'descr': '%s', 'fortran_order': False, 'shape': (%s,), }"
+NO_ARRAY = (
+    r"tokens\.npy(: it is not a \.npy file of plain numbers| holds an archive, expected integer tokens)"
+)
+NO_INTEGERS = r"tokens\.npy holds .* of shape \(100,\), expected integer tokens"
+WRONG_TOKEN = np.arange(500, dtype=np.uint32)
+WRONG_TOKEN[77] = 4_000_000_000
+INDEX, CONFIG = "m.safetensors.index.json", "config.json"
+FILES: list[tuple[dict[str, Any], Any, str]] = [
+    ({}, read("nothing"), "no data: .* matches no file"),
+    ({"short.txt": b"abc"}, read("short.txt"), "a sequence of 32 tokens is longer than the training data"),
+    ({"empty.txt": b""}, read("empty.txt"), "longer than the training data"),
+    ({"data.txt": b"a\0b" * 99}, read("data.txt"), "is not text"),
+    ({"data.npy": b"no array"}, read("data.npy"), "cannot read .*data.npy"),
+    ({"data.bin": b"123"}, read("data.bin"), "is not an array of uint16"),
+    ({"loop.py": "loop.py"}, read("loop.py"), r"loop\.py"),  # a link to itself
+    ({}, read(""), "holds no files"),
+    ({"a.npy": saved(np.save, np.arange(99)), "b.txt": TEXT.encode()}, read(""), "mixes text with token arrays"),
+    ({"a.npy": saved(np.save, np.arange(9000) % 500)}, first_batches,
+     r"a.npy has tokens from \d+ to \d+, the vocabulary has 100"),
+    ({"tokens.bin": WRONG_TOKEN.tobytes()}, read("", "uint32", seq_len=8),
+     "the largest token of the data is 4000000000: say --vocab-size"),
+    ({"0.txt": b"\n" * 5, "1.txt": b"held out"}, documents, "no document has two tokens"),
+    *(({"tokens.npy": data}, read("tokens.npy"), NO_ARRAY)
+      for data in (saved(np.savez, np.arange(9)), b"", npy(HEAD[:-1] % (b"<u2", b"400") + b"["), npy(b"[" * 500),
+                   npy(HEAD % (b"<u2", b"9" * 99)), npy(b"\xff"))),
+    # numpy divides by the size of an element, which may be 0: a signal would end the process.
+    *(({"tokens.npy": npy(HEAD % (kind, b"100"))}, read("tokens.npy"), NO_INTEGERS)
+      for kind in (b"|V0", b"<U0", b"|S0", b"<f4")),
+    *(({INDEX: json.dumps({"weight_map": {"t": name}}).encode()}, Checkpoint, "which is not a file name")
+      for name in ("x" * 5000, "a\nb", "\ud800")),
+    *(({CONFIG: config.encode(), "m.safetensors": codes}, read_safetensors, "not JSON|weight_block_size is")
+      for config in ("[]", "7", '{"quantization_config": 3}', "[" * 100_000, "{",
+                     *(f'{{"quantization_config": {{"weight_block_size": {size}}}}}'
+                       for size in ("[1]", "[[1], 2]", "[0, 8]", '["4", 8]', "[1.5, 8]")))),
+    ({}, lambda folder: find_model(str(folder)), r"no config\.json, and 0 safetensors files or indices"),
+    ({"a.safetensors": b"", "b.safetensors": b""}, lambda folder: find_model(str(folder)), "and 2 safetensors files"),
+    ({"x.safetensors": b"no"}, lambda folder: make_plan(tiny(folder, hf_config=str(folder / "x.safetensors")), 1, 2),
+     r"x\.safetensors: not a safetensors file"),
+    ({}, lambda folder: make_plan(tiny(folder, system="fsdp2"), 256, 2), "not of fsdp2"),
+    ({}, lambda folder: Layout.from_json(json.dumps({"format": "9" * 100_000})), "this is not a layout"),
+    ({}, lambda folder: replace(PRESETS["tiny"], dim=30), "channels a head"),
+    ({}, lambda folder: replace(PRESETS["tiny"], num_kv_heads=3), "do not divide by 3"),
+    ({}, lambda folder: replace(PRESETS["tiny"], num_experts=1), "1 experts"),
+    ({}, lambda folder: replace(PRESETS["tiny"], num_layers=0), "num_layers is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "call", "message"), FILES, ids=range(len(FILES)))
+def test_a_file_is_refused_in_a_short_message_that_names_it(files, call, message, tmp_path):
+    for name, content in files.items():
+        if isinstance(content, str):
+            (tmp_path / name).symlink_to(tmp_path / content)
+        else:
+            (tmp_path / name).write_bytes(content() if callable(content) else content)
+    with pytest.raises((TrainError, ValueError), match=message) as caught:
+        call(tmp_path)
+    assert len(str(caught.value)) < 1000
+    del caught  # a cycle with this frame, in which numpy leaves its file open

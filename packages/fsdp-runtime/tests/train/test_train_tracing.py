@@ -60,7 +60,7 @@ STARTS = ({"max_entries": 100_000, "stacks": "python"},)
 ENDS: tuple = (None, {})
 
 
-def test_a_memory_snapshot_is_written_after_its_step_with_the_history_since_the_first(allocator, tmp_path):
+def test_a_memory_snapshot_is_written_after_its_step_with_all_history(allocator, tmp_path):
     with Recorder(None, 1, tmp_path, 3, GPU) as recorder:
         for step in range(3):
             with recorder.step(step):
@@ -78,9 +78,7 @@ def test_an_out_of_memory_error_writes_a_snapshot_before_the_history_ends(alloca
     assert error.value.__notes__ == [f"Memory snapshot: {tmp_path / written[0]}"]
 
 
-def test_other_errors_write_no_snapshot_and_one_that_cannot_be_written_does_not_hide_the_error(
-    allocator, tmp_path
-):
+def test_other_errors_write_no_snapshot_and_a_failed_one_hides_no_error(allocator, tmp_path):
     with pytest.raises(RuntimeError), Recorder(None, None, tmp_path, 0, GPU):
         raise RuntimeError("NCCL")
     assert not allocator

@@ -1,7 +1,6 @@
 """What is fuzzed: for each format a real file, how it is damaged, and who reads it."""
 
 import contextlib
-import hashlib
 import io
 import json
 import pickle
@@ -15,11 +14,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fuzz import Target, WrongError, captured, unclear
-from mutations import NASTY, damaged, damaged_json, damaged_text
 from safetensors.torch import save_file
-from train.train_helpers import newest, text_folder, tiny, train
+from train_helpers import newest, replace, text_folder, tiny, train
 
+from checks.fuzz import Target, WrongError, captured, unclear
+from checks.mutations import NASTY, damaged, damaged_json, damaged_text
 from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
@@ -203,19 +202,6 @@ def _fp8(folder: Path) -> Target:
 
 
 # ---- checkpoints
-
-
-def sum_of(files: Any) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def replace(checkpoint: Path, name: str, data: bytes) -> None:
-    """Replace a file of a checkpoint, with sums that fit it."""
-    (checkpoint / name).write_bytes(data)
-    sums = json.loads((checkpoint / "sums.json").read_text())
-    sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
-    sums["sum"] = sum_of(sums["files"])
-    (checkpoint / "sums.json").write_text(json.dumps(sums))
 
 
 class _Run:

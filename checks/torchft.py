@@ -3,16 +3,17 @@
     replica 0   ranks 0, 1: fully_shard over the two     set_all_reduce_hook -> manager.allreduce -> replica 1
     replica 1   the same, in a job of its own            killed, started again: the manager gives it replica 0's state
 
-`python torchft_job.py FOLDER` leaves a JSON file for each rank that came to the end.
+All ranks must end with the same bits, near the weights of one process that reads the same batches.
 """
 
 import json
 import os
 import signal
 import socket
-import sys
+import tempfile
 import time
 from datetime import timedelta
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def wait_for(happened: Any, what: str, seconds: float = 90.0) -> None:
         time.sleep(0.05)
 
 
-def main(folder: Path) -> None:
+def train(folder: Path) -> None:
     """Train, kill replica 1, start it again, and wait for the end."""
     torch.optim.AdamW([torch.zeros(1)])  # torch.compile's modules, once for all ranks
     running = {-1: [serve(folder)]}
@@ -208,5 +209,37 @@ def main(folder: Path) -> None:
                 continue
 
 
+def replayed(participants: list[int]) -> list[float]:
+    """The weights of one process that reads what the replicas read; replica 0 takes part in every step."""
+    model = model_of(0)
+    optimizer = optimizer_of(model)
+    for step, replicas in enumerate(participants):
+        for replica, rank in product(range(replicas), range(RANKS)):
+            loss = model(batch(step, replica, rank)).square().mean()
+            (loss / (replicas * RANKS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
+
+
+def check(folder: Path) -> None:
+    """Compare the ranks' results with each other and with one process."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
+    stayed, back = results[0], results[RANKS]
+    changes = [count for count, _ in groupby(stayed["participants"])]
+    assert changes == [1, 2, 1, 2], f"replicas that took part: {stayed['participants']}"
+    assert len(back["participants"]) < len(stayed["participants"])
+    for result in results:
+        assert (result["step"], result["weights"]) == (stayed["step"], stayed["weights"])
+    wanted = torch.tensor(replayed(stayed["participants"]))
+    torch.testing.assert_close(torch.tensor(list(chain(*stayed["weights"]))), wanted, rtol=1e-4, atol=1e-6)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="torchft-") as name:
+        train(Path(name))
+        check(Path(name))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,18 +1,14 @@
 """Writes packages/fsdp-runtime/docs/PARALLEL.md: each case with this runtime and FSDP2, in turns on the same ranks."""
 
 import platform
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from harness import KINDS, RANKS, Case, Outcome, all_cases, run_case, worst_of
 
+from checks import RUNTIME
 from ragged_shard.testing import RankError, run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "PARALLEL.md"
+PAGE = RUNTIME / "docs" / "PARALLEL.md"
 BOUND = 1e-4  # FSDP2 is wrong beyond it; the tests hold ours to less
 HEAD = ["| case | FSDP2 | collectives | bytes sent |", "| --- | --- | --- | --- |"]
 
@@ -83,7 +79,7 @@ def page(results: list[tuple[str, str, Outcome, Outcome | str]]) -> str:
         "",
         "Collectives of a step on rank 0: gathers/reduce-scatters/all-reduces/all-to-alls; FSDP2's are in parentheses",
         "if they differ. [Parallelism](parallelism.md) says how to use each. Made by",
-        f"`python packages/fsdp-runtime/tests/parallel/make_page.py`; torch {torch.__version__}, {platform.machine()}.",
+        f"`python -m checks.parallel`; torch {torch.__version__}, {platform.machine()}.",
     ]
     section, reason = "", ""
     for title, text, ours, theirs in results:

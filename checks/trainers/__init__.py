@@ -1,6 +1,6 @@
-"""What the table of trainers asks of each trainer: `cases_*.py` answer, the same cases with this runtime and FSDP2.
+"""The same cases in each trainer with this runtime and FSDP2: what `cases_*.py` answer.
 
-A module `cases_X` has PACKAGE (without which importing it skips the test), TITLE, RANKS and `run(system, folder)`,
+`cases_X` has PACKAGE, without which its import raises pytest's Skipped, TITLE, RANKS and `run(system, folder)`,
 which trains on a rank with "ours" or "fsdp2" and returns numbers for each of CASES. Another trainer is another file.
 """
 
@@ -20,7 +20,7 @@ CASES = {
     "resume, sharded": "losses after a sharded checkpoint was loaded into another model",
     "resume, full": "losses after a full one was loaded; torchtitan's and verl's has weights alone",
 }
-TRAINERS = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
+TRAINERS = sorted(f"{__name__}.{path.stem}" for path in Path(__file__).parent.glob("cases_*.py"))
 
 
 def both(name: str, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -3,11 +3,12 @@
 import platform
 import re
 from datetime import date
-from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "RELIABILITY.md"
+from checks import RUNTIME
+
+PAGE = RUNTIME / "docs" / "RELIABILITY.md"
 
 
 def write_section(name: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """The same faults in the same script with FSDP2 and DCP, with DeepSpeed, and with ours: what the user sees.
 
-`python peers.py` prints the table; with `--write` it goes into docs/RELIABILITY.md. Two ranks, forked; rank 1 has the
+`python -m checks.peers` prints the table; `--write` puts it into RELIABILITY.md. Two ranks, forked; rank 1 has the
 fault. Ours is the script with `Watchdog`, `SummingWriter` and `BadNumbers` in it, which come with the package.
 """
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from peers_job import BEGUN, TIMEOUT, run_rank
+
+from checks.page import write_section
+from checks.peers_job import BEGUN, TIMEOUT, run_rank
 
 SYSTEMS = {"fsdp2": "FSDP2 and DCP", "deepspeed": "DeepSpeed ZeRO-3", "ours": "ours"}
 FAULTS = {
@@ -206,8 +206,6 @@ def table(outcomes: dict[tuple[str, str], Outcome], systems: Sequence[str]) -> s
 
 
 def main() -> int:
-    from page import write_section
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)} (default: all)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=available())

@@ -1,19 +1,16 @@
-"""Writes RESULTS.md: how far this runtime and FSDP2 end from one process, over all models at each world size."""
+"""Writes packages/fsdp-runtime/docs/PARITY.md: how far this runtime and FSDP2 end from one process."""
 
 import platform
-import sys
 from collections.abc import Iterable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from parity_matrix import MODELS, runs_of
 from parity_runs import STEPS, Report, Run, compare_all
 
+from checks import RUNTIME
 from ragged_shard.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
+PAGE = RUNTIME / "docs" / "PARITY.md"
 KINDS = (
     ("fp32, SGD", lambda run: not run.low and run.optimizer == "sgd"),
     ("fp32, AdamW", lambda run: not run.low and run.optimizer == "adamw"),
@@ -50,8 +47,7 @@ def page(done: list[tuple[int, Run, Report]]) -> str:
         "Distances from one process, which are FSDP2's too unless it says so, then ours from FSDP2. Losses are",
         "relative, parameters to a tensor's largest value. bf16 is compute in bf16 with fp32 parameters.",
         "",
-        "Made by `python packages/fsdp-runtime/tests/parity/make_results.py`; "
-        f"torch {torch.__version__}, {platform.machine()}.",
+        f"Made by `python -m checks.parity`; torch {torch.__version__}, {platform.machine()}.",
         "",
         "| ranks | runs | losses | parameters | losses from FSDP2 | parameters from FSDP2 | equal bits |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -76,7 +72,7 @@ def main() -> None:
                 reports = run_ranks(ranks, compare_all, runs, timeout=1800)[0]
                 done += [(ranks, run, report) for run, report in zip(runs, reports, strict=True)]
                 print(f"{model}, {ranks} ranks: {len(runs)} runs", flush=True)
-    RESULTS.write_text(page(done))
+    PAGE.write_text(page(done))
 
 
 if __name__ == "__main__":

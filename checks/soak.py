@@ -1,6 +1,6 @@
 """Long runs with every optimizer: memory, descriptors, threads and host time per step, at the end as at the start.
 
-`python soak.py --steps 20000` prints the table; with `--write` it goes into docs/RELIABILITY.md. Two ranks; every few
+`python -m checks.soak --steps 20000` prints the table; `--write` puts it into RELIABILITY.md. Two ranks; every few
 hundred steps the run stops with a checkpoint and a new trainer in the same process resumes from it.
 """
 
@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+from train_helpers import text_folder, tiny
 
-from train.train_helpers import text_folder, tiny
-
+from checks.page import write_section
 from fsdp_runtime.train import Trainer
 from fsdp_runtime.train.model import ModelConfig
 from fsdp_runtime.train.optimizers import OPTIMIZERS
@@ -143,8 +141,6 @@ def table(rows: Sequence[Row], part: int) -> str:
 
 def main() -> int:
     """Print the table, and what grew one a line; 1 if anything did."""
-    from page import write_section
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20_000, help="of each optimizer (default: 20000)")
     parser.add_argument("--part", type=int, default=400, help="steps from resume to resume (default: 400)")

@@ -1,6 +1,6 @@
 """Damaged input for everything that is read from outside: one line of error or a right result, at bounded cost.
 
-`python fuzz.py --inputs 100000` prints the table; with `--write` it goes into docs/RELIABILITY.md. One process for
+`python -m checks.fuzz --inputs 100000` prints the table; `--write` puts it into RELIABILITY.md. One process for
 all inputs of a kind, and another one when a signal has ended it. `--only NAME --seed S --first N --inputs 1` makes one
 input again.
 """
@@ -23,9 +23,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from random import Random
 from types import FrameType
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 MEMORY = 1 << 30  # bytes that reading one small file may take
 CPU_SECONDS = 10.0  # that it may take
@@ -218,8 +215,8 @@ def table(results: Sequence[Result], seed: int) -> str:
 
 def main() -> int:
     """Print the table, and faults one a line; 1 if there are any."""
-    from fuzz_targets import all_targets
-    from page import write_section
+    from checks.fuzz_targets import all_targets
+    from checks.page import write_section
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--inputs", type=int, default=100_000, help="in total (default: 100000)")

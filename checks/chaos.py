@@ -1,6 +1,6 @@
 """Kills and freezes ranks and launchers at random moments; checkpoints must verify and curves must be the same.
 
-`python chaos.py --attacks 300` prints the table; with `--write` it goes into docs/RELIABILITY.md. Same seed, same plan;
+`python -m checks.chaos --attacks 300` prints the table; `--write` puts it into RELIABILITY.md. Same seed, same plan;
 what the operating system does in between differs.
 """
 
@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from launches import Attack, Ended, adopt_orphans, launch
-from train.train_helpers import read_model, text_folder
+from train_helpers import read_model, text_folder
 
+from checks.launches import Attack, Ended, adopt_orphans, launch
+from checks.page import write_section
 from fsdp_runtime.train.checkpoint import checkpoints_of, find_damage, latest
 from fsdp_runtime.train.report import METRICS, read_metrics
 
@@ -206,8 +204,6 @@ def table(rows: list[Row], seed: int) -> str:
 
 def main() -> int:
     """Print the table, and problems one a line; 1 if there are any."""
-    from page import write_section
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--attacks", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

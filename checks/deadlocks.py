@@ -1,6 +1,6 @@
 """What hangs or is silently wrong with FSDP2, and what the same scripts do with ours: the deadlock suite.
 
-`python deadlocks.py [SCRIPT ...]` prints the table; with `--write` it goes into docs/RELIABILITY.md. The ranks are
+`python -m checks.deadlocks [SCRIPT ...]` prints the table; `--write` puts it into RELIABILITY.md. The ranks are
 forked; `deadlock_scripts.py` has the scripts.
 """
 
@@ -18,13 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 import torch.distributed as dist
-from deadlock_scripts import SCRIPTS
-from peers import cell
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from checks.deadlock_scripts import SCRIPTS
+from checks.page import write_section
+from checks.peers import cell
 
 SYSTEMS = {"fsdp2": "FSDP2", "ours": "ours"}
 TIMEOUT = 15.0  # seconds, of the process group
@@ -176,8 +176,6 @@ def table(fates: dict[tuple[str, str, int], Fate], systems: Sequence[str], ranks
 
 def main() -> int:
     """Print the table; fails where ours does something else than its script says."""
-    from page import write_section
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(SCRIPTS)} (default: all)"

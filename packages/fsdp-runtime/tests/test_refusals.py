@@ -1,0 +1,364 @@
+"""What is refused: each call raises this error, which names key and remedy, on every rank; a refused unit is as before.
+
+Each number of ranks is one launch. Further refusals: `conformance`, `parity/test_adversarial.py` (arguments of a unit),
+`train/test_train_refusals.py`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from extended_tensors import Halved, Wrapper, extend
+from runtime_helpers import BF16, loss_of, mesh_of, seeded, shard, step_of, tokens
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dbuffer import BlockFP8
+from fsdp_runtime import (
+    MixedPrecisionPolicy,
+    QuantizationPolicy,
+    Watchdog,
+    block_policies,
+    fully_shard,
+    iter_full_params,
+)
+from fsdp_runtime._torch_compat import ShardPlacementResult
+from fsdp_runtime.checkpoint import ExportedParams
+from fsdp_runtime.token_loss import TokenLoss
+from layout_planner import Rows
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
+from ragged_shard.testing import rank_mesh, run_ranks
+
+Call = Callable[[], object]
+FP8, IN_BF16 = (
+    QuantizationPolicy(weights=BlockFP8((128, 128))),
+    QuantizationPolicy(gradients="bf16"),
+)
+
+
+def wrap(model: Any, **options: Any) -> None:
+    """Shard a model, which a refusal must leave as it was."""
+
+    def state() -> list[tuple[type, list[int]]]:
+        return [(type(each), [id(p) for p in each._parameters.values()]) for each in model.modules()]
+
+    before = state()
+    try:
+        fully_shard(model, **options)
+    except Exception:
+        assert state() == before, "a refusal has changed the model"
+        raise
+
+
+def linear(weight: torch.Tensor | None = None, **options: Any) -> nn.Sequential:
+    layer = nn.Linear(8, 8, **options)
+    if weight is not None:
+        layer.weight = nn.Parameter(weight)
+    return nn.Sequential(layer)
+
+
+def double_norm() -> nn.Module:
+    model = seeded(blocks=1)
+    model.norm = model.norm.double()
+    return model
+
+
+def finalizes_late() -> None:
+    shard(seeded()).finalize_backward()
+
+
+def finalizes_a_block() -> None:
+    shard(seeded()).blocks[0].set_manual_backward_finalization(True)
+
+
+def dtype_by_parameter() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    object.__setattr__(policy, "param_dtype_override_fn", lambda param: torch.float32)
+    wrap(nn.Linear(2, 2), mp_policy=policy)
+
+
+def no_grad_dtype() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.grad_dtype = None
+    wrap(model)
+
+
+def keeps_scaled_codes() -> None:
+    scaled = QuantizationPolicy(weights=BlockFP8((128, 128)), compute="scaled")
+    shard(seeded(width=128), mp_policy=BF16, quantization_policy=scaled).set_keep_unsharded_storage(True)
+
+
+# -- tensor subclasses -------------------------------------------------------------------------------------------------
+
+
+class Unmarked(Wrapper):
+    """A subclass without the two methods."""
+
+
+class Lost(Halved):
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, log, size, stride):
+        return tensors["inner"]
+
+
+class TwoInside(Halved):
+    def __tensor_flatten__(self):
+        return ["inner", "scale"], None
+
+
+class ThreeArguments(Halved):
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
+        return Halved.__tensor_unflatten__(tensors, context, size, None)
+
+
+class FailsOnRank1(Halved):
+    def fsdp_pre_all_gather(self, mesh):
+        if mesh.get_local_rank() == 1:
+            raise OverflowError("no such scale")
+        return super().fsdp_pre_all_gather(mesh)
+
+
+def extended(kind: Any, **options: Any) -> None:
+    wrap(linear(kind(torch.randn(8, 8))), **options)
+
+
+def first_gather_fails() -> None:
+    model = extend(nn.Sequential(nn.Linear(8, 8)), FailsOnRank1)
+    fully_shard(model)
+    model(torch.randn(2, 8))
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_between_passes() -> Call:
+    model = shard(seeded())
+    loss = loss_of(model, tokens())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    return optimizer.step
+
+
+def unfrozen_while_gradients_wait() -> Call:
+    model = shard(seeded())
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, tokens()).backward()
+    model.blocks[0].weight.requires_grad_(True)
+    return lambda: loss_of(model, tokens()).backward()
+
+
+def full_optimizer_states() -> Call:
+    model, plain = shard(seeded()), seeded()
+    optimizer, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, plain))
+    step_of(plain, theirs)
+    states = get_optimizer_state_dict(plain, theirs)
+    set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(full_state_dict=True))
+    return lambda: step_of(model, optimizer)
+
+
+def apply_to_another_shape() -> Call:
+    changes = list(iter_full_params(shard(seeded()), changed_since=ExportedParams()))
+    return lambda: next(iter(changes)).apply_to(torch.zeros(2))
+
+
+def skippable_alone() -> object:
+    model: Any = fully_shard(nn.Linear(3, 3), skippable=True)
+    return model(torch.ones(1, 3))
+
+
+# -- the loss by tokens ------------------------------------------------------------------------------------------------
+
+
+def counts(*by_rank: list[Any]) -> tuple[Call, ...]:
+    """Token counts by rank, which raise at once, or with the first loss."""
+    loss, own = TokenLoss(shard(seeded())), by_rank[dist.get_rank()]
+    later = loss.step(own, wait=False)
+    return lambda: loss.step(own), lambda: later.loss(torch.ones(3))
+
+
+def half_a_token() -> None:
+    halves: Any = [2.5]
+    TokenLoss(shard(seeded())).step(halves)
+
+
+def late_unit_averages() -> Call:
+    model = seeded()
+    for unit in (*model.blocks[:2], model):
+        fully_shard(unit)
+    loss = TokenLoss(model)
+    fully_shard(model.blocks[2])
+    return lambda: loss.step([1])
+
+
+def other_divide_factor() -> Call:
+    model = shard(seeded())
+    loss = TokenLoss(model)
+    loss.step([1])
+    model.set_gradient_divide_factor(3.0)
+    return lambda: loss.step([1])
+
+
+def trained_in_no_unit() -> None:
+    model = seeded()
+    fully_shard(model, ignored_params=set(model.norm.parameters()))
+    TokenLoss(model)
+
+
+# -- meshes of four ranks ----------------------------------------------------------------------------------------------
+
+
+def chosen(choose: Callable[[DeviceMesh, int], Any]) -> None:
+    """Weights on what is chosen from the mesh with replicas and this rank's number, or on the mesh of all."""
+    hybrid = rank_mesh(2, 2, names=("copies", "cut"))
+    placed = lambda param: choose(hybrid, dist.get_rank()) if param.ndim == 2 else None  # noqa: E731
+    wrap(nn.Linear(16, 16), mesh=rank_mesh(4, names=("fsdp",)), shard_placement_fn=placed)
+
+
+def another_axis(hybrid: DeviceMesh, rank: int) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    return ShardPlacementResult(None, FSDPMeshInfo(hybrid, shard_mesh_dim=1))
+
+
+def names_differ() -> None:
+    """Ranks that do not agree on the names of axes; every rank makes both meshes."""
+    other = rank_mesh(2, 2, names=("copies", "other"))
+    chosen(lambda hybrid, rank: hybrid if rank else other)
+
+
+def inner_unit_on_another_mesh() -> Call:
+    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(outer, mesh=rank_mesh(4, names=("fsdp",)))
+    return lambda: fully_shard(outer[0], mesh=rank_mesh(2, 2, names=("copies", "cut")))
+
+
+def cut_twice_over_one_mesh() -> None:
+    world, model = rank_mesh(2, 2, names=("efsdp", "ep")), nn.Linear(6, 8)
+    cut = distribute_tensor(model.weight.detach(), world["ep"], [Shard(0)], src_data_rank=None)
+    model.weight = nn.Parameter(cut)
+    mesh = rank_mesh(4, names=("fsdp",))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: world["ep"] if p.ndim == 2 else None)
+
+
+def tied_on_two_meshes() -> Call:
+    model = seeded(tied=True)
+    fully_shard(model.embed, mesh=rank_mesh(4))
+    return lambda: fully_shard(model, mesh=mesh_of(2, 2))
+
+
+# A call that raises, or that returns calls which raise; the error; a pattern of its message.
+Row = tuple[str, Callable[[], Any], type[Exception] | tuple[type[Exception], ...], str]
+REFUSED: dict[int, list[Row]] = {
+    1: [
+        ("a pattern", lambda: block_policies.by_pattern({"(": Rows(1)}), ValueError, r"'\(' is not a regular expr"),
+        ("no blocks", lambda: block_policies.declared_by(torch.optim.SGD), TypeError, "SGD.* declares no blocks"),
+        ("a planner", lambda: wrap(linear(), planner="best"), TypeError, "planner is 'best'.*layout_planner.plan"),
+        ("quantized by name", lambda: wrap(linear(), quantization_policy="bf16"), TypeError, "QuantizationPolicy"),
+        ("gradients of fp64", lambda: wrap(double_norm(), quantization_policy=IN_BF16), ValueError,
+         r"norm\.weight of torch\.float64: gradients in torch\.float64"),
+        ("weights of fp64", lambda: wrap(linear(dtype=torch.float64), quantization_policy=FP8), ValueError,
+         r"0\.weight was selected: torch\.float64 cannot be quantized"),
+        ("norm_type", lambda: shard(seeded()).clip_grad_norm_(1.0, 0.0), ValueError, r"norm_type is 0\.0"),
+        ("watchdog", lambda: Watchdog(Any, 0, 2, after=0), ValueError, "expected more than 0"),  # type: ignore[arg-type]
+        ("watchdog, every", lambda: Watchdog(Any, 0, 2, after=1, every=-1), ValueError, "more than 0"),  # type: ignore[arg-type]
+        ("codes that stay", keeps_scaled_codes, NotImplementedError, "set_keep_unsharded_storage: "),
+        ("dtype by parameter", dtype_by_parameter, NotImplementedError, "param_dtype_override_fn is not supported"),
+        ("grad_dtype", no_grad_dtype, ValueError, "parameter bias has grad_dtype None"),
+        ("half a token", half_a_token, TypeError, "expected a whole number for each"),
+    ],
+    2: [
+        ("two inside", lambda: extended(TwoInside), NotImplementedError,
+         r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)"),
+        ("unmarked", lambda: extended(Unmarked), NotImplementedError, "0.weight is a Unmarked without fsdp_pre_all_g"),
+        ("lost", lambda: extended(Lost), NotImplementedError, "is a Lost whose __tensor_unflatten__ makes a Tensor"),
+        ("three arguments", lambda: extended(ThreeArguments), ValueError,
+         r"weight is a ThreeArguments .*takes \(tensors, context, size\)"),
+        ("selected subclass", lambda: extended(Halved, quantization_policy=FP8), ValueError, "selected, but is a Halv"),
+        ("finalize", finalizes_late, RuntimeError, r"set_manual_backward_finalization\(True\) before forward"),
+        ("finalize a block", finalizes_a_block, RuntimeError, "must be called on the root module"),
+        ("exports differ", lambda: iter_full_params(shard(seeded()), ranks=(dist.get_rank(),)), ValueError,
+         "ranks do not agree on ranks"),
+        ("bucket", lambda: iter_full_params(shard(seeded()), bucket_bytes=0), ValueError, "bucket_bytes is 0"),
+        ("no such rank", lambda: iter_full_params(shard(seeded()), ranks=(5,)), ValueError, r"ranks is \(5,\)"),
+        ("another shape", apply_to_another_shape, ValueError, r"embed.weight: blocks of a tensor of shape \(12, 8\)"),
+        ("skippable alone", skippable_alone, RuntimeError, "Linear is skippable: .* shard it without skippable=True"),
+        ("optimizer in between", optimizer_between_passes, RuntimeError,
+         "SGD was built between forward and backward: .* 'embed.weight' first"),
+        *([("full states", full_optimizer_states, ValueError, "broadcast_from_rank0=True")] * SUBCLASSES_DTENSOR),
+        ("unfrozen", unfrozen_while_gradients_wait, RuntimeError,
+         r"weight in blocks\.0 was unfrozen while gradients of other param"),
+        ("a gather of one rank", first_gather_fails, (RuntimeError, OverflowError), "no such scale"),
+    ],
+    3: [
+        ("no tokens", lambda: counts([0, 0], [0, 0], [0, 0]), ValueError, "no rank has a token in this step"),
+        ("microbatches", lambda: counts([3, 1], [5], [2, 2]), ValueError, "different numbers of microbatches"),
+        ("no microbatch", lambda: counts([3], [], [3]), ValueError, "different numbers of microbatches"),
+        ("negative", lambda: counts([3], [4], [-1]), ValueError, "1 token counts of this step are negative"),
+        ("late unit", late_unit_averages, RuntimeError, r"blocks\.2: the divide factor is None.*after the last"),
+        ("divide factor", other_divide_factor, RuntimeError, r"divide factor is 3\.0"),
+        ("no unit", lambda: TokenLoss(seeded()), ValueError, "Body has no unit, but there are 3 ranks"),
+        ("in no unit", trained_in_no_unit, ValueError, r"norm\.weight is trained but in no unit"),
+    ],
+    4: [
+        ("placement", lambda: chosen(lambda *_: Replicate()), ValueError, "gave Replicate.* for weight; expected None"),
+        ("dim", lambda: chosen(lambda *_: Shard(2)), ValueError, "gave S.*2.* for weight, which has 2 dimensions"),
+        ("three axes", lambda: chosen(lambda *_: rank_mesh(2, 2, 1, names=("a", "b", "c"))), ValueError,
+         "for weight: fully_shard expects a 1D or 2D"),
+        ("no names", lambda: chosen(lambda *_: rank_mesh(2, 2)), ValueError, "without names"),
+        # A mesh without rank 3: it says so itself, and the others hear of it.
+        ("three ranks", lambda: chosen(lambda *_: DeviceMesh("cpu", [0, 1, 2])), ValueError,
+         "rank 3 is not in|shard_placement_fn on rank 3: .*rank 3"),
+        ("axes differ", names_differ, ValueError, "do not agree on the mesh of weight"),
+        ("meshes differ", lambda: chosen(lambda mesh, rank: mesh if rank == 2 else None), ValueError,
+         "do not agree on the mesh of weight"),
+        ("inner unit", inner_unit_on_another_mesh, ValueError, "weight was cut over .*fsdp.* by the unit Sequential"),
+        ("cut twice", cut_twice_over_one_mesh, ValueError, "weight is already a DTensor on the mesh"),
+        ("tied", tied_on_two_meshes, ValueError, r"embed\.weight was cut over .*always the same"),
+        ("four of two", lambda: wrap(nn.Linear(16, 16), mesh=rank_mesh(4), reshard_after_forward=4,
+         shard_placement_fn=lambda p: rank_mesh(2, 2, names=("copies", "cut")) if p.ndim == 1 else None),
+         ValueError, "reshard_after_forward=4: parameter bias is cut over 2 ranks"),
+        *([("axis", lambda: chosen(another_axis), ValueError, "weight: mesh_info cuts over axis 1 .* copies over None"),
+           ("mesh_info", lambda: chosen(lambda *_: ShardPlacementResult(None, 3)), TypeError, "mesh_info is a int"),
+           ] if ShardPlacementResult is not None else []),
+    ],
+}  # fmt: skip
+
+
+def problem_of(call: Call, error: Any, words: str) -> str:
+    """What is wrong with the call's error; "" if it raises as it must."""
+    try:
+        found = call()
+    except Exception as raised:
+        fits = isinstance(raised, error) and re.search(words, str(raised), re.DOTALL)
+        return "" if fits else f"{type(raised).__name__}: {raised}"
+    calls = found if isinstance(found, tuple) else (found,)
+    if found is None or not all(callable(each) for each in calls):
+        return "is not refused"
+    return "; ".join(filter(None, (problem_of(each, error, words) for each in calls)))
+
+
+def problems(ranks: int) -> list[str]:
+    """On a rank: rows whose call is not refused as it must be."""
+    found = []
+    for name, call, error, words in REFUSED[ranks]:
+        if problem := problem_of(call, error, words):
+            found.append(f"{name}: {problem}")
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("number", REFUSED)
+def test_every_call_is_refused_by_name_on_every_rank(number: int) -> None:
+    assert run_ranks(number, problems, number, seed=0) == [[]] * number
