@@ -621,17 +621,35 @@ def add_param_group(w: World) -> None:
 
 @action(weight=0.5)
 def move_to_another_group(w: World) -> None:
-    """The last parameter of the first group gets a group of its own, with another rate, between two steps."""
+    """Three parameters of the first group go, a step apart, to one of another rate.
+
+    One process makes its optimizer anew each time: it would have a fault in how groups are followed, too.
+    """
     w.rest()
-    for _ in range(2):
+    for moved in range(3 if len(w.optimizer.param_groups[0]["params"]) > 3 else 0):
         w.optimizer.zero_grad()
         w.loss().backward()
         step(w)
-        first = w.optimizer.param_groups[0]
-        if len(first["params"]) > 1 and len(w.optimizer.param_groups) < 3:
+        first, last = w.optimizer.param_groups[0], w.optimizer.param_groups[-1]
+        name, param = first["param_names"].pop(), first["params"].pop()
+        if moved == 0:
             own = {key: value for key, value in first.items() if key != "param_names"}
-            moved, name = first["params"].pop(), first["param_names"].pop()
-            w.optimizer.add_param_group({**own, "params": [(name, moved)], "lr": 4 * first["lr"]})
+            w.optimizer.add_param_group({**own, "params": [(name, param)], "lr": 4 * first["lr"]})
+        else:
+            last["param_names"].insert(0, name)
+            last["params"].insert(0, param)
+        if w.system.name == "alone":
+            w.optimizer = made_anew(w.optimizer)
+
+
+def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same groups and states."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+    other: torch.optim.Optimizer = type(optimizer)(groups)
+    other.load_state_dict(optimizer.state_dict())
+    return other
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
