@@ -87,6 +87,13 @@ def tests_full(session: nox.Session) -> None:
 
 
 @nox.session
+def programs(session: nox.Session) -> None:
+    """Run new programs of tests/programs: `-- --minutes 60`, `-- --seed 7 --count 1`, `-- --system simulated`."""
+    _prepare_tests(session)
+    session.run("python", "-m", "tests.programs", *session.posargs)
+
+
+@nox.session
 def stress(session: nox.Session) -> None:
     """Run `tests` 20 times in random order, 5 of them on a loaded machine; list what failed once: tools/stress.py."""
     _prepare_tests(session, "stress")

@@ -23,8 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 
-from .models import LENGTH, ROWS, VOCABULARY, OnPurpose, loss_of
+from .models import LENGTH, ROWS, VOCABULARY, InPlace, OnPurpose, loss_of
 
+OPTIONS = ("set_copy_gradients_late", "set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
 
 
@@ -266,7 +267,9 @@ def captured(w: World, index: int) -> None:
 
 @action(gradients=True, draw=lambda rng: (*layer(rng), *coin(rng)))
 def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
-    """`torch.autograd.grad` of a layer's output, then backward or not."""
+    """`torch.autograd.grad` of a layer's output, then backward or not; reentrant checkpoints refuse it."""
+    if w.program.recompute == "reentrant":
+        return
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
@@ -331,7 +334,11 @@ def other_layers(w: World, *order: int) -> None:
 def one_layer(w: World, index: int) -> None:
     """Forward and backward of a layer that is a unit, without its model."""
     found = w.program.units
-    own = [unit for unit in found if f"layers.{index % len(w.model.layers)}" in unit.modules and len(unit.modules) == 1]
+    own = [
+        unit
+        for unit in found
+        if f"layers.{index % len(w.model.layers)}" in unit.modules and len(unit.modules) == 1
+    ]
     x = torch.linspace(-1, 1, ROWS * LENGTH * w.program.width).view(ROWS, LENGTH, -1) + w.data_rank
     if own and w.program.recompute == "" and any(p.requires_grad for p in w.layer(index).parameters()):
         with torch.set_grad_enabled(True):
@@ -353,16 +360,20 @@ def chunked_loss(w: World) -> None:
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-@action(weight=2, draw=lambda rng: (rng.choice((0.01, 0.5)), rng.choice((2.0, 1.0, float("inf"))), *coin(rng)))
+@action(
+    weight=2, draw=lambda rng: (rng.choice((0.01, 0.5)), rng.choice((2.0, 1.0, float("inf"))), *coin(rng))
+)
 def clip(w: World, limit: float, kind: float, own: bool) -> None:
-    """torch's function, or the method of this runtime's models."""
-    if w.has_gradients():
-        w.system.average(w.params)
-        ours = own and hasattr(w.model, "clip_grad_norm_")
-        function = w.model.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
-        # Of an empty tensor torch has no norm of order infinity; empty shards are none.
-        params = () if ours else ([param for param in w.params.values() if param.numel()],)
-        w.note("norm", function(*params, max_norm=limit, norm_type=kind))
+    """The method of this runtime's models, or torch's function."""
+    if not w.has_gradients():
+        return
+    w.system.average(w.params)
+    if own and hasattr(w.model, "clip_grad_norm_"):
+        norm = w.model.clip_grad_norm_(limit, norm_type=kind)
+    else:  # of an empty tensor torch has no norm of order infinity; an empty shard is none
+        trained = [param for param in w.params.values() if param.numel()]
+        norm = torch.nn.utils.clip_grad_norm_(trained, limit, norm_type=kind)
+    w.note("norm", norm)
 
 
 @action(draw=lambda rng: (rng.choice((-1, -1, 0, 1)),))
@@ -431,7 +442,7 @@ def divide(w: World) -> None:
 @action(draw=lambda rng: (rng.choice(("in place", "data", "foreach", "detached")),))
 def edit_weights(w: World, how: str) -> None:
     w.rest()
-    params = [param for param in w.params.values() if param.numel()]
+    params: list[torch.Tensor] = [param for param in w.params.values() if param.numel()]
     with torch.no_grad():
         if how == "foreach":
             torch._foreach_mul_(params, 0.9)
@@ -493,7 +504,7 @@ def average_of_weights(w: World) -> None:
     w.loss().backward()
     step(w)
     ema.update()
-    with ema.swapped(w.model):
+    with ema.swapped():
         w.note("loss with averages", w.loss())
         w.rest()
 
@@ -527,7 +538,7 @@ def full_state_dict(w: World, both: bool) -> None:
     """Full state dicts, out and in again after weights have changed: this runtime's functions, else torch's."""
     w.rest()
     w.optimizer.zero_grad()
-    options = states.StateDictOptions(full_state_dict=True)
+    options = states.StateDictOptions(full_state_dict=True, strict=False)
     ours = w.system.name == "ours"
     if ours:
         api = importlib.import_module("fsdp_runtime.checkpoint")
@@ -565,7 +576,10 @@ def checkpoint(w: World) -> None:
                 param.mul_(0.0)
         model, optimizer = states.get_state_dict(w.model, w.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
-        states.set_state_dict(w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        options = states.StateDictOptions(strict=False)  # some parameters have no state yet
+        states.set_state_dict(
+            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
 
 
 @action(weight=0.5, fsdp2=False)
@@ -695,9 +709,6 @@ def option(w: World, method: str, on: bool) -> None:
     w.call(method, on)
 
 
-OPTIONS = ("set_copy_gradients_late", "set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
-
-
 @action(weight=0.5, draw=coins(1))
 def sum_only(w: World, on: bool) -> None:
     w.each("set_force_sum_reduction_for_comms", on)
@@ -741,8 +752,11 @@ def hooks(w: World, index: int) -> None:
     handles = [
         w.layer(index).register_forward_pre_hook(lambda *args: calls.append("pre")),
         w.layer(index).register_forward_hook(lambda *args: calls.append("post")),
-        w.layer(index).register_full_backward_hook(lambda *args: calls.append("backward")),
     ]
+    if not isinstance(
+        w.layer(index), InPlace
+    ):  # torch allows no change in place of what a backward hook wraps
+        handles.append(w.layer(index).register_full_backward_hook(lambda *args: calls.append("backward")))
     try:
         w.loss().backward()
     finally:
@@ -782,16 +796,16 @@ def fail_in_forward(w: World, index: int, with_grad: bool, says: bool) -> None:
 def fail_in_backward(w: World, index: int, says: bool) -> None:
     """Raise in a backward; then clear all gradients."""
 
-    def fail(*gradients: Any) -> None:
+    def fail(gradient: torch.Tensor) -> None:
         raise OnPurpose
 
-    hook = w.layer(index).register_full_backward_pre_hook(fail)
-    try:
-        loss = w.loss()
-        with contextlib.suppress(OnPurpose):
-            loss.backward()
-    finally:
-        hook.remove()
+    w.model.captures = index % len(w.model.layers)
+    loss = w.loss()
+    found, w.model.captured, w.model.captures = w.model.captured, None, None
+    found.register_hook(fail)
+    with contextlib.suppress(OnPurpose):
+        loss.backward()
+    del found
     del loss
     w.optimizer.zero_grad()
     if says and w.system.name == "ours":

@@ -232,9 +232,9 @@ class Compiled(Layer):
 
 LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
-    "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen, "twice": Twice,
-    "two forwards": TwoForwards, "structured": Structured, "in place": InPlace, "weight norm": WeightNorm,
-    "compiled": Compiled,
+    "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen,
+    "twice": Twice, "two forwards": TwoForwards, "structured": Structured, "in place": InPlace,
+    "weight norm": WeightNorm, "compiled": Compiled,
 }  # fmt: skip
 ENDS = ("tied", "head twice", "embedding as head")
 
@@ -274,6 +274,7 @@ class Model(nn.Module):
         if isinstance(y, Output):
             y = y.hidden + y.more["gate"][0] * y.more["gate"][1][0] + y.more["gate"][1][1]
         if isinstance(layer, InPlace):
+            y = y.clone() if self.recompute == "reentrant" else y  # torch allows no change of such an output
             y += x
             y.tanh_()
         if isinstance(layer, TwoForwards):
@@ -281,7 +282,11 @@ class Model(nn.Module):
         return y
 
     def forward(
-        self, tokens: torch.Tensor, chosen: Sequence[int] = (), order: Sequence[int] | None = None, head: bool = True
+        self,
+        tokens: torch.Tensor,
+        chosen: Sequence[int] = (),
+        order: Sequence[int] | None = None,
+        head: bool = True,
     ) -> torch.Tensor:
         x = self.embed(tokens)
         if self.ends == "head twice":

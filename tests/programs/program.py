@@ -106,7 +106,9 @@ def draw(seed: int) -> Program:
     rng = random.Random(seed)
     ranks = rng.choice((1, 2, 2, 3, 3, 4, 4))
     mesh = _mesh(rng, ranks)
-    layers = tuple(rng.choices(list(LAYERS), [kind.weight for kind in LAYERS.values()], k=rng.randrange(1, 4)))
+    layers = tuple(
+        rng.choices(list(LAYERS), [kind.weight for kind in LAYERS.values()], k=rng.randrange(1, 4))
+    )
     if mesh == "tp":
         layers = (*layers[:2], "split")
     ends = rng.choice(("", "", "", *ENDS))

@@ -22,17 +22,20 @@ def search(arguments: argparse.Namespace, first: int, answers: Any) -> None:
     preload("fsdp_runtime", "tests.programs.runs")
     from .program import draw
     from .runs import outcome
-    from .shrink import kind_of, shrunk
+    from .shrink import shrunk
 
     simulated, deadline = arguments.system == "simulated", time.monotonic() + 60 * arguments.minutes
+
+    def fault_of(program: Any) -> str:
+        return outcome(program, simulated).fault
+
     for seed in range(first, arguments.seed + arguments.count, arguments.jobs):
         if time.monotonic() > deadline:
             break
         program = draw(seed)
         found = outcome(program, simulated)
         if found.fault and outcome(program, simulated).fault:  # twice, or the machine was to blame
-            kind = kind_of(found.fault)
-            program = shrunk(program, lambda one: kind_of(outcome(one, simulated).fault) == kind, arguments.shrink)
+            program = shrunk(program, found.fault, fault_of, arguments.shrink)
             found = outcome(program, simulated)
         elif found.fault:
             found.fault = f"once: {found.fault}"
@@ -43,12 +46,16 @@ def search(arguments: argparse.Namespace, first: int, answers: Any) -> None:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="./run programs --", description=__doc__)
-    parser.add_argument("--seed", type=int, default=None, help="of the first program; default: from the clock")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first program; default: from the clock"
+    )
     parser.add_argument("--count", type=int, default=10**9, help="programs")
     parser.add_argument("--minutes", type=float, default=10**6, help="stop after so many")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--system", choices=("ours", "simulated"), default="ours")
-    parser.add_argument("--shrink", type=float, default=120.0, help="seconds to make a failing program smaller")
+    parser.add_argument(
+        "--shrink", type=float, default=120.0, help="seconds to make a failing program smaller"
+    )
     parser.add_argument("--found", type=Path, default=FOUND, help="folder for programs that fail")
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault")
     arguments = parser.parse_args()
@@ -57,7 +64,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     workers = [
-        context.Process(target=search, args=(arguments, arguments.seed + job, answers)) for job in range(arguments.jobs)
+        context.Process(target=search, args=(arguments, arguments.seed + job, answers))
+        for job in range(arguments.jobs)
     ]
     for worker in workers:
         worker.start()
@@ -100,7 +108,10 @@ def report(answers: Any, arguments: argparse.Namespace) -> int:
 def _progress(tally: collections.Counter[str], began: float, first: int) -> None:
     minutes = (time.monotonic() - began) / 60
     counts = ", ".join(f"{count} {what}" for what, count in tally.items())
-    print(f"from seed {first}: {counts}; {minutes:.1f} min, {tally['programs'] / minutes:.0f} a minute", flush=True)
+    print(
+        f"from seed {first}: {counts}; {minutes:.1f} min, {tally['programs'] / minutes:.0f} a minute",
+        flush=True,
+    )
 
 
 def write(folder: Path, seed: int, program: Any, fault: str) -> None:
@@ -108,5 +119,3 @@ def write(folder: Path, seed: int, program: Any, fault: str) -> None:
     folder.mkdir(exist_ok=True)
     first = fault.splitlines()[0][:110]
     (folder / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
-
-

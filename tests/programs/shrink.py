@@ -1,24 +1,25 @@
-"""Make a failing program smaller: leave out actions, layers, units and options for as long as it fails in the same way."""
+"""Make a failing program smaller: leave out actions, layers, units and options while it fails in the same way."""
 
 import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from .program import Program, Unit
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Program) if field.name != "seed"}
 
 
-def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 120.0) -> Program:
-    """The smallest program found within some seconds for which `fails` is still true."""
-    deadline, smaller = time.monotonic() + seconds, True
+def shrunk(program: Program, fault: str, fault_of: Callable[[Program], str], seconds: float) -> Program:
+    """The smallest program found within some seconds with a fault of the same kind."""
+    deadline, smaller, kind = time.monotonic() + seconds, True, kind_of(fault)
     while smaller:
         smaller = False
         for candidate in _candidates(program):
             if time.monotonic() > deadline:
                 return program
-            if fails(candidate):
+            if kind_of(fault_of(candidate)) == kind:
                 program, smaller = candidate, True
                 break
     return program
@@ -53,7 +54,8 @@ def _candidates(program: Program) -> Iterator[Program]:
 
 
 def _plainer(unit: Unit) -> Iterator[Unit]:
-    for name, value in (("reshard", None), ("blocks", ""), ("skippable", False)):
+    plain: dict[str, Any] = {"reshard": None, "blocks": "", "skippable": False}
+    for name, value in plain.items():
         if getattr(unit, name) != value:
             yield dataclasses.replace(unit, **{name: value})
 

@@ -1,12 +1,14 @@
 """Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import block_optim
@@ -49,7 +51,11 @@ OPTIMIZERS: dict[str, tuple[Any, torch.dtype, float]] = {
     "sgd": (lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9), DOUBLE, 0.0),
     "adamw": (lambda named: torch.optim.AdamW(named, lr=0.01, eps=1e-3), DOUBLE, 0.0),
     "block adamw": (lambda named: block_optim.AdamW(named, lr=0.01, eps=1e-3, weight_decay=0.1), DOUBLE, 0.0),
-    "adamw8bit": (lambda named: block_optim.AdamW8bit(named, lr=0.01, eps=1e-3, min_8bit_numel=16), SINGLE, 3e-3),
+    "adamw8bit": (
+        lambda named: block_optim.AdamW8bit(named, lr=0.01, eps=1e-3, min_8bit_numel=16),
+        SINGLE,
+        3e-3,
+    ),
     "muon": (lambda named: _muon(named), SINGLE, 0.02),
     "shampoo": (lambda named: block_optim.Shampoo(named, lr=0.01), DOUBLE, 1e-5),
     "soap": (lambda named: block_optim.SOAP(named, lr=0.01), DOUBLE, 1e-5),
@@ -74,7 +80,11 @@ def dtype_of(program: Program) -> torch.dtype:
 def tolerance_of(program: Program) -> float:
     """The relative error that a program allows against one process, of the largest element of a tensor."""
     narrow = dtype_of(program) == SINGLE or "two dtypes" in program.layers
-    own = (PRECISIONS[program.precision][1], QUANTIZED[program.quantized][1], OPTIMIZERS[program.optimizer][2])
+    own = (
+        PRECISIONS[program.precision][1],
+        QUANTIZED[program.quantized][1],
+        OPTIMIZERS[program.optimizer][2],
+    )
     return max(*own, 1e-4 if narrow else 0.0)
 
 
@@ -166,12 +176,17 @@ class Sharded(System):
 
     def _mesh(self, program: Program) -> tuple[Any, Any]:
         ranks = dist.get_world_size()
+        if program.departs:  # where nothing notices, the group's timeout must
+            return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu"), None
         if program.mesh == "hsdp":
             return rank_mesh(2, ranks // 2, names=("replicate", "shard")), None
         if program.mesh == "tp":
             return rank_mesh(ranks // 2, 2, names=("dp", "tp")), None
         if program.mesh == "two":
-            flat, hybrid = rank_mesh(ranks, names=("fsdp",)), rank_mesh(2, ranks // 2, names=("copies", "cut"))
+            flat, hybrid = (
+                rank_mesh(ranks, names=("fsdp",)),
+                rank_mesh(2, ranks // 2, names=("copies", "cut")),
+            )
             return flat, lambda param: hybrid if param.ndim == 1 else None
         return rank_mesh(ranks), None
 

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from ragged_shard.testing import preload
+
 from .program import draw, read
 from .runs import outcome
+
+preload("fsdp_runtime", "tests.programs.runs")
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.txt"))
 AT_ONCE = 10
@@ -23,7 +27,9 @@ def test_drawn_programs_have_no_fault(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, 60, AT_ONCE))
 def test_drawn_programs_use_no_memory_without_an_order(first: int) -> None:
-    assert [outcome(draw(seed), simulated=True).fault for seed in range(first, first + AT_ONCE)] == [""] * AT_ONCE
+    assert [outcome(draw(seed), simulated=True).fault for seed in range(first, first + AT_ONCE)] == [
+        ""
+    ] * AT_ONCE
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Random programs, dying ranks, wrong arguments."""
+"""Dying ranks, wrong arguments."""
 
 import contextlib
 import os
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from random_programs import check_programs, check_races
 from runtime_helpers import loss_of, seeded, shard, step_of, tokens
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,18 +19,6 @@ from layout_planner import Rows, Tile
 from ragged_shard.testing import RankError, on_ranks, rank_mesh, run_ranks
 
 pytestmark = pytest.mark.long
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_programs_have_the_values_of_one_process(ranks: int) -> None:
-    run_ranks(ranks, check_programs, list(range(100 * ranks, 100 * ranks + 25)), timeout=900)
-
-
-@pytest.mark.timeout(900)
-def test_random_programs_use_no_memory_without_an_order() -> None:
-    for seed in range(60):
-        check_races(seed)
 
 
 def dies(how: str, limit: float) -> None:
