@@ -523,11 +523,13 @@ def state_dict(w: World, how: str) -> None:
         scaled_down.pop("norm.bias")
     assign = how in ("assign", "and back")
     w.model.load_state_dict(scaled_down, strict=how != "not strict", assign=assign)
+    w.model.tie()
     if how == "and back":
         with torch.no_grad():
             w.note("loss", w.loss())
         w.rest()
         w.model.load_state_dict(found, assign=True)
+        w.model.tie()
     if assign:
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())
