@@ -663,7 +663,8 @@ def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [dict(group) for group in optimizer.param_groups]
     for group in groups:
         group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
-    other: torch.optim.Optimizer = type(optimizer)(groups)
+    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
+    other = kind(groups)
     other.load_state_dict(optimizer.state_dict())
     return other
 
