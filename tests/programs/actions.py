@@ -731,6 +731,7 @@ def end_by_hand(w: World) -> None:
 def to_empty(w: World, index: int) -> None:
     """Weights are lost and loaded."""
     w.rest()
+    w.optimizer.zero_grad()  # they would be lost too
     saved = {name: value.clone() for name, value in w.model.state_dict().items()}
     w.model.to_empty(device="cpu")
     for name, buffer in w.model.named_buffers():

@@ -40,7 +40,7 @@ def dies(how: str, limit: float) -> None:
 
 
 @pytest.mark.parametrize(("how", "limit"), [("dies", 1000.0), ("sleeps", 3.0)])
-def test_when_a_rank_is_gone_the_others_fail_in_time_and_say_in_which_collective_of_which_unit(
+def test_when_a_rank_is_gone_the_others_fail_in_time_and_name_collective_and_unit(
     how: str, limit: float
 ) -> None:
     with pytest.raises(RankError) as caught:
@@ -84,7 +84,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @on_ranks(2)
-def test_wrong_arguments_are_refused_at_wrap_time_on_every_rank_naming_parameter_and_value() -> None:
+def test_wrong_arguments_are_refused_on_every_rank_naming_parameter_and_value() -> None:
     for attempt, wanted in REFUSED:
         message = "no error"
         try:
