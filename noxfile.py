@@ -23,7 +23,7 @@ FOLDERS = {name: ROOT / "packages" / name for name in PACKAGES}
 SOURCES = os.pathsep.join(str(folder / "src") for folder in FOLDERS.values())
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # what sessions install
 USUAL = "not gpu and not long"  # what `tests` runs
-NIGHTLY = {name: f"tools.{name}" for name in ("mutants", "order_mutants", "multihost")}
+NIGHTLY = {name: f"tools.{name}" for name in ("mutants", "order_mutants", "old_faults", "multihost")}
 NIGHTLY |= {name: f"checks.{name}" for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")}
 TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
 TORCH["torch-newest"] = "torch>=2.14"
@@ -120,7 +120,8 @@ def nightly(session: nox.Session, job: str) -> None:
         session.env["DS_BUILD_OPS"] = "0"
         session.install("setuptools", "wheel")
         session.install("--no-build-isolation", "deepspeed>=0.19")
-    session.run("python", "-m", NIGHTLY[job], *(session.posargs or ["--write"] * (job != "mutants")))
+    writes = job not in ("mutants", "old_faults")  # a page
+    session.run("python", "-m", NIGHTLY[job], *(session.posargs or ["--write"] * writes))
 
 
 @nox.session

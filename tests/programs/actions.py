@@ -228,12 +228,13 @@ def accumulate(w: World, how: str) -> None:
         w.loss().backward()
 
 
-@action(gradients=True, draw=coin)
-def accumulate_over_replicas(w: World, others: bool) -> None:
+@action(gradients=True, draw=coins(2))
+def accumulate_over_replicas(w: World, others: bool, shorter: bool) -> None:
+    """The sum over replicas is left to the last microbatch, which may run the first layer alone."""
     for last in (False, True):
         w.call("set_requires_all_reduce", last)
         w.call("set_is_last_backward", last or others)
-        w.loss().backward()
+        w.loss(order=[0] if last and shorter else None).backward()
 
 
 @action(gradients=True)
@@ -456,17 +457,17 @@ def freeze(w: World, part: Any, on: bool) -> None:
         module.requires_grad_(not on)
 
 
-@action(weight=0.5, draw=lambda rng: (rng.choice(("embed", "head", 0, 1, 2)),))
-def freeze_between(w: World, part: Any) -> None:
-    """Freeze after a forward whose backward never comes, then unfreeze."""
+@action(draw=lambda rng: (rng.choice(("embed", "head", 0, 1, 2)), *coin(rng)))
+def freeze_between(w: World, part: Any, stays: bool) -> None:
+    """Freeze after a forward whose backward never comes, then unfreeze or not."""
     module = w.layer(part) if isinstance(part, int) else getattr(w.model, part)
     before = [param.requires_grad for param in module.parameters()]
-    if not w.kept:
+    if not w.has_gradients() and not w.kept:
         loss = w.loss()
         module.requires_grad_(False)
         del loss
         for param, trained in zip(module.parameters(), before, strict=True):
-            param.requires_grad_(trained)
+            param.requires_grad_(trained and not stays)
 
 
 @action(weight=0.5, fsdp2=False)
@@ -511,16 +512,25 @@ def average_of_weights(w: World) -> None:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@action(draw=lambda rng: (rng.choice(("load", "assign", "not strict")),))
+@action(draw=lambda rng: (rng.choice(("load", "assign", "and back", "not strict")),))
 def state_dict(w: World, how: str) -> None:
+    """Scaled values are loaded; "and back": assigned for an evaluation, then the ones before are put back."""
     w.rest()
     found = w.model.state_dict()
     w.note_all("saved", found)
     scaled_down = {n: v * 0.9 if v.is_floating_point() else v for n, v in found.items()}
     if how == "not strict":
         scaled_down.pop("norm.bias")
-    w.model.load_state_dict(scaled_down, strict=how != "not strict", assign=how == "assign")
-    if how == "assign":
+    assign = how in ("assign", "and back")
+    w.model.load_state_dict(scaled_down, strict=how != "not strict", assign=assign)
+    w.model.tie()
+    if how == "and back":
+        with torch.no_grad():
+            w.note("loss", w.loss())
+        w.rest()
+        w.model.load_state_dict(found, assign=True)
+        w.model.tie()
+    if assign:
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())
 
@@ -623,6 +633,40 @@ def add_param_group(w: World) -> None:
     w.optimizer = w.make_optimizer(named[::2])
     if len(w.optimizer.param_groups) == 1:
         w.optimizer.add_param_group({"params": named[1::2], "lr": 0.02})
+
+
+@action(weight=0.5)
+def move_to_another_group(w: World) -> None:
+    """Three parameters of the first group go, a step apart, to one of another rate.
+
+    One process makes its optimizer anew each time: it would have a fault in how groups are followed, too.
+    """
+    w.rest()
+    for moved in range(3 if len(w.optimizer.param_groups[0]["params"]) > 3 else 0):
+        w.optimizer.zero_grad()
+        w.loss().backward()
+        step(w)
+        first, last = w.optimizer.param_groups[0], w.optimizer.param_groups[-1]
+        name, param = first["param_names"].pop(), first["params"].pop()
+        if moved == 0:
+            own = {key: value for key, value in first.items() if key != "param_names"}
+            w.optimizer.add_param_group({**own, "params": [(name, param)], "lr": 4 * first["lr"]})
+        else:
+            last["param_names"].insert(0, name)
+            last["params"].insert(0, param)
+        if w.system.name == "alone":
+            w.optimizer = made_anew(w.optimizer)
+
+
+def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same groups and states."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
+    other = kind(groups)
+    other.load_state_dict(optimizer.state_dict())
+    return other
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

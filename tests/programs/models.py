@@ -257,12 +257,16 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(LAYERS[kind](width) for kind in layers)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        if ends == "tied":
-            self.head.weight = self.embed.weight
         self.ends, self.recompute = ends, recompute
+        self.tie()
         self.fails: int | None = None
         self.captures: int | None = None
         self.captured: torch.Tensor | None = None
+
+    def tie(self) -> None:
+        """Give the head the embedding's weight, where they are tied; a state dict that is assigned unties them."""
+        if self.ends == "tied":
+            self.head.weight = self.embed.weight
 
     def advance(self, index: int, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         """Run one layer."""

@@ -126,6 +126,8 @@ def draw(seed: int) -> Program:
     last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
     names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 9))
+    if mesh == "hsdp" and rng.random() < 0.3:
+        names[rng.randrange(len(names))] = "accumulate_over_replicas"
     if last:
         layers = (*layers, "linear")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--shrink", type=float, default=120.0, help="seconds to make a failing program smaller"
     )
+    parser.add_argument("--found", type=Path, default=FOUND, help="folder for programs that fail")
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault")
     arguments = parser.parse_args()
     if arguments.seed is None:
@@ -95,7 +96,7 @@ def report(answers: Any, arguments: argparse.Namespace) -> int:
         if found.fault:
             faults += 1
             print(f"\nseed {seed}: {found.fault}\n{program!r}\n", flush=True)
-            write(seed, program, found.fault)
+            write(arguments.found, seed, program, found.fault)
             if not arguments.keep_going:
                 return faults
         if tally["programs"] % EVERY == 0:
@@ -113,8 +114,8 @@ def _progress(tally: collections.Counter[str], began: float, first: int) -> None
     )
 
 
-def write(seed: int, program: Any, fault: str) -> None:
+def write(folder: Path, seed: int, program: Any, fault: str) -> None:
     """Keep a program that fails."""
-    FOUND.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     first = fault.splitlines()[0][:110]
-    (FOUND / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
+    (folder / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
