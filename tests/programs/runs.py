@@ -13,7 +13,7 @@ import math
 import random
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,31 +51,49 @@ class Stopped(Exception):
 
 def run(program: Program, name: str, kind: type[World] = World) -> Trace:
     """Run a program on this rank, on a system by name."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_default_dtype(dtype_of(program))
-    torch.manual_seed(program.seed)
-    model = Model(program.layers, program.width, program.ends, program.recompute)
-    world = kind(program, system(name), model, OPTIMIZERS[program.optimizer][0])
-    trace, index = Trace(world.trace), -1
-    try:
-        world.build()
-        for index, (what, *args) in enumerate(program.actions):
-            world.where = f"{index} {what}"
-            counts = (
-                program.counted and what == "train" and not any("fail" in one[0] for one in program.actions)
-            )
-            with record_collectives() if counts else contextlib.nullcontext() as record:
-                ACTIONS[what].run(world, *args)
-            if record is not None:
-                trace.counts.append((dict(collections.Counter(record.kinds)), record.bytes_sent))
-        world.where = "end"
-        world.rest()
-        world.note_gradients()
-        world.note_all("", world.params)
-    except Exception as error:
-        trace.error = (index, type(error).__name__, str(error), traceback.format_exc())
+    with _settings(program):
+        model = Model(program.layers, program.width, program.ends, program.recompute)
+        world = kind(program, system(name), model, OPTIMIZERS[program.optimizer][0])
+        trace, index = Trace(world.trace), -1
+        try:
+            world.build()
+            for index in range(len(program.actions)):
+                _act(world, index, trace)
+            world.where = "end"
+            world.rest()
+            world.note_gradients()
+            world.note_all("", world.params)
+        except Exception as error:
+            trace.error = (index, type(error).__name__, str(error), traceback.format_exc())
     return trace
+
+
+@contextlib.contextmanager
+def _settings(program: Program) -> Iterator[None]:
+    """The program's dtype and seed, no warnings and no log; ranks and this process serve other tests later."""
+    dtype, level = torch.get_default_dtype(), logging.root.manager.disable
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+            torch.set_default_dtype(dtype_of(program))
+            torch.manual_seed(program.seed)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        logging.disable(level)
+
+
+def _act(world: World, index: int, trace: Trace) -> None:
+    """Run one action; count the collectives of training that nothing else came before."""
+    name, *args = world.program.actions[index]
+    world.where = f"{index} {name}"
+    before = {one[0] for one in world.program.actions[: index + 1]}
+    counts = world.program.counted and name == "train" and before <= {"train", "step"}
+    with record_collectives() if counts else contextlib.nullcontext() as record:
+        ACTIONS[name].run(world, *args)
+    if record is not None:
+        trace.counts.append((dict(collections.Counter(record.kinds)), record.bytes_sent))
 
 
 # On a rank: the traces of the last program.
