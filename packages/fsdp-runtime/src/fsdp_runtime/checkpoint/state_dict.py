@@ -68,6 +68,8 @@ def attach(unit: Unit) -> None:
         unit.check_open()
         unit.reshard()
         assign = local_metadata.get("assign_to_params_buffers", False)
+        if not assign and unit.has_moved():
+            unit.adopt()  # else values would be compared with those before an assignment
         for param, attribute in _params_in(unit, module):
             param.group.join_entries(param, state_dict, prefix + attribute)
             value = state_dict.get(prefix + attribute)

@@ -177,12 +177,17 @@ class Entry:
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
     """Parameters unit by unit as they lie in memory, then all others; each once. Reshards what is gathered.
 
+    Takes over parameters that were moved or assigned since the last pass, as a forward does; see `Unit.adopt`.
+
     Args:
         buffers: persistent buffers too.
 
     Raises:
         ValueError: a parameter on the meta device, by name.
     """
+    for unit in units_of(model):
+        if unit.has_moved():
+            unit.adopt()
     names: dict[int, str] = {}
     others: list[Entry] = []
     for target in targets_of(model):
