@@ -2,7 +2,6 @@
 
 python -m bench calls                    calls in wrapping, forward and backward; files on a parameter's way
 python -m bench calls --show backward    also lists our functions in this part, most called first
-python -m bench calls --write-expected   also writes the numbers that the tests compare with
 python -m bench compile                  graphs and graph breaks on sharded models, three steps each
 python -m bench timeline [--write]       the work that the host starts, in order; draws docs/assets/schedule.svg
 
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from ragged_shard import RaggedDTensor
 
-from .counts import COPIES, collective_of, write_expected
+from .counts import COPIES, collective_of
 from .measure import ROOT, fake_ranks, launch, options_of, table
 from .models import WORKLOADS, batch_of
 from .systems import shard
@@ -150,7 +149,7 @@ def measure(show: str | None = None) -> dict[str, Any]:
 def main_calls(parser: ArgumentParser, arguments: list[str]) -> None:
     """Count and print."""
     parser.add_argument("--show", choices=PARTS, help="also list the calls of our own functions in this part")
-    options = options_of(parser, arguments, write_expected=False)
+    options = options_of(parser, arguments)
     counts = measure(options.show)
     rows = [
         [part, label, *counts[name][part].values(), GOAL[part] if name == "ours" else ""]
@@ -166,9 +165,6 @@ def main_calls(parser: ArgumentParser, arguments: list[str]) -> None:
             print(f"\n{text}, {label}: {len(files)} files{goal}\n  {', '.join(files)}")
     if options.show:
         print(f"\n{table(['calls', 'file', 'function'], counts['ours']['shown'])}")
-    if options.write_expected:
-        at_most = {part: counts["ours"][part]["calls"] for part in PARTS}
-        write_expected(python_calls={"at_most": at_most, "goal": GOAL})
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

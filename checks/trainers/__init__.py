@@ -34,12 +34,12 @@ def distances(name: str) -> dict[str, float]:
     cases: Any = importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(cases.RANKS, both, name, Path(folder), timeout=280)
-    found = dict.fromkeys(CASES, 0.0)
+    largest = dict.fromkeys(CASES, 0.0)
     for ours, theirs in ranks:
         assert ours.keys() == theirs.keys() == CASES.keys()
         for case in CASES:
-            found[case] = max(found[case], _distance(ours[case], theirs[case]))
-    return found
+            largest[case] = max(largest[case], _distance(ours[case], theirs[case]))
+    return largest
 
 
 def _distance(ours: list[float], theirs: list[float]) -> float:

@@ -26,8 +26,8 @@ def _cell(distance: float) -> str:
 
 
 def _row(name: str) -> str:
-    cases, found = import_module(name), distances(name)
-    cells = " | ".join(_cell(found[case]) for case in CASES)
+    cases, largest = import_module(name), distances(name)
+    cells = " | ".join(_cell(largest[case]) for case in CASES)
     return f"| {cases.TITLE} {metadata.version(cases.PACKAGE.replace('_', '-'))} | {cells} |"
 
 

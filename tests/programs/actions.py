@@ -1,4 +1,4 @@
-"""What users do between two updates. An action is a function of a `World`; its arguments are drawn with the program.
+"""Actions of users between two updates. An action is a function of a `World`; its arguments are drawn with the program.
 
     @action(weight=2, draw=lambda rng: (rng.randrange(3),))
     def one_layer(w, index): ...
@@ -39,7 +39,7 @@ class Kind:
         draw: its arguments.
         gradients: whether it leaves gradients, so that a step may follow.
         fsdp2: whether FSDP2 has what it needs.
-        departs: whether one rank leaves the order of the others, and so must raise.
+        departs: whether one rank leaves the order of the others.
     """
 
     run: Callable[..., None]
@@ -99,7 +99,7 @@ class World:
         self.make_optimizer, self.where = optimizer, "wrap"
         self.trace: list[tuple[str, Any]] = []
         self.kept: list[torch.Tensor] = []
-        self.batches, self.stepped = 0, False
+        self.batches = 0
 
     def build(self) -> None:
         """Shard the model and make the optimizer."""
@@ -112,7 +112,7 @@ class World:
         codes = self.program.quantized == "nf4"
         return [(name, param) for name, param in self.params.items() if param.requires_grad or not codes]
 
-    # -- what it looks at ---------------------------------------------------------------------------------------------
+    # -- the trace ----------------------------------------------------------------------------------------------------
 
     def note(self, label: str, value: Any) -> None:
         """Add a tensor's full value, a number or text to the trace."""
@@ -140,7 +140,7 @@ class World:
         """A tensor's full value; collective."""
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
-    # -- what it computes ---------------------------------------------------------------------------------------------
+    # -- computation --------------------------------------------------------------------------------------------------
 
     @property
     def data_rank(self) -> int:
@@ -216,7 +216,6 @@ def step(w: World) -> None:
         w.round_gradients()
         w.optimizer.step()
         w.optimizer.zero_grad()
-        w.stepped = True
 
 
 @action(weight=2, gradients=True, draw=lambda rng: (rng.choice(("sync", "no sync", "shown", "reduced")),))
@@ -584,17 +583,23 @@ def checkpoint(w: World) -> None:
         )
 
 
-@action(weight=0.5, fsdp2=False)
-def files(w: World) -> None:
-    """Out to safetensors and in again."""
+@action(weight=0.5, fsdp2=False, draw=coin)
+def files(w: World, assign: bool = False) -> None:
+    """Out to safetensors and in again, after weights were changed in place or assigned."""
     w.rest()
     if w.units:
         with w.folder() as folder:
             w.system.api.save_safetensors(w.model, folder)
+            if assign:
+                values = w.model.state_dict().items()
+                w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
             with torch.no_grad():
-                for param in w.params.values():
+                for param in w.model.parameters() if assign else w.params.values():
                     param.mul_(0.0)
             w.system.api.load_safetensors(w.model, folder)
+    if assign:
+        w.params = dict(w.model.named_parameters())
+        w.optimizer = w.make_optimizer(w.named())
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
@@ -685,12 +690,12 @@ def reshard(w: World) -> None:
     w.each("reshard")
 
 
-@action(draw=coins(1))
+@action(draw=coin)
 def reshard_after_forward(w: World, on: bool) -> None:
     w.call("set_reshard_after_forward", on)
 
 
-@action(draw=coins(1))
+@action(draw=coin)
 def reshard_after_backward(w: World, on: bool) -> None:
     w.call("set_reshard_after_backward", on)
 
@@ -712,7 +717,7 @@ def option(w: World, method: str, on: bool) -> None:
     w.call(method, on)
 
 
-@action(weight=0.5, draw=coins(1))
+@action(weight=0.5, draw=coin)
 def sum_only(w: World, on: bool) -> None:
     w.each("set_force_sum_reduction_for_comms", on)
 
@@ -727,8 +732,8 @@ def end_by_hand(w: World) -> None:
     w.call("set_manual_backward_finalization", False)
 
 
-@action(weight=0.3, draw=layer)
-def to_empty(w: World, index: int) -> None:
+@action(weight=0.3)
+def to_empty(w: World) -> None:
     """Weights are lost and loaded."""
     w.rest()
     w.optimizer.zero_grad()  # they would be lost too

@@ -21,8 +21,8 @@ class _Literal:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = ((field, getattr(self, field.name)) for field in fields)
-        inside = ", ".join(f"{f.name}={value!r}" for f, value in given if value != f.default)
+        values = ((field, getattr(self, field.name)) for field in fields)
+        inside = ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
         return f"{type(self).__name__}({inside})"
 
 
@@ -84,21 +84,28 @@ class Program(_Literal):
     def for_fsdp2(self) -> bool:
         """Whether FSDP2 has all that the program uses."""
         ours_alone = self.uneven or self.quantized or self.transport or self.mesh == "two"
-        units = any(unit.skippable or len(unit.modules) == 0 for unit in self.units)
-        return not ours_alone and not units and all(doings.ACTIONS[name].fsdp2 for name, *_ in self.actions)
+        skippable = any(unit.skippable for unit in self.units)
+        return (
+            not ours_alone and not skippable and all(doings.ACTIONS[name].fsdp2 for name, *_ in self.actions)
+        )
 
     @property
     def departs(self) -> bool:
-        """Whether a rank leaves the others' order on purpose: then it must raise."""
+        """Whether a rank leaves the others' order on purpose: then a rank must raise, or all values are right."""
         return any(doings.ACTIONS[name].departs for name, *_ in self.actions)
+
+    @property
+    def departure(self) -> int:
+        """Number of the first action in which a rank leaves the others' order."""
+        return next(i for i, (name, *_) in enumerate(self.actions) if doings.ACTIONS[name].departs)
 
 
 def read(text: str) -> Program:
-    """The program that a literal says; lines of comment are left out."""
+    """The program of a literal; lines of comment are left out."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    found = eval("\n".join(lines), {"Program": Program, "Unit": Unit})  # a file of this repository
-    assert isinstance(found, Program)
-    return found
+    program = eval("\n".join(lines), {"Program": Program, "Unit": Unit})  # a file of this repository
+    assert isinstance(program, Program)
+    return program
 
 
 def draw(seed: int) -> Program:
@@ -174,18 +181,18 @@ def _units(
     def unit(*modules: str, skippable: bool = False) -> Unit:
         return Unit(modules, rng.choice(reshard), rng.choice(blocks), skippable)
 
-    found = []
+    units = []
     for index, kind in enumerate(layers):
         skippable = kind == "experts" and (uneven or rng.random() < 0.3)
         if kind == "experts" and rng.random() < 0.6:
-            found += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
+            units += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
         if rng.random() < 0.8:
-            found.append(unit(f"layers.{index}"))
+            units.append(unit(f"layers.{index}"))
     if len(layers) > 1 and rng.random() < 0.1:
-        found = [unit("layers.0", "layers.1")]
+        units = [unit("layers.0", "layers.1")]
     if ends in ("", "tied") and rng.random() < 0.25:
-        found.append(unit("norm", "head") if ends == "" else unit("embed", "head"))
-    found.append(unit(""))
+        units.append(unit("norm", "head") if ends == "" else unit("embed", "head"))
+    units.append(unit(""))
     if rng.random() < 0.15:
-        rng.shuffle(found)
-    return tuple(found)
+        rng.shuffle(units)
+    return tuple(units)

@@ -155,6 +155,8 @@ def difference(program: Program, wanted: Trace, found: Trace, tolerance: float) 
                 return f"{label}: {value} -> {other}"
         elif type(value) is not type(other) or (not isinstance(value, torch.Tensor) and value != other):
             return f"{label}: {_short(value)} -> {_short(other)}"
+    if len(wanted.values) != len(found.values):
+        return f"saw {len(found.values)} values instead of {len(wanted.values)}"
     return None
 
 
@@ -178,10 +180,10 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Outcome:
-    """What came of a program.
+    """The result of a program.
 
     Attributes:
-        fault: what is wrong, or ""; its first word is a kind: "value", "error", "hang", "counts", "race".
+        fault: its description, or ""; the first word is a kind: "value", "error", "fsdp2", "hang", "crash", "race".
         ours, theirs: the error of this runtime and of FSDP2, "" if there was none or it did not run.
     """
 
@@ -200,7 +202,7 @@ def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> 
     """
     if simulated:
         return _simulated(program)
-    found = Outcome()
+    result = Outcome()
     stopped: dict[int, Stopped] = {}
     limit *= 3 if program.departs or "compiled" in program.layers else 1
     try:
@@ -208,24 +210,24 @@ def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> 
     except RankError as error:
         stopped = {rank: cause for rank, cause in error.causes.items() if isinstance(cause, Stopped)}
         if not stopped:
-            found.fault = f"hang {error}" if "did not answer" in str(error) else f"crash {error}"
-            return found
-        found.ours = _said(stopped)
+            result.fault = f"hang {error}" if "did not answer" in str(error) else f"crash {error}"
+            return result
+        result.ours = _said(stopped)
         answers = []
-    if program.departs and stopped:
-        return found
+    if program.departs and stopped and all(error.args[0] >= program.departure for error in stopped.values()):
+        return result
     if wrong := {rank: text for rank, text in enumerate(answers) if text}:
-        found.fault = f"value {wrong}"
-        return found
+        result.fault = f"value {wrong}"
+        return result
     theirs = None
     if program.for_fsdp2:
-        theirs, found.theirs, different = _fsdp2(program, bool(stopped), limit)
+        theirs, result.theirs, different = _fsdp2(program, bool(stopped), limit)
         if different:
-            found.fault = f"fsdp2 {different}"
-            return found
+            result.fault = f"fsdp2 {different}"
+            return result
     if stopped:
-        found.fault = judge(program, stopped, theirs)
-    return found
+        result.fault = judge(program, stopped, theirs)
+    return result
 
 
 def _said(stopped: dict[int, Stopped]) -> str:
@@ -269,7 +271,7 @@ def _related(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Refused:
-    """What this runtime refuses where one process works, as its documentation says.
+    """A refusal of this runtime where one process works, as its documentation says.
 
     Attributes:
         action, error, words: the action that raises, the error's type, a part of its text that a user acts on.
@@ -318,7 +320,7 @@ class _OneRank(World):
         return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() * 1
 
 
-# What needs values that other ranks have sent.
+# Actions that need values sent by other ranks.
 _NEED_RANKS = ("checkpoint", "files", "full_state_dict", "stream", "edit_full", "average_of_weights")
 
 
@@ -335,9 +337,9 @@ def _simulated(program: Program) -> Outcome:
         simulated_ranks(program.ranks, rank=chance.randrange(program.ranks)),
     ):
         trace = run(program, "ours", _OneRank)
-    found = Outcome(
+    result = Outcome(
         ours="" if trace.error is None else f"{trace.error[0]} {trace.error[1]}: {trace.error[2]}"
     )
     if trace.error is not None and trace.error[1] in ("RaceError", "CaptureError"):
-        found.fault = f"race {trace.error[0]} {trace.error[2]}\n{trace.error[3]}"
-    return found
+        result.fault = f"race {trace.error[0]} {trace.error[2]}\n{trace.error[3]}"
+    return result

@@ -127,9 +127,6 @@ class System:
                 with torch.no_grad():
                     param.grad.copy_(grad.view(param.shape))
 
-    def close(self) -> None:
-        """Release what the program made."""
-
 
 class Sharded(System):
     """This runtime, or FSDP2."""

@@ -174,8 +174,8 @@ def load_averages(change, updates=2):
     """Load ones as averages, with a change; None leaves one out."""
     average = ema()
     ones = {name: torch.ones_like(value) for name, value in average.state_dict()["averages"].items()}
-    given = {name: value for name, value in (ones | change).items() if value is not None}
-    average.load_state_dict({"averages": given, "updates": updates})
+    values = {name: value for name, value in (ones | change).items() if value is not None}
+    average.load_state_dict({"averages": values, "updates": updates})
 
 
 def load_codes(saved, own, change=lambda state: state):
@@ -291,8 +291,8 @@ ONE: Table = {
     "a vector's polar factor": (lambda: orthogonalize(torch.zeros(3)), ValueError, "one matrix or a stack"),
     "a fast method": (lambda: orthogonalize(torch.zeros(3, 3), method="fast"), ValueError,  # type: ignore[arg-type]
                       "method='fast'"),
-    **{f"coefficients {given}": (partial(orthogonalize, torch.zeros(3, 3), *given), ValueError, words)
-       for given, words in (
+    **{f"coefficients {numbers}": (partial(orthogonalize, torch.zeros(3, 3), *numbers), ValueError, words)
+       for numbers, words in (
            (("kelller", None), "not known: use one of keller"), (("quintic", 3), "belong together"),
            (("deepseek_v4", 5), "at least 10"), (([(1.0, 2.0)], None), "expected a list of triples"),
            (([], None), "expected a list of triples"), (([(1.0, math.nan, 0.0)], None), "finite"),
@@ -447,22 +447,22 @@ def test_every_optimizer_refuses_by_name(case):
         row: (partial(call, case), error, words.replace("KIND", name))
         for row, (call, error, words) in EVERY.items()
     }
-    found = missed(table)
-    assert not found
+    problems = missed(table)
+    assert not problems
 
 
 def missed(table):
     """The rows of a table that are not refused, or in other words."""
-    found = []
+    problems = []
     for name, (call, error, words) in table.items():
         try:
             call()
         except Exception as raised:
             if not isinstance(raised, error) or not re.search(words, str(raised)):
-                found.append(f"{name}: {raised!r}")
+                problems.append(f"{name}: {raised!r}")
         else:
-            found.append(f"{name}: not refused")
-    return found
+            problems.append(f"{name}: not refused")
+    return problems
 
 
 # -- on every rank -----------------------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ REDUCED = BlockReduction(BlockInt8(64))
 def quantize(fmt=None, run=None, **change):
     """Quantize the eight rows of a tensor, with other arguments."""
     grid = BlockInt8().grid((8, 8))
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "values": torch.zeros(64), "codes": torch.zeros(64, dtype=torch.uint8), "scales": torch.zeros(8),
     }  # fmt: skip
-    (fmt or BlockInt8()).quantize([RowRun(grid, *(run or (0, 8)))], **(given | change))
+    (fmt or BlockInt8()).quantize([RowRun(grid, *(run or (0, 8)))], **(arguments | change))
 
 
 def add_up(fmt, runs=1):
@@ -113,8 +113,8 @@ def build(*layouts, shape=(), dtypes=(torch.float32,), **options):
 
 
 def construct(**change):
-    given: dict[str, Any] = {"layout": layout_for(3), "mesh": mesh_of(), "dtype": torch.float32, **change}
-    DBuffer(given.pop("layout"), given.pop("mesh"), **given)
+    arguments: dict[str, Any] = {"layout": layout_for(3), "mesh": mesh_of(), "dtype": torch.float32, **change}
+    DBuffer(arguments.pop("layout"), arguments.pop("mesh"), **arguments)
 
 
 def changed(**change):
@@ -162,8 +162,8 @@ def write(change):
 
 def of_tiles(cut="shared", **options):
     layout = tiles_for(FORMATS[0], 3, cut)
-    given: Any = {"dtype": torch.float32, "check_ranks": False, **options}
-    return DBuffer(layout, mesh_of(), **given)
+    arguments: Any = {"dtype": torch.float32, "check_ranks": False, **options}
+    return DBuffer(layout, mesh_of(), **arguments)
 
 
 def codes():
@@ -296,16 +296,16 @@ RANKS = {3: ON_3, 4: ON_4}
 
 def missed(number):
     """On a rank: the rows that are not refused, or in other words."""
-    found = []
+    problems = []
     for name, (call, error, words) in RANKS[number].items():
         try:
             call()
         except Exception as raised:
             if not isinstance(raised, error) or not re.search(words, str(raised)):
-                found.append(f"{name}: {raised!r}")
+                problems.append(f"{name}: {raised!r}")
         else:
-            found.append(f"{name}: not refused")
-    return found
+            problems.append(f"{name}: not refused")
+    return problems
 
 
 @pytest.mark.parametrize("number", RANKS)

@@ -1,4 +1,4 @@
-"""What is refused: each call raises this error, which names key and remedy, on every rank; a refused unit is as before.
+"""Refusals: each call raises this error, which names key and remedy, on every rank; a refused unit is as before.
 
 Each number of ranks is one launch. Further refusals: `conformance`, `parity/test_adversarial.py` (arguments of a unit),
 `train/test_train_refusals.py`.
@@ -337,26 +337,26 @@ REFUSED: dict[int, list[Row]] = {
 
 
 def problem_of(call: Call, error: Any, words: str) -> str:
-    """What is wrong with the call's error; "" if it raises as it must."""
+    """How the call's error differs from the expected one; "" if it does not."""
     try:
-        found = call()
+        result = call()
     except Exception as raised:
         fits = isinstance(raised, error) and re.search(words, str(raised), re.DOTALL)
         return "" if fits else f"{type(raised).__name__}: {raised}"
-    calls = found if isinstance(found, tuple) else (found,)
-    if found is None or not all(callable(each) for each in calls):
+    calls = result if isinstance(result, tuple) else (result,)
+    if result is None or not all(callable(each) for each in calls):
         return "is not refused"
     return "; ".join(filter(None, (problem_of(each, error, words) for each in calls)))
 
 
 def problems(ranks: int) -> list[str]:
     """On a rank: rows whose call is not refused as it must be."""
-    found = []
+    problems = []
     for name, call, error, words in REFUSED[ranks]:
         if problem := problem_of(call, error, words):
-            found.append(f"{name}: {problem}")
+            problems.append(f"{name}: {problem}")
         dist.barrier()
-    return found
+    return problems
 
 
 @pytest.mark.parametrize("number", REFUSED)

@@ -161,13 +161,13 @@ def implicit():
 def from_local(**change):
     """A local tensor of four rows by three, of which rank 1 has none."""
     rows = (3, 0, 1)[dist.get_rank()]
-    given = {
+    usual = {
         "local": torch.zeros(rows, 3),
         "device_mesh": rank_mesh(3),
         "placements": [RAGGED],
         "shape": (4, 3),
     }
-    arguments: Any = given | change
+    arguments: Any = usual | change
     return RaggedDTensor.from_local(**arguments)
 
 
@@ -245,7 +245,7 @@ def model(device="cpu"):
     return module
 
 
-def given(full, rank0_only):
+def on_rank_0(full, rank0_only):
     return full if not rank0_only or dist.get_rank() == 0 else {}
 
 
@@ -263,7 +263,7 @@ def load(change, rank0_only, device="cpu"):
         else {k: v for k, v in {**full, **change}.items() if v is not None}
     )
     try:
-        load_full_state_dict(module, given(full, rank0_only), rank0_only=rank0_only)
+        load_full_state_dict(module, on_rank_0(full, rank0_only), rank0_only=rank0_only)
     finally:
         assert device == "meta" or not any(value.any() for value in full_state_dict(module).values())
 
@@ -279,7 +279,7 @@ def load_optimizer(change, rank0_only):
     else:
         full["state"]["weight"].update(change)
     try:
-        load_full_optimizer_state_dict(module, optimizer, given(full, rank0_only), rank0_only=rank0_only)
+        load_full_optimizer_state_dict(module, optimizer, on_rank_0(full, rank0_only), rank0_only=rank0_only)
     finally:
         assert not optimizer.state[module.weight]["exp_avg"].any()
 
@@ -436,16 +436,16 @@ RANKS = {3: ON_3, 4: ON_4}
 
 def missed(number):
     """On a rank: the rows that are not refused, or in other words."""
-    found = []
+    problems = []
     for name, (call, error, words) in RANKS[number].items():
         try:
             call()
         except Exception as raised:
             if not isinstance(raised, error) or not re.search(words, str(raised)):
-                found.append(f"{name}: {raised!r}")
+                problems.append(f"{name}: {raised!r}")
         else:
-            found.append(f"{name}: not refused")
-    return found
+            problems.append(f"{name}: not refused")
+    return problems
 
 
 @pytest.mark.parametrize("number", RANKS)

@@ -303,8 +303,10 @@ class Pass:
                 follower.reshard(keep_slices=True)
             else:
                 _finish_gathering(follower)
-        recomputes = self.in_backward and torch.is_grad_enabled() and compat.backward_id() != -1
-        if unit.reshard_after_forward and not recomputes:  # the backward of a recomputation follows at once
+        backward_follows = self.in_backward and torch.is_grad_enabled() and compat.backward_id() != -1
+        if (
+            unit.reshard_after_forward and not backward_follows
+        ):  # else a checkpoint recomputes: gather it once
             unit.reshard(keep_slices=True)
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself

@@ -15,7 +15,7 @@ from ragged_shard import DISTRIBUTED
 from ragged_shard import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
-from .targets import give_memory, targets_of, units_of
+from .targets import adopt_assigned, give_memory, targets_of, units_of
 
 __all__ = [
     "get_full_optimizer_state_dict",
@@ -49,6 +49,7 @@ def set_full_state_dict(
             not begin at rank 0 (`rank0_only`); on every rank.
         TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
+    adopt_assigned(model)
     problem: Exception | None = None
     try:
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:

@@ -17,7 +17,7 @@ from .conversions import rules_of
 from .files import Checkpoint, Ints, Stored, pieces_of
 from .fp8_files import check_scales, decode, scales_of, tile_in
 from .rules import Piece, Rule, pieces_for
-from .targets import Target, give_memory, targets_of, views_of
+from .targets import Target, adopt_assigned, give_memory, targets_of, views_of
 
 _PIECE = 1 << 24  # bytes that are copied at a time, perhaps through another dtype
 _CALLER = "load_safetensors"
@@ -77,6 +77,7 @@ def load_safetensors(
         NotImplementedError: a parameter that is a tensor subclass of another kind.
         ImportError: safetensors is not installed; or `progress`, and rich is not.
     """
+    adopt_assigned(model)
     problem: Exception | None = None
     checkpoint: Checkpoint | None = None
     plan: _Plan | None = None

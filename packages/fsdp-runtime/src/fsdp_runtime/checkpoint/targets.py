@@ -119,6 +119,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(units)
 
 
+def adopt_assigned(model: nn.Module) -> None:
+    """Adopt parameters that were moved or assigned since the last forward, on every rank; see `Unit.adopt`."""
+    for unit in units_of(model):
+        if unit.has_moved():
+            unit.adopt()
+
+
 def give_memory(model: nn.Module) -> None:
     """Give parameters and persistent buffers on the meta device memory, uninitialised or zeros; communicates.
 
@@ -177,7 +184,7 @@ class Entry:
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
     """Parameters unit by unit as they lie in memory, then all others; each once. Reshards what is gathered.
 
-    Takes over parameters that were moved or assigned since the last pass, as a forward does; see `Unit.adopt`.
+    Parameters that were moved or assigned since the last forward are adopted; every rank calls it.
 
     Args:
         buffers: persistent buffers too.
@@ -185,9 +192,7 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
     Raises:
         ValueError: a parameter on the meta device, by name.
     """
-    for unit in units_of(model):
-        if unit.has_moved():
-            unit.adopt()
+    adopt_assigned(model)
     names: dict[int, str] = {}
     others: list[Entry] = []
     for target in targets_of(model):
