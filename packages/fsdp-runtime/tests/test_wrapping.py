@@ -261,7 +261,6 @@ def test_groups_of_a_mesh_are_split_from_its_own_where_the_world_would_have_to_j
     assert asked == [(group, [[0, 1]], "reductions"), (group, [[0], [1]], "neighbors")]
 
 
-@pytest.mark.timeout(60)
 @on_ranks(4)
 def test_ranks_with_neighbors_may_have_been_in_different_numbers_of_groups():
     for _ in range(dist.get_rank()):
