@@ -6,6 +6,7 @@
 All ranks must end with the same bits, near the weights of one process that reads the same batches.
 """
 
+import copy
 import json
 import os
 import signal
@@ -25,7 +26,6 @@ from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-
 from torchft.coordination import LighthouseServer  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from fsdp_runtime import fully_shard
-from fsdp_runtime.checkpoint import snapshot
 
 REPLICAS, RANKS, WIDTH = 2, 2, 8
 TOGETHER = 3  # steps of both replicas before one is killed, and after it has come back
@@ -72,10 +72,9 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """What a replica that comes back is given: this rank's shards and states, copied."""
-        taken = snapshot(self.model, self.inner)
-        shards = {name: _local(value) for name, value in taken.model.items()}
-        states = [{k: _local(v) for k, v in state.items()} for state in taken.optimizer["state"].values()]
-        return {"model": shards, "optimizer": states}
+        shards = {name: _local(value) for name, value in self.model.state_dict().items()}
+        states = [{k: _local(v) for k, v in s.items()} for s in self.inner.state_dict()["state"].values()]
+        return copy.deepcopy({"model": shards, "optimizer": states})
 
     def load(self, state: dict[str, Any]) -> None:
         with torch.no_grad():

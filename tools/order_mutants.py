@@ -39,9 +39,7 @@ TESTS = [
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_capture.py",
-    "packages/fsdp-runtime/tests/test_offloaded_optimizer.py",
     "packages/fsdp-runtime/tests/test_offloaded_activations.py",
-    "packages/fsdp-runtime/tests/test_offloaded_gradients.py",
     "packages/block-optim/tests/test_happens_before.py",
 ]
 WAITS = ("wait", "wait_on_host", "synchronize")
@@ -80,9 +78,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ),
     ("Pass.before_save", "layer.synchronize()"): (
         "the comparison of collectives that follows reads numbers of the host, not memory"
-    ),
-    ("_OffloadedStates.offload", "optimizer.synchronize()"): (
-        "a refresh that is under way then ends in the next step, in order; other tests compare the states"
     ),
     ("GradBuffer.discard", "self.buffer.wait()"): (
         "no reduction uses memory that accepts gradients; only an interrupt of the host could leave one there"

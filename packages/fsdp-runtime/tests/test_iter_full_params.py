@@ -22,13 +22,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
-    block_policies,
     fully_shard,
     iter_full_params,
 )
-from fsdp_runtime.checkpoint import ExportedParams
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard import distribute_like, gather_from_ranks
+from ragged_shard import gather_from_ranks
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory
 
 
@@ -96,10 +94,8 @@ def test_dtypes_that_gloo_does_not_move_come_too(dtype):
     for bucket_bytes, ranks in itertools.product((1, 1 << 20), (None, (0, 1, 2), (1,))):
         options: Any = {"bucket_bytes": bucket_bytes, "ranks": ranks}
         exported = collected(model, **options)
-        since_nothing = iter_full_params(model, changed_since=ExportedParams(), **options)
-        changes = {change.name: change.values for change in since_nothing}
         receives = ranks is None or dist.get_rank() in ranks
-        assert exported.keys() == changes.keys() == ({"five", "seven"} if receives else set())
+        assert exported.keys() == ({"five", "seven"} if receives else set())
         assert all(value.float().equal(torch.arange(len(value)).float()) for value in exported.values())
 
 
@@ -109,15 +105,10 @@ def test_replicas_and_tensor_parallel_parameters_are_exported():
     for replicas, ranks in itertools.product((2, 4, None), (None, (2,))):
         shape = (replicas, 4 // replicas) if replicas else (2, 2)
         mesh = rank_mesh(*shape, names=("replicate", "shard") if replicas else ("dp", "tp"))
-        model, exported = seeded(TwoLayers), ExportedParams()
+        model = seeded(TwoLayers)
         model = fully_shard(model, mesh=mesh) if replicas else shard_with_tensor_parallelism(model, mesh)
         receives = ranks is None or dist.get_rank() in ranks
         assert_same_values(collected(model, ranks=ranks), wanted if receives else {})
-        list(iter_full_params(model, ranks=ranks, changed_since=exported))
-        with torch.no_grad():
-            model.up.weight.mul_(2)
-        changed = {one.name for one in iter_full_params(model, ranks=ranks, changed_since=exported)}
-        assert changed == ({"up.weight"} if receives else set())
 
 
 # -- memory and traffic ------------------------------------------------------------------------------------------------
@@ -166,83 +157,6 @@ def test_a_receiver_is_sent_what_it_lacks_and_a_whole_unit_by_one_collective():
         assert sum(gather_from_ranks(sum(event.bytes_sent for event in large))) == sent
 
 
-# -- only what changed -------------------------------------------------------------------------------------------------
-
-
-class Engine:
-    """Holds full tensors, and counts what it is sent."""
-
-    def __init__(self, model):
-        self.tensors = {name: torch.full_like(p, 7) for name, p in model.named_parameters()}
-        self.elements = 0
-
-    def update(self, changes):
-        self.elements = 0
-        names = set()
-        for change in changes:
-            change.apply_to(self.tensors[change.name])
-            self.elements += change.values.numel()
-            names.add(change.name)
-        return names
-
-
-def write(param, row, value):
-    """One element of one row, on the rank that has it."""
-    full = param.full_tensor().detach()
-    full.view(full.shape[0], -1)[row, 0] = value
-    param.detach().copy_(distribute_like(full, param.detach(), src_data_rank=None))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "bucket_bytes", "policy"),
-    [(None, 1, None), (None, 1 << 20, block_policies.rows(4)), ((2,), 1 << 20, None), ((0, 1), 1, None)],
-)
-@on_ranks(3)
-def test_only_changed_blocks_are_sent_and_none_is_missed(ranks, bucket_bytes, policy):
-    model = shard(seeded(width=16), block_policy=policy)
-    engine, exported = Engine(seeded(width=16)), ExportedParams()
-    receives = ranks is None or dist.get_rank() in ranks
-    options = {"ranks": ranks, "bucket_bytes": bucket_bytes, "changed_since": exported}
-
-    def check(names, elements):
-        found = engine.update(iter_full_params(model, **options))
-        full = full_values(model)
-        assert found == (names if receives else set())
-        if receives:
-            assert engine.elements == elements
-            assert all(engine.tensors[name].equal(value) for name, value in full.items())
-
-    every = dict(seeded(width=16).named_parameters())
-    check(every.keys(), sum(p.numel() for p in every.values()))
-    assert exported.nbytes == sum(p.to_local().nbytes for p in model.parameters())
-    check(set(), 0)
-    for row in (3, 4, 9):
-        write(model.blocks[1].weight, row, 5)
-    check({"blocks.1.weight"}, 3 * 16 * (1 if policy is None else 4))
-    write(model.norm.bias, 0, -0.0)  # equal as a number, not in its bits
-    check({"norm.bias"}, 1 if policy is None else 4)
-
-
-@on_ranks(1)
-def test_after_an_export_that_was_broken_off_everything_is_exported_again():
-    model, exported = shard(seeded()), ExportedParams()
-    list(iter_full_params(model, changed_since=exported))
-    with torch.no_grad():
-        model.blocks[0].weight.mul_(2)
-    next(iter_full_params(model, changed_since=exported))
-    assert not exported.complete
-    again = {change.name for change in iter_full_params(model, changed_since=exported)}
-    assert again == dict(model.named_parameters()).keys()
-
-
-@on_ranks(2)
-def test_an_export_to_other_receivers_is_complete():
-    model, exported = shard(seeded()), ExportedParams()
-    list(iter_full_params(model, ranks=(0,), changed_since=exported))
-    names = {change.name for change in iter_full_params(model, ranks=(1,), changed_since=exported)}
-    assert names == (dict(model.named_parameters()).keys() if dist.get_rank() == 1 else set())
-
-
 @on_ranks(2)
 def test_tensors_that_no_unit_has_are_the_callers_too():
     mesh, model = rank_mesh(), nn.Linear(4, 4)
@@ -251,29 +165,3 @@ def test_tensors_that_no_unit_has_are_the_callers_too():
     for _, tensor in iter_full_params(model):
         tensor.zero_()
     assert_same_values(full_values(model), before)
-
-
-class Rows(nn.Module):
-    """Rows of equal numbers, after another tensor that may be there."""
-
-    def __init__(self, numbers, other):
-        super().__init__()
-        if other:
-            self.other = nn.Parameter(torch.zeros(64))
-        self.weight = nn.Parameter(torch.tensor(numbers).view(-1, 1).repeat(1, 64))
-
-
-@on_ranks(3)
-def test_where_the_layout_is_another_one_since_no_change_is_missed():
-    """The second model has on rank 1 what the first had there, but in other rows of the tensor."""
-    exported, engine, held = ExportedParams(), torch.empty(5, 64), []
-    for numbers, other in (([1.0, 2, 3, 4, 5], False), ([1.0, 3, 4, 7, 8], True)):
-        model = Rows(numbers, other)
-        fully_shard(model)
-        for change in iter_full_params(model, changed_since=exported):
-            if change.name == "weight":
-                change.apply_to(engine)
-        weight: Any = model.weight
-        assert engine.equal(weight.full_tensor())
-        held.append(weight.to_local()[:, 0].tolist())
-    assert dist.get_rank() != 1 or held == [[3.0, 4.0]] * 2

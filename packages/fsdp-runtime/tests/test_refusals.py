@@ -32,7 +32,6 @@ from fsdp_runtime import (
     iter_full_params,
 )
 from fsdp_runtime._torch_compat import ShardPlacementResult
-from fsdp_runtime.checkpoint import ExportedParams
 from fsdp_runtime.token_loss import TokenLoss
 from layout_planner import Rows
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -168,11 +167,6 @@ def full_optimizer_states() -> Call:
     return lambda: step_of(model, optimizer)
 
 
-def apply_to_another_shape() -> Call:
-    changes = list(iter_full_params(shard(seeded()), changed_since=ExportedParams()))
-    return lambda: next(iter(changes)).apply_to(torch.zeros(2))
-
-
 def skippable_alone() -> object:
     model: Any = fully_shard(nn.Linear(3, 3), skippable=True)
     return model(torch.ones(1, 3))
@@ -292,7 +286,6 @@ REFUSED: dict[int, list[Row]] = {
          "ranks do not agree on ranks"),
         ("bucket", lambda: iter_full_params(shard(seeded()), bucket_bytes=0), ValueError, "bucket_bytes is 0"),
         ("no such rank", lambda: iter_full_params(shard(seeded()), ranks=(5,)), ValueError, r"ranks is \(5,\)"),
-        ("another shape", apply_to_another_shape, ValueError, r"embed.weight: blocks of a tensor of shape \(12, 8\)"),
         ("skippable alone", skippable_alone, RuntimeError, "Linear is skippable: .* shard it without skippable=True"),
         ("optimizer in between", optimizer_between_passes, RuntimeError,
          "SGD was built between forward and backward: .* 'embed.weight' first"),

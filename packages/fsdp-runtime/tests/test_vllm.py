@@ -1,7 +1,5 @@
 """The trainer's side of vLLM's weight transfer, against its classes or, without it, their contract."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +7,7 @@ from runtime_helpers import full_values, seeded, shard, step_of
 from vllm_contract import FOLDER, interface
 
 from fsdp_runtime import full_params
-from fsdp_runtime.checkpoint import ExportedParams
-from fsdp_runtime.integrations.vllm import weight_patches, weight_source
+from fsdp_runtime.integrations.vllm import weight_source
 from ragged_shard.testing import on_ranks, record_collectives
 
 
@@ -89,36 +86,6 @@ def test_a_model_with_other_tensors_than_metadata_is_refused():
         RuntimeError, match=r"router_bias torch.float32 \(5,\) comes where metadata has router_bias"
     ):
         source.iter_full()
-
-
-@on_ranks(3)
-def test_patches_bring_an_old_copy_to_the_new_values_bit_for_bit():
-    model = model_with_a_buffer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "bucket_bytes": 2000}
-    exported, engine, sent = ExportedParams(device="cpu"), values(model, torch.bfloat16), []
-    with interface():
-        for number in range(4):
-            patches = weight_patches(model, exported, **options)
-            wanted = values(model, torch.bfloat16)
-            if dist.get_rank() == 0:
-                changed = sum(int((engine[name] != value).sum()) for name, value in wanted.items())
-                sent.append((sum(patch.indices.numel() for patch in patches), changed))
-                assert len({patch.name for patch in patches}) == len(patches)
-                for patch in patches:
-                    assert (patch.indices.dtype, patch.values.dtype) == (torch.int32, torch.bfloat16)
-                    assert tuple(engine[patch.name].shape) == patch.full_shape
-                    engine[patch.name].view(-1)[patch.indices] = patch.values
-                assert all(engine[name].equal(value) for name, value in wanted.items())
-            else:
-                assert patches == []
-            step_of(model, optimizer, number)
-            model.router_bias[2] += 1
-    if dist.get_rank() == 0:
-        (first, _), *others = sent
-        assert first == sum(value.numel() for value in engine.values())
-        # No more than changed, but for the buffer, which comes as a whole.
-        assert all(0 < count <= changed + 3 < first for count, changed in others)
 
 
 def test_vllms_own_classes_take_it():

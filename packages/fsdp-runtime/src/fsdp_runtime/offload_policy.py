@@ -7,10 +7,10 @@ from torch.distributed.fsdp import OffloadPolicy
 
 @dataclass  # as torch's policies, not frozen
 class SelectiveOffloadPolicy(OffloadPolicy):
-    """Keep a unit's activations or gradients in CPU memory; its shards and the optimizer's step are on the device.
+    """Keep a unit's activations in CPU memory; its shards, gradients and optimizer states stay on the device.
 
-    Values are the same bits. CPU memory is page-locked and used again in the next step. For optimizer states wrap the
-    optimizer in `checkpoint.OffloadedOptimizer`. No effect where the device is the CPU.
+    Values are the same bits. CPU memory is page-locked and used again in the next step. No effect where the device is
+    the CPU.
 
     Activations: what autograd saves in the unit's forward is copied to the CPU while the next unit runs, and back, from
     the second step on, while backward runs the unit before. On the device stay: those of the unit that forward ends
@@ -18,14 +18,8 @@ class SelectiveOffloadPolicy(OffloadPolicy):
     Activation checkpoints keep only their inputs: for a checkpoint around the unit they are saved in the unit around
     that, and move by its policy. Raises in forward if other saved-tensor hooks are active around the unit.
 
-    Gradients: reduced ones are copied to the CPU and freed on the device; the end of backward waits for the copies.
-    `.grad` has no memory and shows NaN. `fsdp_runtime.clip_grad_norm_` and `OffloadedOptimizer` use the values; any
-    other optimizer raises.
-
     Args:
         activations: offload those of the unit's modules, units inside included.
-        gradients: offload those of the unit's parameters.
     """
 
     activations: bool = False
-    gradients: bool = False

@@ -25,7 +25,6 @@ from .._plan.group import GroupPlan, as_sharded, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
 from .missing import Ledger, Missing, ledger_of
-from .on_host import grad_on_host, host_gradient
 from .scaling import ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
@@ -390,13 +389,9 @@ class GradBuffer:
             sharded: Any = param.sharded
             view, grad = views[param.index], sharded.grad
             if grad is None:
-                on_host = self._plan.host_gradients
-                sharded.grad = grad_on_host(sharded, view) if on_host else sharded.with_local(view)
+                sharded.grad = sharded.with_local(view)
                 continue
-            known = host_gradient(grad)
-            if known is None:
-                known = as_sharded(self._plan, planned[param.index], sharded, grad).to_local()
-            grads.append(known)
+            grads.append(as_sharded(self._plan, planned[param.index], sharded, grad).to_local())
             added.append(view)
         if grads:
             with torch.no_grad():

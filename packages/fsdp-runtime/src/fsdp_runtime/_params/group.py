@@ -21,7 +21,6 @@ from ragged_shard import RaggedDTensor, installed_versions, raise_on_all_ranks
 
 from .. import _torch_compat as compat
 from .._grads.buffer import GradBuffer
-from .._grads.on_host import without_memory
 from .._grads.scaling import ReduceOptions
 from .._plan.group import (
     Dtypes,
@@ -579,8 +578,9 @@ class Group:
         param.local.copy_(values)
 
     def without_memory(self, local: torch.Tensor) -> torch.Tensor:
-        """A local tensor like this one without memory."""
-        return without_memory(local)
+        """A local tensor like this one without memory: reads as NaN (0 for integers), and cannot be written to."""
+        value = float("nan") if local.is_floating_point() else 0
+        return torch.full((), value, dtype=local.dtype, device=local.device).expand(local.shape)
 
     def segment_sizes(self) -> list[int]:
         """Elements of this rank's shard, one number a segment."""

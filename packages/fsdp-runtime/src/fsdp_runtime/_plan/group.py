@@ -23,7 +23,6 @@ from ragged_shard import CPU, RaggedDTensor
 
 from .. import _torch_compat as compat
 from ..block_policies import BlockPolicy
-from ..offload_policy import SelectiveOffloadPolicy
 from ..quantization import QuantizationPolicy, meet_tiles
 from .mesh import DataMesh, place
 from .param import ManagedParam
@@ -105,7 +104,6 @@ class GroupPlan:
         dtypes: in which they are kept, computed with and reduced.
         precision: the policy that the dtypes follow from.
         offload: keep shards in CPU memory; None: where the unit computes.
-        host_gradients: keep reduced gradients in CPU memory, without the shards.
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: encoding of gathers. Defaults to the compute dtype.
         reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
@@ -118,7 +116,6 @@ class GroupPlan:
     dtypes: Dtypes
     precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
-    host_gradients: bool
     transport: TransportChoice | None
     wire: WireForm | None
     reduction: ReductionForm | None
@@ -144,8 +141,6 @@ class GroupPlan:
         }
         if self.offload is not None:
             options.update(shard_device=CPU, pin_memory=self.offload.pin_memory)
-        elif gradients and self.host_gradients:
-            options.update(shard_device=CPU, pin_memory=True)
         return options
 
     def with_kept_dtype(self, dtype: torch.dtype) -> "GroupPlan":
@@ -215,7 +210,6 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
         dtypes=dtypes,
         precision=request.precision,
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
-        host_gradients=isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.gradients,
         transport=request.transport,
         wire=wire,
         reduction=None if policy is None else policy.reduction(params[0].selected, dtypes.reduce),

@@ -179,8 +179,7 @@ class Reduction:
                     self._call_hook(self._options.hook, self._replicated)
                 self._event = layer.record()
         layer.wait(self._event)
-        plan = self.groups[0].plan
-        if plan.offload is not None or plan.host_gradients:
+        if self.groups[0].plan.offload is not None:
             layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
@@ -195,10 +194,7 @@ class Reduction:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
             self._event = layer.record()
-        plan = self.groups[0].plan
-        if (
-            plan.offload is not None or plan.host_gradients
-        ):  # memory of the host is given back; not in a graph
+        if self.groups[0].plan.offload is not None:  # memory of the host is given back; not in a graph
             layer.wait_on_host(self._event)
         else:
             layer.wait(self._event)

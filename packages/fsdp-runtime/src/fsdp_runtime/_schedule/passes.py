@@ -155,7 +155,7 @@ class Pass:
                     f"{unit.name} offloads its activations, to memory that may be another in each step, which a graph "
                     "cannot capture; shard without activations in offload_policy"
                 )
-            if any(group.plan.offload is not None or group.plan.host_gradients for group in unit.groups):
+            if any(group.plan.offload is not None for group in unit.groups):
                 raise RuntimeError(
                     f"{unit.name} is offloaded: the CPU waits for its gradients, which a graph cannot capture; "
                     "shard without offload_policy"

@@ -1,4 +1,4 @@
-"""Weights in and out: files into shards, full tensors out of them, copies and shards in CPU memory.
+"""Weights in and out: files into shards, full tensors out of them, shards in CPU memory for a while.
 
 files, rules            tensors in files, and how names and shapes differ          know: nothing of models
 byte_ranges, dcp_files  boxes of tensors in files, read without a model         know: files
@@ -6,15 +6,11 @@ convert                 DCP folders to safetensors and back                     
 fp8_files               codes in files, and their scales                           knows: files
 targets                 a model's tensors, for loading and for gathering           know: units
 loading, full_state     into shards                                                know: files, targets
-runs, changes, export   out of shards, in bounded memory, or only what changed     know: entries
+runs, export            out of shards, in bounded memory                           know: entries
 full_params             whole parameters in the modules for a while                knows: runs
-offload, snapshot       shards in CPU memory, copies of shards                     know: units
-store                   torch's checkpoints in a key-value store                   knows: nothing of models
-offloaded_states        an optimizer's, in CPU memory between steps             know: offload
-offloaded_optimizer     updates on the device, states in CPU memory              knows: offloaded_states
+offload                 shards in CPU memory                                       knows: units
 """
 
-from .changes import ChangedBlocks, ExportedParams
 from .convert import convert_checkpoint
 from .export import iter_full_params
 from .fp8_files import read_safetensors, safetensors_shapes
@@ -27,25 +23,16 @@ from .full_state import (
 )
 from .loading import LoadReport, load_safetensors
 from .offload import offload, reload
-from .offloaded_optimizer import OffloadedOptimizer
 from .rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
 from .safetensors_export import save_safetensors
-from .snapshot import Snapshot, snapshot
-from .store import StoreReader, StoreWriter
 
 __all__ = [
     "MIXTRAL_EXPERTS",
     "STACKED_EXPERTS",
-    "ChangedBlocks",
-    "ExportedParams",
     "Fused",
     "LoadReport",
-    "OffloadedOptimizer",
     "Rename",
-    "Snapshot",
     "Split",
-    "StoreReader",
-    "StoreWriter",
     "convert_checkpoint",
     "full_params",
     "get_full_optimizer_state_dict",
@@ -59,5 +46,4 @@ __all__ = [
     "save_safetensors",
     "set_full_optimizer_state_dict",
     "set_full_state_dict",
-    "snapshot",
 ]

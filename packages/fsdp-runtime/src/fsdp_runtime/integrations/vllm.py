@@ -4,10 +4,6 @@
     engine = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     engine.send_weights()                                         after each step, on every rank
 
-    exported = ExportedParams(device="cpu")                       with the "sparse_nccl" backend, the changes alone
-    weight_patches(model, exported, dtype=torch.bfloat16)         once, when vLLM has the same weights
-    engine.send_weights(weight_patches(model, exported, dtype=torch.bfloat16))
-
 Written for vLLM 0.33.0, whose `weight_transfer/base.py` it was tried with. Not tried: its NCCL, IPC and RDT engines.
 """
 
@@ -18,15 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime.checkpoint import ExportedParams
-
 from .. import _torch_compat as compat
 from .._torch.tree import cast_to, local_tensor
 from ..checkpoint.conversions import FileForm, FileGroups
 from ..checkpoint.export import Exporter
 from ..checkpoint.targets import entries_of_model
-
-_MOST = torch.iinfo(torch.int32).max
 
 
 def weight_source(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30) -> Any:
@@ -107,47 +99,3 @@ def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.T
                 yield from complete[1].items()
 
     return tensors()
-
-
-def weight_patches(
-    model: nn.Module,
-    exported: ExportedParams,
-    *,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = 1 << 30,
-) -> list[Any]:
-    """`SparseWeightPatch`es for vLLM's "sparse_nccl" backend: elements that differ from the last call, on rank 0.
-
-    Every rank calls it; the others get an empty list. It compares and sends as `iter_full_params(changed_since=)` does,
-    but element by element: 8 bytes and the value for each. The first call has all elements of all tensors.
-
-    Args:
-        model, dtype, bucket_bytes: as for `weight_source`.
-        exported: from the last call, or new.
-
-    Raises:
-        ImportError: vLLM is not installed.
-        NotImplementedError: a tensor that files have in another form, such as stacked experts; by name.
-        ValueError: a tensor of over 2**31 - 1 elements, which vLLM's int32 indices cannot address; by name.
-    """
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
-
-    exporter = Exporter(model, dtype, bucket_bytes, (0,), buffers=True, caller="weight_patches")
-    form, names = FileForm(model), dict[str, str]()
-    for entry in exporter.entries:
-        renamed = form.renamed(entry.name)
-        if renamed is None:
-            raise NotImplementedError(
-                f"weight_patches: {entry.name} has another form in files of transformers; send whole tensors "
-                "(weight_source)"
-            )
-        if entry.tensor.numel() > _MOST:
-            raise ValueError(
-                f"weight_patches: {entry.name} has {entry.tensor.numel()} elements, at most {_MOST} can be addressed; "
-                "send whole tensors (weight_source)"
-            )
-        names[entry.name] = renamed
-    return [
-        SparseWeightPatch(names[changed.name], changed.indices.to(torch.int32), changed.values, changed.shape)
-        for changed in exporter.elements(exported)
-    ]

@@ -20,7 +20,6 @@ import ragged_shard
 from ragged_shard import CPU, DISTRIBUTED, RaggedDTensor, is_cpu
 
 from .. import _torch_compat as compat
-from .._grads.on_host import any_on_host, host_gradient
 from .in_backward import updated_in_backward
 
 _ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
@@ -133,7 +132,6 @@ class _Gradients:
         self.dtype = torch.float32
         self._device = params[0].device if params else CPU
         by_axes: dict[Any, _Cut] = {}
-        on_host = any_on_host()
         for param in params:
             grad: Any = param.grad
             if grad is not None:
@@ -155,9 +153,7 @@ class _Gradients:
             cut = by_axes[axes]
             if grad is None:
                 continue
-            if on_host and (slice_ := host_gradient(grad)) is not None:
-                cut.slices.append(slice_)
-            elif type(grad) is RaggedDTensor and (
+            if type(grad) is RaggedDTensor and (
                 grad.placements is placements or grad.placements == placements
             ):
                 cut.slices.append(grad.local)

@@ -1,7 +1,6 @@
 """Optimizers' steps: raises before one that would not train its parameters, and counts the others as writes.
 
-At its first step: those of before `fully_shard`, where it was built before; gathered ones; and weights that are kept as
-codes. At each step: gradients that are in CPU memory, if it does not bring them.
+The first step refuses parameters from before `fully_shard`, gathered parameters, and weights that are kept as codes.
 
 After a step gathered values are out of date on every rank. Torch's count of writes does not tell that alone: an
 optimizer may skip what has no elements on a rank, or write through pointers.
@@ -14,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._grads.on_host import any_on_host, host_gradient
 from .._params.kinds.at_rest import refuse_coded
 from .._params.unit import not_at_rest
 from .._plan.param import managed_of
@@ -44,14 +42,6 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any_on_host() and not getattr(optimizer, "takes_host_gradients", False):
-        offloaded = [param for param in params if host_gradient(param.grad) is not None]
-        if offloaded:
-            names = [of.name for param in offloaded if (of := managed_of(param)) is not None]
-            raise RuntimeError(
-                f"{type(optimizer).__name__}: the gradients of {names[0]!r} and {len(offloaded) - 1} other parameters "
-                "are in CPU memory by their units' policy; wrap it in OffloadedOptimizer, which brings them"
-            )
     if _seen.get(optimizer) == len(params):
         return
     managed = [(param, member) for param in params if (member := managed_of(param)) is not None]

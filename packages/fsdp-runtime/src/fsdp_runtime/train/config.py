@@ -22,14 +22,13 @@ from .tracing import check_snapshot, step_range
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
 System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
-_OFFLOADABLE = ("activations", "gradients", "states")
 # Options that only fsdp_runtime has, with the values that change nothing.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "block": ("auto", "none"),
     "quantize": ("none",),
     "reduce": ("none",),
     "memory_budget": (None,),
-    "offload": ((),),
+    "offload_activations": (False,),
     **dict.fromkeys(AXES, (1,)),
 }
 
@@ -110,11 +109,7 @@ class RunConfig:
         "keep as many gathered between forward and backward as these bytes of a rank allow, such as 8GiB",
         parse=parse_bytes,
     )
-    offload: tuple[str, ...] = _option(
-        (),
-        "keep these in CPU memory, with commas between them: activations, gradients (with states), states",
-        parse=lambda text: tuple(text.split(",")),
-    )
+    offload_activations: bool = _option(False, "keep activations in CPU memory")
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each")
     tp: int = _option(1, "ranks that share each matrix (tensor and sequence parallel)")
     pp: int = _option(1, "ranks that share the layers (pipeline); microbatches are those of --accumulate")
@@ -210,8 +205,10 @@ class RunConfig:
         if self.memory_budget is not None:
             self._check_budget()
         check_present(self.device)
-        if self.offload:
-            self._check_offload()
+        if self.offload_activations and not device_layer(pick_device(self.device)).asynchronous:
+            raise TrainError(
+                "--offload-activations: the device is the CPU, whose memory holds all of it anyway"
+            )
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
         splits = self.splits(world_size)
@@ -226,22 +223,6 @@ class RunConfig:
         ):
             if applies:
                 raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
-
-    def _check_offload(self) -> None:
-        unknown = [kind for kind in self.offload if kind not in _OFFLOADABLE]
-        for reason, applies in (
-            (f"expected {', '.join(_OFFLOADABLE)}", bool(unknown)),
-            (
-                "add states: the optimizer that brings gradients to the device keeps its states in CPU memory too",
-                "gradients" in self.offload and "states" not in self.offload,
-            ),
-            (
-                "the device is the CPU, whose memory holds all of it anyway",
-                not device_layer(pick_device(self.device)).asynchronous,
-            ),
-        ):
-            if applies:
-                raise TrainError(f"--offload {','.join(self.offload)}: {reason}")
 
     def divides(self, world_size: int) -> bool:
         """True if the splits divide this number of ranks, and the readers divide the batch."""

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPModule, clip_grad_norm_
-from fsdp_runtime.checkpoint import OffloadedOptimizer
+from fsdp_runtime import FSDPModule
 from fsdp_runtime.memory import BudgetError, SelectiveOffloadPolicy, StepMeter, Tuning, tune
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
@@ -57,11 +56,7 @@ class System:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Shard the model, give it its values and its optimizer. `initialise` is None where it has values."""
         model = self.wrap(self.materialise(model, initialise))
-        return model, self.optimizer_of(model, make_optimizer)
-
-    def optimizer_of(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The optimizer of a sharded model."""
-        return make_optimizer(model)
+        return model, make_optimizer(model)
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Move the model to the device and write its initial values, one whole parameter at a time."""
@@ -144,8 +139,7 @@ class System:
         """Clip, call `step` with the gradients' norm, and clear. Returns the norm, 0-d."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         limit = self.config.clip or float("inf")
-        clip = clip_grad_norm_ if self.config.offload else torch.nn.utils.clip_grad_norm_
-        norm = clip(parameters, limit)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         step(norm)
         optimizer.zero_grad(set_to_none=True)
@@ -228,16 +222,9 @@ class Runtime(FullyShard):
             "quantization_policy": quantization(
                 self.config.quantize, self.config.reduce, self.config.compute
             ),
-            "offload_policy": SelectiveOffloadPolicy(
-                "activations" in self.config.offload, "gradients" in self.config.offload
-            ),
+            "offload_policy": SelectiveOffloadPolicy(self.config.offload_activations),
             **self.options,
         }
-
-    def optimizer_of(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The optimizer, with its states in CPU memory if asked."""
-        optimizer = make_optimizer(model)
-        return OffloadedOptimizer(optimizer) if "states" in self.config.offload else optimizer
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Round gradients as any run does in this step, resumed or not."""

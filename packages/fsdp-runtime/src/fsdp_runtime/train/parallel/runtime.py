@@ -41,7 +41,7 @@ class SplitRuntime(Runtime):
             self.materialise(stage, initialise)
         if self.splits.pp > 1:
             self._pipeline = Pipeline(self.config, self.device, self.meshes, self.stages)
-        return model, self.optimizer_of(model, make_optimizer)
+        return model, make_optimizer(model)
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Cut matrices and layers; sets `stages`. Returns the model with this rank's layers."""

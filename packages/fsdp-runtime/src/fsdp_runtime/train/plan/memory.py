@@ -108,8 +108,8 @@ def plan_here(config: RunConfig, vocab_size: int) -> MemoryPlan:
     """
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan knows the buffers of fsdp_runtime, not of {config.system}")
-    if config.offload:
-        raise TrainError(f"--offload {','.join(config.offload)}: plan counts all memory as the device's")
+    if config.offload_activations:
+        raise TrainError("--offload-activations: plan counts all memory as the device's")
     device = pick_device(config.device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     splits = config.splits(world_size)
