@@ -21,7 +21,6 @@ from fsdp_runtime.train.plan.models import find_model
 from layout_planner import Layout
 
 CPU = torch.device("cpu")
-BUDGET = {"memory_budget": 1 << 30}
 DOCUMENTS: dict[str, Any] = {"documents": True, "end_token": 10}
 ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"tp": 3}, "--tp 3 is 3 ranks, of which there are 4: use --ranks 6"),
@@ -52,9 +51,6 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 readers of fsdp 2 x cp 2 x "),
 ]
 ON_TWO: list[tuple[dict[str, Any], str]] = [
-    ({**BUDGET, "system": "fsdp2"}, "only fsdp_runtime has it"),
-    ({**BUDGET, "reshard": False}, "it decides what --no-reshard does"),
-    ({**BUDGET, "pp": 2, "accumulate": 2}, "not with --pp 2"),
     ({"offload_activations": True, "system": "fsdp2"}, "only fsdp_runtime has it"),
     ({"offload_activations": True}, "the device is the CPU"),
     ({"quantize": "fp4"}, "expected one of none, fp8, mxfp8, nvfp4, int8"),
@@ -135,7 +131,6 @@ ARGV = [
     (["compare", "--vary", "system=fsdp3"], "--vary system: 'fsdp3' is not one of"),
     (["compare", "--vary", "optimizer=adamm"], "--optimizer 'adamm'"),
     (["compare", "--vary", "gathers=fp4"], "--vary gathers: 'fp4' is not one of fp32"),
-    *((["--memory-budget", text], "such as 8GiB") for text in ("", "eight", "8TB", "-1", "0", "0.1", "1e9")),
     (["--out", "x" * 5000, "--resume"], "xxx"),
     (["verify", "y" * 5000], "yyy"),
     (["9" * 5000], "999"),

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,24 +26,9 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "block": ("auto", "none"),
     "quantize": ("none",),
     "reduce": ("none",),
-    "memory_budget": (None,),
     "offload_activations": (False,),
     **dict.fromkeys(AXES, (1,)),
 }
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "8GiB", "500MB" or "123456".
-
-    Raises:
-        argparse.ArgumentTypeError: anything else, and what is less than one byte.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
-    if not match or (nbytes := int(float(match[1]) * _UNITS[(match[2] or "").upper()])) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 8GiB, 500MB or 123456789")
-    return nbytes
 
 
 def _option(default: Any, text: str, *, least: int | None = None, parse: Any = None) -> Any:
@@ -104,11 +88,6 @@ class RunConfig:
         "for numerics on CPU)",
     )
     reshard: bool = _option(True, "free gathered blocks between forward and backward (default: yes)")
-    memory_budget: int | None = _option(
-        None,
-        "keep as many gathered between forward and backward as these bytes of a rank allow, such as 8GiB",
-        parse=parse_bytes,
-    )
     offload_activations: bool = _option(False, "keep activations in CPU memory")
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each")
     tp: int = _option(1, "ranks that share each matrix (tensor and sequence parallel)")
@@ -202,8 +181,6 @@ class RunConfig:
             )
         if self.system == "deepspeed" and self.on_nan == "skip":
             raise TrainError("--on-nan skip: deepspeed decides about updates")
-        if self.memory_budget is not None:
-            self._check_budget()
         check_present(self.device)
         if self.offload_activations and not device_layer(pick_device(self.device)).asynchronous:
             raise TrainError(
@@ -215,14 +192,6 @@ class RunConfig:
         self._check_division(splits)
         if not splits.plain:
             self._check_splits(splits)
-
-    def _check_budget(self) -> None:
-        for reason, applies in (
-            ("it decides what --no-reshard does", not self.reshard),
-            (f"not with --pp {self.pp}, whose stages are used in turns", self.pp > 1),
-        ):
-            if applies:
-                raise TrainError(f"--memory-budget {self.memory_budget}: {reason}")
 
     def divides(self, world_size: int) -> bool:
         """True if the splits divide this number of ranks, and the readers divide the batch."""

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDPModule
-from fsdp_runtime.memory import BudgetError, SelectiveOffloadPolicy, StepMeter, Tuning, tune
+from fsdp_runtime.memory import SelectiveOffloadPolicy
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
@@ -372,7 +371,6 @@ def not_installed(system: str) -> str | None:
 
 def pool_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of gathered buffers of models that fsdp_runtime has sharded, lent and kept; 0 of others."""
-    from fsdp_runtime import FSDPModule
     from fsdp_runtime.memory import gathered_memory
 
     sizes = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
@@ -392,56 +390,6 @@ def quantization(weights: str, gradients: str, compute: Any) -> Any:
         "int8": BlockInt8(256),
     }  # fmt: skip
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
-
-
-def use_least_memory(model: nn.Module) -> None:
-    """Free every unit after forward, and gather none ahead."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(True, recurse=False)
-            module.set_prefetch_depth(0)
-
-
-def choose_kept(
-    model: nn.Module, step: Callable[[], Any], budget: int, meter: StepMeter, device: torch.device
-) -> Tuning:
-    """Keep as many units gathered between forward and backward as the budget allows. Collective.
-
-    Args:
-        model: a root that fsdp_runtime has sharded, whose optimizer has its states.
-        step: forward and backward.
-        budget: bytes that a rank may hold.
-        meter: has measured a whole step with the least memory, the optimizer's included, on this rank.
-        device: of the model.
-
-    Raises:
-        TrainError: on every rank, where the budget is too small; says what is possible.
-    """
-    taken = torch.tensor(float(meter.peak or 0), dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-    least = int(taken)  # so much the optimizer's step may need
-    try:
-        tuning = tune(model, step, memory_budget=budget, meter=meter)
-    except BudgetError as error:
-        least = max(least, error.least)
-    except ValueError as error:
-        raise TrainError(f"--memory-budget: {error}") from error
-    if least > budget:
-        raise TrainError(
-            f"--memory-budget {budget:,}: a step takes at least {least:,} bytes on the rank that needs most, with "
-            "every unit freed after forward and none gathered ahead"
-        )
-    return tuning
-
-
-def describe_kept(tuning: Tuning, model: nn.Module, budget: int) -> str:
-    """The chosen tuning, as one line."""
-    units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return (
-        f"{len(tuning.kept)} of {units} units stay gathered between forward and backward, {tuning.prefetch_depth} "
-        f"gathered ahead: at most {tuning.peak / 1e6:,.2f} of {budget / 1e6:,.2f} MB"
-    )
 
 
 def build_hf_model(

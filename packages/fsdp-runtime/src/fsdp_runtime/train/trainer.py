@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime.memory import StepMeter, Tuning
+from fsdp_runtime.memory import StepMeter
 from fsdp_runtime.token_loss import count_tokens
 from ragged_shard import device_layer
 
@@ -37,7 +37,7 @@ from .parallel.meshes import make_meshes
 from .parallel.runtime import SplitRuntime
 from .report import CURVES, METRICS, Report, draw_curves, open_trackers, read_metrics
 from .splits import check_splits
-from .systems import System, choose_kept, describe_kept, make_system, pool_bytes, use_least_memory
+from .systems import System, make_system, pool_bytes
 from .tracing import Recorder, step_range
 
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
@@ -127,8 +127,7 @@ class Trainer:
         config.check(self.world_size)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
         self._roots: list[nn.Module] = []
-        measured = config.measure or config.memory_budget is not None
-        self._meter = StepMeter(self.device, lambda: pool_bytes(self._roots)) if measured else None
+        self._meter = StepMeter(self.device, lambda: pool_bytes(self._roots)) if config.measure else None
         self.splits = config.splits(self.world_size)
         allowed = timedelta(seconds=config.timeout)
         self.meshes = make_meshes(self.splits, self.device.type, allowed)
@@ -163,9 +162,6 @@ class Trainer:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
         self._roots = self.system.roots(self.model)
-        self._tuning: Tuning | None = None
-        if config.memory_budget is not None:  # until a step has shown how much fits
-            use_least_memory(self.model)
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
 
@@ -274,13 +270,10 @@ class Trainer:
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
                 asked = config.measure and self.step + 1 == min(MEASURED_STEP, config.steps)
-                tuned = config.memory_budget is not None and self.step == first
-                measured = self._meter if asked or tuned else None
+                measured = self._meter if asked else None
                 self.beat(f"step {self.step + 1}")
                 with measured.step() if measured else contextlib.nullcontext(), recorder.step(self.step):
                     sums = self._train_step()
-                if config.memory_budget is not None and self._tuning is None:
-                    self._tune(config.memory_budget, report)
                 self._lap = clock.lap()
                 if waiting is not None:
                     stopped = self._read(waiting, report)
@@ -314,19 +307,6 @@ class Trainer:
         config = self.config
         trackers = open_trackers(config.log_to, self.out, first, config.to_json())
         return Report(self.out, first, config.steps, quiet=self.quiet, sinks=trackers)
-
-    def _tune(self, budget: int, report: Report | None) -> None:
-        """Choose what stays gathered, once the optimizer has its state. Collective."""
-        assert self._meter is not None
-        self.beat("choosing what stays gathered")
-        batches = self.batches.microbatches(self.step, self.device)
-
-        def step() -> None:
-            self.system.accumulate(self.model, batches, self.config.model.aux_weight)
-
-        self._tuning = choose_kept(self.model, step, budget, self._meter, self.device)
-        if report:
-            report.say(describe_kept(self._tuning, self.model, budget))
 
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""
@@ -470,7 +450,6 @@ class Trainer:
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
             "measured_peak": self._meter.peak if self._meter else None,
-            "kept": list(self._tuning.kept) if self._tuning else None,
             "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
