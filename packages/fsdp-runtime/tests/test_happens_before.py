@@ -35,7 +35,6 @@ from fsdp_runtime import (
     offload,
     reload,
 )
-from fsdp_runtime._plan import group as _plan
 from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
@@ -117,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         two_meshes(mp_policy=BF16, reshard_after_forward=2),
         {"set_reduce_scatter_max_input_buffers": 2},
     ),
-    "large children freed early": ({"children": 1}, {"set_reduce_scatter_max_input_buffers": 2}),
+    "two reductions in flight": ({}, {"set_reduce_scatter_max_input_buffers": 2}),
 }
 
 
@@ -155,10 +154,9 @@ MOMENTS = [
 
 @pytest.mark.parametrize("completes", MOMENTS)
 @pytest.mark.parametrize("case", CASES)
-def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case, completes, monkeypatch):
+def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case, completes):
     (options, methods), ranks = CASES[case], 1 if case == "on one rank" else 4
     options = {"shape": (4,), **options}
-    monkeypatch.setattr(_plan, "MIN_CHILD", options.pop("children", _plan.MIN_CHILD))
     with device(completes, ranks=ranks, rank=ranks // 4) as found:
         model = shard(seeded(Net, width=16), mesh=mesh_of(*options.pop("shape")), **options)
         for method, value in methods.items():

@@ -309,10 +309,6 @@ class DBuffer:
             self.check_shard("local_views")
         return self.shard_memory.views
 
-    def count_users(self) -> int:
-        """Number of tensors that hold the gathered memory: this buffer's, and those saved by autograd."""
-        return self.gathered.count_users()
-
     def ragged_tensors(self, *, requires_grad: bool = False) -> dict[str, RaggedDTensor]:
         """The group as distributed tensors in the shard's memory: writes to a tensor are writes to the buffer.
 

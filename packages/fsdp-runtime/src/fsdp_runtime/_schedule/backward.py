@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from dbuffer import AllReduce, DBuffer, Handle
 
-from .. import _torch_compat as compat
 from .._grads.buffer import WRITABLE, Closed, GradBuffer
 from .._grads.missing import WAY_OUT, Missing
 from .._grads.scaling import AllReduceHook, Scaling
@@ -31,7 +30,6 @@ from .._params.unit import Param, Unit, label
 from .._plan.mesh import DataMesh
 from .._torch.streams import Streams
 
-_NO_RUN = -1
 _COMPLETED = operator.attrgetter("completed")
 
 
@@ -241,8 +239,6 @@ class Backward:
         self.waiting: set[Unit] = set()
         self.partial: set[Unit] = set()
         self._streams = streams
-        self._run = _NO_RUN
-        self._accumulating: set[Unit] = set()  # units with gradients from before this backward
         self._queue: list[Reduction] = []  # in the order of their launches
         self._flying: list[Reduction] = []  # those that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
@@ -255,8 +251,6 @@ class Backward:
 
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
-        self._run = compat.backward_id()
-        self._accumulating = set(self.waiting)
         self.updated = set()
 
     def check_not_updated(self, unit: Unit) -> None:
@@ -285,40 +279,10 @@ class Backward:
             grad = grad.to_dense()
         group = param.group
         gradients = group.gradients
-        last = unit.around_others and self._is_last_of(unit, group, param)
-        if last and unit.options.reshard_after_backward and len(gradients.trained) == len(group.params):
-            unit.release_early(group)  # frozen ones get no gradient that tells when they are used up
         if gradients.state not in WRITABLE:
             self._make_room(group)
             self.waiting.add(unit)
-        gradients.write(param.index, grad, not unit.around_others)
-        del grad
-        # Ranks that use different parameters must not reduce at different times.
-        options = unit.options
-        differ = (
-            options.reduce_unused
-            or unit.on_several_meshes
-            or options.update is not None
-            or unit.host is not None
-            or unit.uneven
-        )
-        if last and group.plan.large and options.requires_gradient_sync and not differ:
-            gradients_of = [(each, each.gradients) for each in unit.groups]
-            complete = [each for each, own in gradients_of if own.written and own.trained <= own.written]
-            self.reduce(unit, complete)
-
-    def _is_last_of(self, unit: Unit, group: Group, param: Param) -> bool:
-        """Whether this is the last gradient that the group still waits for, so that backward has used all of it.
-
-        Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come. Nor where
-        gradients from before wait: those of the same parameters come again.
-        """
-        if compat.backward_id() != self._run or unit in self._accumulating:
-            return False
-        written, trained = group.gradients.written, group.gradients.trained
-        if len(trained) > len(written) + 1:
-            return False
-        return param.index not in written and trained - written == {param.index}
+        gradients.write(param.index, grad)
 
     def _make_room(self, group: Group) -> None:
         """Wait until the group's gradient buffer is free, then let it accept gradients."""

@@ -35,8 +35,7 @@ _EMPTY = (
     " set_full_state_dict(model, state_dict, rank0_only=True) sends them from rank 0, if it has them"
 )
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
-_USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
-_PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
+_PRESENT = (UnitState.UNSHARDED, UnitState.PARKED)  # nothing has to be gathered
 
 
 _begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # those that have begun a forward, some long ago
@@ -419,7 +418,7 @@ class Pass:
             self._backward.enter(unit)
             if self.activations is not None:
                 self.activations.enter_backward()
-        elif unit.state in _USABLE:
+        elif unit.state is UnitState.UNSHARDED:
             return
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:

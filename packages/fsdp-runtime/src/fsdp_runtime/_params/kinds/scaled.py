@@ -219,10 +219,6 @@ class _Scaled(OnWireGroup):
         }
         self._one_a_segment = []
 
-    def held_by_autograd(self) -> bool:
-        """True: uses by saved tensor subclasses are not visible."""
-        return True
-
     def memory(self) -> GroupMemory:
         """Gathered codes stay, and the scales of each tensor."""
         coded = super().memory()
