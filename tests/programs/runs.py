@@ -340,6 +340,6 @@ def _simulated(program: Program) -> Outcome:
     result = Outcome(
         ours="" if trace.error is None else f"{trace.error[0]} {trace.error[1]}: {trace.error[2]}"
     )
-    if trace.error is not None and trace.error[1] in ("RaceError", "CaptureError"):
+    if trace.error is not None and trace.error[1] == "RaceError":
         result.fault = f"race {trace.error[0]} {trace.error[2]}\n{trace.error[3]}"
     return result

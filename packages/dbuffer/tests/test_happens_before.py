@@ -173,37 +173,3 @@ def test_offloaded_shards_are_page_locked_to_the_byte_and_reuse_their_pages():
         del buffer
         gc.collect()
         assert not found.registered
-
-
-@pytest.mark.parametrize("swaps", [False, True] if _torch_compat.CAN_SWAP else [False])
-def test_memory_of_a_graph_is_of_its_pool_and_serves_no_buffer_outside(monkeypatch, swaps):
-    monkeypatch.setattr(_torch_compat, "CAN_SWAP", swaps)
-    with SimulatedDevice() as found:
-        recycler, side = Recycler("cpu", lean=True), found.new_stream()
-        recycler.home = found.current_stream()
-        before, inside, kept = (torch.UntypedStorage(0) for _ in range(3))
-
-        def use(storage):
-            recycler.allocate(storage, NBYTES)
-            bytes_in(storage).add_(1)
-
-        use(before)
-        recycler.recycle(before)
-        outside = recycler.stats
-        with found.capture():
-            recycler.home_in_capture = found.current_stream()
-            with found.on(side):
-                use(inside)
-                use(kept)
-                recycler.recycle(inside)
-            recycler.trim()
-            found.wait(found.record(side))
-        assert recycler.stats.parked_bytes == outside.parked_bytes
-        assert recycler.stats.reuses == outside.reuses
-        recycler.recycle(kept)
-        use(before)
-        assert recycler.stats.parked_bytes == 0
-        assert recycler.stats.reuses == int(swaps)
-        with pytest.raises(RuntimeError, match="gathered before a graph's capture"), found.capture():
-            recycler.recycle(before)
-        recycler.recycle(before)

@@ -376,3 +376,15 @@ def test_gathers_and_reductions_have_a_stream_each_beside_the_one_that_computes(
     gathers, reductions = Watched.streams["gathers"], Watched.streams["reductions"]
     assert len(gathers) == len(reductions) == 1
     assert len({computing} | gathers | reductions) == 3
+
+
+def test_a_capture_of_a_unit_raises():
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4))
+        found.capturing = True
+        with pytest.raises(RuntimeError, match="Net cannot be captured into a graph"):
+            loss_of(model, tokens())
+        with pytest.raises(RuntimeError, match=r"blocks\.0 cannot be captured"):
+            model.blocks[0].unshard()
+        found.capturing = False
+        train(model)

@@ -231,8 +231,8 @@ def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
         found.raise_late()
 
 
-def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
-    with device() as found:
+def test_changes_in_place_and_other_hooks_are_refused_by_name():
+    with device():
         model = build()
         model.blocks[1].spoils = True
         with pytest.raises(RuntimeError, match=r"shape \(2, 5, 16\) .* changed in place"):
@@ -243,8 +243,6 @@ def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
         with hooks, pytest.raises(RuntimeError, match=r"blocks\.0: its policy .*save_on_cpu"):
             model(tokens())
         step(model, 0)
-        with found.capture(), pytest.raises(RuntimeError, match=r"blocks\.0 offloads its activations"):
-            model(tokens())
 
 
 def test_after_a_failed_forward_the_next_step_has_the_same_bits():

@@ -83,18 +83,6 @@ def test_a_tensor_that_is_still_viewed_keeps_its_pages(device):
     assert len(device.registered) == 1
 
 
-def test_memory_that_ends_during_a_capture_is_unregistered_after_it(device):
-    memory = PinnedMemory(device, NUMEL, torch.float32)
-    memory.zeros()
-    with device.capture():
-        del memory
-        gc.collect()
-        assert len(device.registered) == 1
-    other = PinnedMemory(device, NUMEL, torch.float32)
-    tensor = other.zeros()
-    assert list(device.registered) == [tensor.data_ptr()]
-
-
 def test_a_device_that_refuses_gets_torchs_pinned_memory_and_one_line_in_the_log(device, monkeypatch, caplog):
     def refuse(address, nbytes):
         raise RuntimeError("error 2")

@@ -10,7 +10,6 @@ import logging
 import mmap
 import os
 import weakref
-from typing import Any
 
 import torch
 
@@ -34,7 +33,6 @@ class _Waits:
 
 
 _waits: "weakref.WeakKeyDictionary[DeviceLayer, _Waits]" = weakref.WeakKeyDictionary()
-_postponed: list[tuple[Any, ...]] = []  # what `_unregister` could not do while a graph was captured
 
 
 class _Pages:
@@ -45,8 +43,6 @@ class _Pages:
     """
 
     def __init__(self, layer: DeviceLayer, nbytes: int) -> None:
-        while _postponed and not layer.capturing:
-            _unregister(*_postponed.pop())
         self._layer, self._mapping = layer, mmap.mmap(-1, nbytes)
         self._waits = _waits.setdefault(layer, _Waits())
         address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
@@ -71,9 +67,6 @@ class _Pages:
 def _unregister(layer: DeviceLayer, waits: _Waits, address: int, mapping: mmap.mmap, process: int) -> None:
     """The end of pages. `mapping` is an argument so that it outlives the registration."""
     if os.getpid() != process:  # a forked child has no device, and the pages are its parent's
-        return
-    if layer.capturing:  # no time to wait for the device
-        _postponed.append((layer, waits, address, mapping, process))
         return
     waits.wait(layer)
     layer.unregister_memory(address)

@@ -48,6 +48,14 @@ class UnitState(enum.Enum):
     PARKED = enum.auto()
 
 
+def refuse_capture(name: str) -> NoReturn:
+    """Raise RuntimeError: a graph would gather into the same memory in each replay, and record no host work."""
+    raise RuntimeError(
+        f"{name} cannot be captured into a graph: fully_shard moves memory and starts collectives from the host. "
+        "Capture a part inside the unit, such as its attention, or use torch.compile"
+    )
+
+
 # Units that hold more than their shards; few at a time, however many units there are.
 not_at_rest: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 
@@ -98,7 +106,6 @@ class Unit:
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
         by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
-        captured: whether its last gather was recorded into a graph.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
@@ -128,8 +135,6 @@ class Unit:
         self.uneven = False
         self.by_phase = False
         self._for_backward = False  # what the next gather moves, where by_phase
-        self.captured = False
-        self._in_graph = False  # whether any gather was captured; its replays use this memory
         self.closed = ""
         self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
@@ -284,11 +289,6 @@ class Unit:
     def adopt(self) -> None:
         """Copy parameters that were moved or assigned into the shards; gathered values are out of date then."""
         self.check_open()
-        if self._in_graph and any(group.buffer is not None and group.has_moved() for group in self.groups):
-            raise RuntimeError(
-                f"{self.name}: its parameters were replaced, but a graph was captured that uses the memory of the ones "
-                "before; copy values in place instead (load_state_dict without assign=True, or param.copy_)"
-            )
         self.reshard()
         for group in self.groups:
             before = group.buffer
@@ -359,10 +359,10 @@ class Unit:
         Args:
             after: events that must have completed first. Defaults to all work of the current stream.
         """
-        if self.captured:
-            self._leave_capture()
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
+        if self._streams.layer.capturing:
+            refuse_capture(self.name)
         if self.closed:
             self.check_open()
         if self.state is UnitState.PARKED:
@@ -377,10 +377,6 @@ class Unit:
                     self.prepare()
                 group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
             not_at_rest.add(self)
-            self.captured = self._streams.layer.capturing
-            if self.captured:
-                self._in_graph = True
-                self._streams.follow_capture()
             if not self._gathers:
                 self._gathers = self._gathers_of(self.groups)
             stream = self._streams.gather
@@ -389,12 +385,6 @@ class Unit:
             for call in self._gathers:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING
-
-    def _leave_capture(self) -> None:
-        """After a capture, free what a graph alone gathers: outside of its replays the values are not there."""
-        if not self._streams.layer.capturing:
-            self.captured = False
-            self.reshard()
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
@@ -407,8 +397,6 @@ class Unit:
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
-        if self.captured:
-            self._leave_capture()
         if self.state is UnitState.UNSHARDED:
             return
         if self.state is not UnitState.GATHERING:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dbuffer import AllReduce, DBuffer, Handle
 
 from .._grads.buffer import WRITABLE, Closed, GradBuffer
-from .._grads.missing import WAY_OUT, Missing
+from .._grads.missing import Missing
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit, label
@@ -86,7 +86,7 @@ class Reduction:
         """Publish which parameters have no gradient on this rank, if other ranks decide whether they get one.
 
         Raises:
-            RuntimeError: they do, and a graph is captured or the store does not answer.
+            RuntimeError: they do, and the store does not answer.
         """
         data = group.plan.data
         stays_partial = data.hybrid and not self._options.all_reduce
@@ -95,11 +95,6 @@ class Reduction:
         names = {param.index: f"{param.name} of {group.name}" for param in closed.missing}
         key = f"{group.name} {closed.number}"
         missing = self._missing[group] = Missing(data, group.gradients.ledger, key, names)
-        if missing.asks and self._streams.layer.capturing:
-            raise RuntimeError(
-                f"{', '.join(names.values())} got no gradient, and a graph cannot find out whether other ranks have "
-                f"one; {WAY_OUT}"
-            )
         group.gradients.published = missing
         missing.publish()
 
@@ -192,7 +187,7 @@ class Reduction:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
             self._event = layer.record()
-        if self.groups[0].plan.offload is not None:  # memory of the host is given back; not in a graph
+        if self.groups[0].plan.offload is not None:  # memory of the host is given back
             layer.wait_on_host(self._event)
         else:
             layer.wait(self._event)
