@@ -65,7 +65,7 @@ def _layouts() -> list[Target]:
     specs = [
         TensorSpec("a", (4, 8), Rows(2)),
         TensorSpec("b", (16,)),
-        TensorSpec("c", (3, 5, 8), Rows(2), period=40),
+        TensorSpec("c", (3, 5, 8), Tile(2, 8)),
         TensorSpec("d", (64, 64), Tile(8, 16)),
     ]
     texts = [plan(specs, ranks).to_json().encode() for ranks in (1, 2, 7)]
@@ -488,8 +488,8 @@ _TRAIN = [
 _PLAN = [
     "plan --model llama-3-8b --world-size 8", "plan --checkpoint SAFE --world-size 4 --block rows:2 --json",
     "sweep --model llama-3-8b --world-size 8..32 --block rows:1,rows:16", "draw --checkpoint SAFE --world-size 3 -o -",
-    "table --model llama-3-8b --world-size 8,24", "plan --model gpt-oss-120b --world-size 16 --tile 128x128 --align 16",
-    "plan --model llama-3-8b --world-size 8 --period expert --experts separate --segments 2", "draw --help",
+    "table --model llama-3-8b --world-size 8,24", "plan --model gpt-oss-120b --world-size 16 --align 16",
+    "plan --model llama-3-8b --world-size 8 --experts separate --segments 2", "draw --help",
 ]  # fmt: skip
 _WORDS = [
     "", "-", "--", "0", "-1", "1", "3", "999999999999", "1e9", "nan", "inf", "-inf", "0.5", "x", "\n", "a\nb", "é",
