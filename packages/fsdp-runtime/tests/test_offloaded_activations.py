@@ -170,11 +170,11 @@ def test_a_checkpoint_inside_the_unit_moves_its_input():
         assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
 
 
-def test_activations_leave_the_device_and_cpu_memory_is_used_again():
+def test_activations_leave_the_device_until_backward():
     sizes: dict[str, list[int]] = {"activations": [], "after backward": []}
     for policy in (NONE, POLICY):
         with device() as found:
-            model, pinned = build(policy, policy), []
+            model = build(policy, policy)
             for number in range(3):
                 model.zero_grad()
                 before = sum(found.pools.used.values())
@@ -182,11 +182,8 @@ def test_activations_leave_the_device_and_cpu_memory_is_used_again():
                 forward = sum(found.pools.used.values()) - before
                 loss.backward()
                 del loss
-                pinned.append(len(found.registered))
             sizes["activations"].append(forward)
             sizes["after backward"].append(sum(found.pools.used.values()))
-            if policy is POLICY:
-                assert set(pinned) == {len(store_of(model)._free)}
     assert sizes["activations"][1] < 0.5 * sizes["activations"][0]
     assert sizes["after backward"][0] == sizes["after backward"][1]
 

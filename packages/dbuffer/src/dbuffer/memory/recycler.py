@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard import DeviceLayer, PinnedMemory, device_layer, is_cpu
+from ragged_shard import DeviceLayer, device_layer, is_cpu
 
 from .. import _torch_compat as compat
 from . import shared
@@ -339,7 +339,7 @@ class ShardMemory:
 
     Args:
         device: where they are.
-        pinned_for: the device whose copies page-locked memory is for; None: the memory is not page-locked.
+        pin_memory: page-lock it, for copies to and from a device.
 
     Attributes:
         flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
@@ -348,14 +348,10 @@ class ShardMemory:
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pinned_for: DeviceLayer | None
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> None:
         self._geometry = geometry
-        self._dtype, self._device = dtype, device
-        self._pinned: list[PinnedMemory] = []  # one a segment, or none
-        if pinned_for is not None:
-            for segment in geometry.layout.segments:
-                self._pinned.append(PinnedMemory(pinned_for, segment.shard_size, dtype))
+        self._dtype, self._device, self._pin_memory = dtype, device, pin_memory
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
@@ -365,13 +361,12 @@ class ShardMemory:
         """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
         geometry = self._geometry
         flats: list[torch.Tensor] = []
-        for index, segment in enumerate(geometry.layout.segments):
-            if self._pinned:
-                flat = self._pinned[index].empty()
-            else:
-                flat = torch.empty(segment.shard_size, dtype=self._dtype, device=self._device)
-                if flat.nbytes >= SMALLEST:
-                    prefer_huge_pages(flat)
+        for segment in geometry.layout.segments:
+            flat = torch.empty(
+                segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pin_memory
+            )
+            if flat.nbytes >= SMALLEST and not self._pin_memory:
+                prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
             check_aligned(flat.data_ptr())

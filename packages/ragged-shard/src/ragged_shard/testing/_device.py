@@ -94,7 +94,6 @@ class SimulatedDevice(StreamLayer):
         host: what the host has waited for.
         pools: what a caching allocator would hold.
         accesses: how many were checked.
-        registered: CPU memory that is registered now: address -> bytes.
         copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 
     Raises:
@@ -111,7 +110,6 @@ class SimulatedDevice(StreamLayer):
         self.pools = Pools()
         self.accesses = 0
         self._numbers = itertools.count(1)
-        self.registered: dict[int, int] = {}
         self.copied_out = self.copied_in = 0
         self._default = self.new_stream()
         self._default.name = "the default stream"
@@ -184,25 +182,6 @@ class SimulatedDevice(StreamLayer):
     def wait_for_current(self) -> None:
         """Make the host wait for the current stream, as reading a number of the device does."""
         join(self.host, self.current_stream().clock)
-
-    @property
-    def registers_memory(self) -> bool:  # type: ignore[override]
-        """Yes, as CUDA does."""
-        return True
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Let memory of the host be pinned."""
-        self.registered[address] = nbytes
-        self._blocks[address] = Block(address, nbytes, self._default, True, True)
-
-    def unregister_memory(self, address: int) -> None:
-        """End it. Raises RaceError where the host does not know that the last access has completed."""
-        del self.registered[address]
-        block = self._blocks.get(address)
-        for access in () if block is None else block.accesses:
-            if access.stream != _HOST and self.host.get(access.stream, 0) < access.time:
-                raise RaceError(f"memory is unregistered at {where()} before the last {access} has completed")
-        self._blocks.pop(address, None)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give a storage memory of the current stream's pool, or with 0 bytes give its memory back to its pool."""
