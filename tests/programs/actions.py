@@ -8,7 +8,9 @@ A `World` is a program's model, optimizer and trace on one system; on a system t
 """
 
 import contextlib
+import dataclasses
 import importlib
+import io
 import itertools
 import random
 import tempfile
@@ -184,6 +186,39 @@ class World:
         """Let modules hold the sharded parameters."""
         self.kept.clear()
         self.each("reshard")
+
+    def same_buffers(self) -> None:
+        """Give all ranks the buffers of the first."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def spoil(self) -> None:
+        """Lose all weights."""
+        with torch.no_grad():
+            for param in self.params.values():
+                param.mul_(0.0)
+
+    def elsewhere(self, where: str) -> tuple["World", Any]:
+        """The program's model and optimizer anew, and the group of its ranks; None: each rank has plain modules.
+
+        Args:
+            where: "part": on half of the ranks, or on one; "mesh": on another mesh, if there is one.
+        """
+        program, system, sharded = self.program, self.system, bool(self.units) and where != "plain"
+        if not sharded or program.mesh == "tp":
+            system, sharded = importlib.import_module("tests.programs.systems").System(), False
+        elif where == "part" or dist.get_world_size() < 4:
+            program = dataclasses.replace(program, mesh="part")
+        else:
+            program = dataclasses.replace(program, mesh="shard" if program.mesh != "shard" else "hsdp")
+        model = type(self.model)(program.layers, program.width, program.ends, program.recompute)
+        for name, param in model.named_parameters():
+            param.requires_grad_(self.params[name].requires_grad)
+        world = World(program, system, model, lambda named: of_groups(self.optimizer, dict(named)))
+        world.build()
+        first: Any = next(iter(world.params.values()))
+        parts = first.device_mesh if program.mesh == "part" else None
+        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -550,9 +585,7 @@ def full_state_dict(w: World, both: bool) -> None:
         optimizer = states.get_optimizer_state_dict(w.model, w.optimizer, options=options) if both else {}
     model = {name: value.clone() for name, value in model.items()}
     w.note_all("saved", dict(sorted(model.items())))
-    with torch.no_grad():
-        for param in w.params.values():
-            param.mul_(0.0)
+    w.spoil()
     if ours:
         api.set_full_state_dict(w.model, model, rank0_only=False)
         if both:
@@ -563,24 +596,88 @@ def full_state_dict(w: World, both: bool) -> None:
             states.set_optimizer_state_dict(w.model, w.optimizer, optimizer, options=options)
 
 
+@action(weight=2, draw=lambda rng: (rng.choice(("torch.save", "torch.save", "sharded", "flat", "on CPU")),))
+def optimizer_states(w: World, how: str) -> None:
+    """State dicts of model and optimizer, out and into other weights and a new optimizer: plain ones, or torch's."""
+    w.rest()
+    w.optimizer.zero_grad()
+    options = states.StateDictOptions(
+        flatten_optimizer_state_dict=how == "flat", cpu_offload=how == "on CPU", strict=False
+    )
+    if how == "torch.save":
+        model, optimizer = w.model.state_dict(), w.optimizer.state_dict()
+    else:
+        model, optimizer = states.get_state_dict(w.model, w.optimizer, options=options)
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    model, optimizer = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    w.spoil()
+    w.optimizer = of_groups(w.optimizer, w.params)
+    if how == "torch.save":
+        w.model.load_state_dict(model)
+        w.optimizer.load_state_dict(optimizer)
+    else:
+        states.set_state_dict(
+            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
+
+
+def save(w: World, folder: Path, **how: Any) -> None:
+    """Save model and optimizer with DCP, which takes a buffer from any rank."""
+    model, optimizer = states.get_state_dict(w.model, w.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, **how)
+
+
+def load(w: World, folder: Path, **how: Any) -> None:
+    """Load model and optimizer with DCP."""
+    model, optimizer = states.get_state_dict(w.model, w.optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # some parameters have no state yet
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, planner=planner, **how)
+    options = states.StateDictOptions(strict=False)
+    states.set_state_dict(
+        w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+    )
+
+
 @action(weight=0.7)
 def checkpoint(w: World) -> None:
     """DCP, out and into the same model after its weights have changed."""
     w.rest()
     w.optimizer.zero_grad()
+    w.same_buffers()
     with w.folder() as common:
         folder = common if w.units else common / str(dist.get_rank())
-        model, optimizer = states.get_state_dict(w.model, w.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
+        save(w, folder, no_dist=not w.units)
+        w.spoil()
+        load(w, folder, no_dist=not w.units)
+
+
+@action(draw=lambda rng: (rng.choice(("plain", "plain", "part", "mesh")),))
+def checkpoint_elsewhere(w: World, where: str) -> None:
+    """DCP into a model on other ranks or of plain modules, which is changed and saved; then back."""
+    w.rest()
+    w.optimizer.zero_grad()
+    other, group = w.elsewhere(where)
+    alone: dict[str, Any] = {"no_dist": True} if group is None else {"process_group": group}
+    first = not w.units or dist.get_rank() < (1 if group is None else dist.get_world_size(group))
+    w.same_buffers()
+    with w.folder() as common:
+        folder = common if w.units else common / str(dist.get_rank())
+        save(w, folder / "out", no_dist=not w.units)
+        load(other, folder / "out", **alone)
+        other.rest()
+        w.note_all("elsewhere", other.params)
+        for name, param in other.params.items():
+            for key, value in other.optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    w.note(f"elsewhere {key} {name}", value)
         with torch.no_grad():
-            for param in w.params.values():
-                param.mul_(0.0)
-        model, optimizer = states.get_state_dict(w.model, w.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
-        options = states.StateDictOptions(strict=False)  # some parameters have no state yet
-        states.set_state_dict(
-            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
-        )
+            for param in other.params.values():
+                param.mul_(0.9)
+        if first:
+            save(other, folder / "back", **alone)
+        dist.barrier()
+        load(w, folder / "back", no_dist=not w.units)
 
 
 @action(weight=0.5, fsdp2=False, draw=coin)
@@ -665,13 +762,20 @@ def move_to_another_group(w: World) -> None:
 
 def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same groups and states."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in groups:
-        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
-    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
-    other = kind(groups)
+    groups = optimizer.param_groups
+    named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    other = of_groups(optimizer, dict(named))
     other.load_state_dict(optimizer.state_dict())
     return other
+
+
+def of_groups(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer without states, of the same groups of these parameters."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [(name, params[name]) for name in group.pop("param_names")]
+    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
+    return kind(groups)
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

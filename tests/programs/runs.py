@@ -321,7 +321,10 @@ class _OneRank(World):
 
 
 # Actions that need values sent by other ranks.
-_NEED_RANKS = ("checkpoint", "files", "full_state_dict", "stream", "edit_full", "average_of_weights")
+_NEED_RANKS = (
+    "checkpoint", "checkpoint_elsewhere", "files", "full_state_dict", "optimizer_states", "stream", "edit_full",
+    "average_of_weights",
+)  # fmt: skip
 
 
 def _simulated(program: Program) -> Outcome:

@@ -173,6 +173,9 @@ class Sharded(System):
 
     def _mesh(self, program: Program) -> tuple[Any, Any]:
         ranks = dist.get_world_size()
+        if program.mesh == "part":  # see World.elsewhere
+            size = ranks // 2 if ranks % 2 == 0 else 1
+            return rank_mesh(ranks // size, size, names=("parts", "part"))["part"], None
         if program.departs:  # where nothing notices, the group's timeout must
             return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu"), None
         if program.mesh == "hsdp":
