@@ -693,7 +693,11 @@ def files(w: World, assign: bool = False) -> None:
             with torch.no_grad():
                 for param in w.model.parameters() if assign else w.params.values():
                     param.mul_(0.0)
-            w.system.api.load_safetensors(w.model, folder)
+            if "subclass" in w.program.layers:  # as the refusal says
+                read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors
+                w.model.load_state_dict(read(folder), strict=False)  # of tied weights there is one
+            else:
+                w.system.api.load_safetensors(w.model, folder)
     if assign:
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())

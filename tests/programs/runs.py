@@ -301,6 +301,7 @@ def _freed(program: Program) -> bool:
 _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
     Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("edit_full", "NotImplementedError", "is a tensor subclass", lambda p: "subclass" in p.layers),
     Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),

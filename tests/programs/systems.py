@@ -17,7 +17,7 @@ from dbuffer import BlockFP8, BlockInt8, BlockNF4
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies
 from ragged_shard.testing import rank_mesh
 
-from .models import Compiled, Model, TwoForwards
+from .models import Compiled, Model, Subclass, TwoForwards, Wrapped
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -38,7 +38,7 @@ PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
 }
 QUANTIZED: dict[str, tuple[QuantizationPolicy | None, float]] = {
     "": (None, 0.0),
-    "fp8": (QuantizationPolicy(weights=BlockFP8((128, 128))), 0.3),
+    "fp8": (QuantizationPolicy(weights=BlockFP8((128, 128))), 0.5),
     "int8": (QuantizationPolicy(weights=BlockInt8(8)), 0.1),
     "int8 both": (
         QuantizationPolicy(weights=BlockInt8(8), gradients=BlockInt8(8, rounding="stochastic")), 0.2,
@@ -144,6 +144,11 @@ class Sharded(System):
                     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                     parallelize_module(model.layers[index], mesh["tp"], plan)
             mesh = mesh["dp"]
+        for module in model.modules():
+            if isinstance(module, Subclass):
+                module.linear.weight = nn.Parameter(
+                    Wrapped(module.linear.weight.detach()), module.linear.weight.requires_grad
+                )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": PRECISIONS[program.precision][0]}
         if choose is not None:
             options["shard_placement_fn"] = choose
