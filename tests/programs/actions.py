@@ -155,6 +155,7 @@ class World:
         common = random.Random(1000 * self.program.seed + self.batches)
         own = random.Random(100_000 * self.program.seed + 10 * self.batches + self.data_rank)
         tokens, targets = (torch.tensor(own.choices(range(VOCABULARY), k=ROWS * LENGTH)) for _ in range(2))
+        torch.manual_seed(own.randrange(2**30))  # of dropout
         drawn = own if self.program.uneven else common
         chosen = drawn.choices(range(2), k=drawn.randrange(4))
         return tokens.view(ROWS, LENGTH), targets.view(ROWS, LENGTH), chosen
@@ -313,6 +314,20 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
         loss.backward()
 
 
+@action(gradients=True, draw=layer)
+def penalty(w: World, index: int) -> None:
+    """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
+    if w.program.recompute:
+        return
+    w.call("set_reshard_after_backward", False)
+    w.model.captures = index % len(w.model.layers)
+    loss = w.loss()
+    found, w.model.captured, w.model.captures = w.model.captured, None, None
+    (grad,) = torch.autograd.grad(loss, [found], create_graph=True)
+    (loss + grad.square().sum()).backward()
+    w.call("set_reshard_after_backward", True)
+
+
 @action(gradients=True)
 def twice_through(w: World) -> None:
     loss = w.loss()
@@ -375,6 +390,7 @@ def one_layer(w: World, index: int) -> None:
     ]
     x = torch.linspace(-1, 1, ROWS * LENGTH * w.program.width).view(ROWS, LENGTH, -1) + w.data_rank
     if own and w.program.recompute == "" and any(p.requires_grad for p in w.layer(index).parameters()):
+        torch.manual_seed(w.data_rank)
         with torch.set_grad_enabled(True):
             w.model.advance(index % len(w.model.layers), x * 1, (0, 1)).square().mean().backward()
 
@@ -468,6 +484,23 @@ def divide(w: World) -> None:
         for param in w.params.values():
             if param.grad is not None:
                 param.grad.mul_(0.5)
+
+
+@action(weight=0.5, gradients=True)
+def all_reduce_hook(w: World) -> None:
+    """A hook halves what was reduced; with it unused parameters get zeros, here None again."""
+    if w.has_gradients() or w.kept:
+        return
+    w.each("set_all_reduce_hook", lambda flat: flat.mul_(0.5))
+    w.loss().backward()
+    w.each("set_all_reduce_hook", None)
+    w.system.average(w.params)
+    for param in w.params.values():
+        if param.grad is not None:
+            param.grad = param.grad if w.full(param.grad).any() else None
+    for param in w.params.values() if not w.units else ():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -737,7 +770,7 @@ def add_param_group(w: World) -> None:
     w.rest()
     named = w.named()
     w.optimizer = w.make_optimizer(named[::2])
-    if len(w.optimizer.param_groups) == 1:
+    if len(w.optimizer.param_groups) == 1 and "algorithm" not in w.optimizer.param_groups[0]:
         w.optimizer.add_param_group({"params": named[1::2], "lr": 0.02})
 
 
@@ -840,17 +873,20 @@ def end_by_hand(w: World) -> None:
     w.call("set_manual_backward_finalization", False)
 
 
-@action(weight=0.3)
-def to_empty(w: World) -> None:
-    """Weights are lost and loaded."""
+@action(weight=0.3, draw=coin)
+def to_empty(w: World, late: bool = False) -> None:
+    """Weights are lost and loaded; buffers that are in no state dict are made anew before or after."""
     w.rest()
     w.optimizer.zero_grad()  # they would be lost too
     saved = {name: value.clone() for name, value in w.model.state_dict().items()}
     w.model.to_empty(device="cpu")
+    if late:
+        w.model.load_state_dict(saved)
     for name, buffer in w.model.named_buffers():
         if name not in saved:
             buffer.copy_(torch.linspace(0, 1, buffer.numel()))
-    w.model.load_state_dict(saved)
+    if not late:
+        w.model.load_state_dict(saved)
 
 
 @action(weight=0.5)

@@ -173,6 +173,17 @@ class Twice(Layer):
         return torch.tanh(self.one(torch.tanh(self.other(x))))
 
 
+class Dropout(Layer):
+    """Its masks follow each batch: `World.batch`."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(0.5)
+
+    def inner(self, x):
+        return torch.tanh(self.linear(self.dropout(x)))
+
+
 class TwoForwards(Layer):
     """`encode` is a forward of its own; see `systems.wrap`."""
 
@@ -302,7 +313,7 @@ LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
     "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen,
     "twice": Twice, "two forwards": TwoForwards, "structured": Structured, "in place": InPlace,
-    "weight norm": WeightNorm, "subclass": Subclass, "compiled": Compiled,
+    "weight norm": WeightNorm, "subclass": Subclass, "dropout": Dropout, "compiled": Compiled,
 }  # fmt: skip
 ENDS = ("tied", "head twice", "embedding as head")
 

@@ -121,15 +121,15 @@ def draw(seed: int) -> Program:
         layers = (*layers[:2], "split")
     ends = rng.choice(("", "", "", *ENDS))
     special = rng.random()
-    precision = rng.choice(("bf16", "mixed", "reduce32", "output")) if special < 0.15 else ""
+    precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
     if "subclass" in layers:
         quantized = ""
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
-    if precision:  # their inputs must be the same bits, and buffers are not cast
+    if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-        layers = tuple("linear" if kind == "batch norm" else kind for kind in layers)
+        layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)
     units = _units(rng, layers, ends, ranks, mesh, uneven)
     if "subclass" in layers:
         units = tuple(
@@ -146,6 +146,8 @@ def draw(seed: int) -> Program:
         layers = (*layers, "linear")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
+    if precision == "fp16":  # which has no huge values
+        names = ["scaled" if name == "odd_gradient" else name for name in names]
     taken: list[Action] = []
     for name in names:
         kind = doings.ACTIONS[name]

@@ -32,6 +32,7 @@ POLICIES = {
 PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
     "": (MixedPrecisionPolicy(), 1e-9),
     "bf16": (MixedPrecisionPolicy(HALF, SINGLE), 0.2),
+    "fp16": (MixedPrecisionPolicy(torch.float16, SINGLE), 0.05),
     "mixed": (MixedPrecisionPolicy(SINGLE, DOUBLE), 1e-3),
     "reduce32": (MixedPrecisionPolicy(reduce_dtype=SINGLE), 1e-4),
     "output": (MixedPrecisionPolicy(SINGLE, SINGLE, output_dtype=DOUBLE), 1e-3),
