@@ -61,6 +61,8 @@ def run(program: Program, name: str, kind: type[World] = World) -> Trace:
                 _act(world, index, trace)
             world.where = "end"
             world.rest()
+            if not program.departs:
+                world.system.check_memory(world.model, program, world.units)
             world.note_gradients()
             world.note_all("", world.params)
         except Exception as error:

@@ -1,6 +1,7 @@
 """Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
 
 import dataclasses
+import gc
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import block_optim
 import fsdp_runtime
 from dbuffer import BlockFP8, BlockInt8, BlockNF4
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies
+from fsdp_runtime.memory import gathered_memory, unit_memory
 from ragged_shard.testing import rank_mesh
 
 from .models import Compiled, Model, Subclass, TwoForwards, Wrapped
@@ -107,6 +109,9 @@ class System:
             if isinstance(module, Compiled):
                 module.compile(backend="aot_eager")
 
+    def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
+        """Raise if units at rest hold gathered buffers, or parameters other memory than the formula says."""
+
     def average(self, params: dict[str, nn.Parameter]) -> None:
         """Average gradients over all ranks; None is zero where another rank has one."""
         trained = list(params.values())
@@ -176,6 +181,20 @@ class Sharded(System):
                 self.api.register_fsdp_forward_method(module, "encode")
         self._compile(model)
         return units
+
+    def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
+        if self.ours and gathered_memory(model).lent_bytes:
+            gc.collect()  # models of programs before
+            stats = gathered_memory(model)
+            assert not stats.lent_bytes, f"at rest {stats.lent_bytes} bytes of gathered buffers are in use"
+        assigned = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)} & {
+            *program.actions
+        }
+        locals_ = [getattr(param, "_local_tensor", param) for param in model.parameters()]
+        if self.ours and not assigned and all(type(one.data) is torch.Tensor for one in locals_):
+            held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in locals_}
+            said = sum(unit_memory(unit).weights for unit in units)
+            assert sum(held.values()) == said, f"parameters hold {held} bytes, unit_memory says {said}"
 
     def _mesh(self, program: Program) -> tuple[Any, Any]:
         ranks = dist.get_world_size()
