@@ -629,14 +629,12 @@ def full_state_dict(w: World, both: bool) -> None:
             states.set_optimizer_state_dict(w.model, w.optimizer, optimizer, options=options)
 
 
-@action(weight=2, draw=lambda rng: (rng.choice(("torch.save", "torch.save", "sharded", "flat", "on CPU")),))
+@action(weight=2, draw=lambda rng: (rng.choice(("torch.save", "torch.save", "sharded", "on CPU")),))
 def optimizer_states(w: World, how: str) -> None:
     """State dicts of model and optimizer, out and into other weights and a new optimizer: plain ones, or torch's."""
     w.rest()
     w.optimizer.zero_grad()
-    options = states.StateDictOptions(
-        flatten_optimizer_state_dict=how == "flat", cpu_offload=how == "on CPU", strict=False
-    )
+    options = states.StateDictOptions(cpu_offload=how == "on CPU", strict=False)
     if how == "torch.save":
         model, optimizer = w.model.state_dict(), w.optimizer.state_dict()
     else:

@@ -133,7 +133,12 @@ def draw(seed: int) -> Program:
     units = _units(rng, layers, ends, ranks, mesh, uneven)
     if "subclass" in layers:
         units = tuple(
-            dataclasses.replace(unit, reshard=True) if unit.reshard == 2 else unit for unit in units
+            dataclasses.replace(
+                unit,
+                reshard=True if unit.reshard == 2 else unit.reshard,
+                blocks="rows" if unit.blocks == "tiles" else unit.blocks,
+            )
+            for unit in units
         )
     if optimizer == "adamw8bit":
         units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
