@@ -61,6 +61,8 @@ def run(program: Program, name: str, kind: type[World] = World) -> Trace:
                 _act(world, index, trace)
             world.where = "end"
             world.rest()
+            if not program.departs:
+                world.system.check_memory(world.model, program, world.units)
             world.note_gradients()
             world.note_all("", world.params)
         except Exception as error:
@@ -301,6 +303,7 @@ def _freed(program: Program) -> bool:
 _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
     Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("edit_full", "NotImplementedError", "is a tensor subclass", lambda p: "subclass" in p.layers),
     Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),
@@ -321,7 +324,10 @@ class _OneRank(World):
 
 
 # Actions that need values sent by other ranks.
-_NEED_RANKS = ("checkpoint", "files", "full_state_dict", "stream", "edit_full", "average_of_weights")
+_NEED_RANKS = (
+    "checkpoint", "checkpoint_elsewhere", "files", "full_state_dict", "optimizer_states", "stream", "edit_full",
+    "average_of_weights",
+)  # fmt: skip
 
 
 def _simulated(program: Program) -> Outcome:
