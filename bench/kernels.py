@@ -155,24 +155,21 @@ class WireCase:
     def pointers(self) -> dict[str, str]:
         """Types of the kernels' arguments."""
         types = {"values": "*i16", "out": "*i16", "codes": "*u8", "table": "*i64", "piece_of": "*i32"}
-        types |= dict.fromkeys(("amax", "levels", "middles"), "*fp32")
-        types |= dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
-        return types | {"scales": "*u8" if self.format.scale_dtype.itemsize == 1 else "*fp32"}
+        types |= dict.fromkeys(("scales", "amax", "levels", "middles"), "*fp32")
+        return types | dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
 
     @property
     def bytes_moved(self) -> float:
         """Bytes an element of values, codes and scales, for rows of 4096 columns."""
         grid = self.format.grid((128, 4096))
-        scales = self.format.scale_dtype.itemsize * grid.num_scales
-        return 2 + (128 * self.format.code_bytes(4096) + scales) / (128 * 4096)
+        return 2 + (128 * self.format.code_bytes(4096) + 4 * grid.num_scales) / (128 * 4096)
 
 
 def wire_formats() -> dict[str, Any]:
     """Representatives of dbuffer's formats."""
     return {
         "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)),
-        "mxfp8 rows": BlockFP8((1, 32), "e8m0"), "mxfp8 columns": BlockFP8((32, 1), "e8m0"), "int8": BlockInt8(256),
-        "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
+        "int8": BlockInt8(256), "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
     }  # fmt: skip
 
 
@@ -564,7 +561,7 @@ def decoders(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Row]:
             continue
         run = RowRun(form.grid(x.shape), 0, len(x))
         codes = torch.empty(len(x) * form.code_bytes(x.shape[1]), dtype=torch.uint8, device=device)
-        scales = torch.empty(run.num_scales, dtype=form.scale_dtype, device=device)
+        scales = torch.empty(run.num_scales, device=device)
         out = torch.empty_like(x)
         form.quantize([run], x.view(-1), codes, scales)
         calls: Calls = {"dbuffer": partial(form.dequantize, [run], codes, scales, out.view(-1))}

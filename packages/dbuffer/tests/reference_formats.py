@@ -27,13 +27,9 @@ def tiles(values, tile):
 
 
 def factors(amax, top, scale):
-    """(what values are multiplied by, what codes are multiplied by), fp32; the latter as a byte for e8m0."""
+    """(what values are multiplied by, what codes are multiplied by), fp32."""
     if not np.isfinite(amax):
-        return np.float32(np.nan), np.uint8(255) if scale == "e8m0" else np.float32(np.nan)
-    if scale == "e8m0":
-        fraction, exponent = np.frexp(np.float64(amax) / top)
-        exponent = max(-127, exponent - (fraction == 0.5)) if amax else -127
-        return np.float32(2.0**-exponent), np.uint8(exponent + 127)
+        return np.float32(np.nan), np.float32(np.nan)
     with np.errstate(over="ignore"):
         up = np.float32(1) if amax == 0 else np.float32(top) / np.float32(amax)
     up = min(up, np.finfo(np.float32).max)
@@ -63,7 +59,7 @@ def quantize(values, tile, top, scale, code_of):
         scales.append(down)
         if np.isfinite(up):
             codes[place] = code_of((found * up).astype(np.float64))
-    return codes, np.array(scales, np.uint8 if scale == "e8m0" else np.float32)
+    return codes, np.array(scales, np.float32)
 
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # of codes without sign

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from dbuffer_helpers import SPECS, layout_for, load, make, mesh_of, quantized_tensor
 from test_blocks_on_wire import FORMATS, tensors
 from test_blocks_on_wire import layout_for as tiles_for
-from test_phases import COLUMNS, ROWS
-from test_phases import make as make_phases
 from test_wire import Quantized
 
 from dbuffer import (
@@ -28,7 +26,6 @@ from dbuffer import (
     DBuffer,
     Gather,
     Noise,
-    PhasesOnWire,
     ReduceScatter,
     RowRun,
 )
@@ -83,10 +80,6 @@ ONE: Table = {
     "a sum of NF4": (lambda: add_up(BlockNF4(), 0), ValueError, "not reductions"),
     "weights rounded at random, at rest": (lambda: BlocksAtRest(STOCHASTIC), ValueError, "rounds stochastically"),
     "weights rounded at random": (lambda: BlocksOnWire(STOCHASTIC), ValueError, "stochastically; weights are rounded"),
-    "phases that are read back": (lambda: PhasesOnWire(ROWS, backward=COLUMNS, read_back=True), ValueError,
-                                  "rounded to nearest, and not read back"),
-    "phases rounded at random": (lambda: PhasesOnWire(ROWS, backward=STOCHASTIC), ValueError,
-                                 "rounded to nearest, and not read back"),
     "a cast to fp16": (lambda: CastReduction(torch.float16), ValueError, "torch.bfloat16, torch.float32 or None"),
     "values of codes in fp64": (lambda: quantized_tensor(BlockNF4(64), torch.ones(6, 130)).double(), ValueError,
                                 r"no values in torch\.float64"),
@@ -169,12 +162,6 @@ def of_tiles(cut="shared", **options):
 def codes():
     buffer = of_tiles("whole", full_dtype=torch.bfloat16, wire=BlocksOnWire(FORMATS[0], read_back=False))
     Gather([load(buffer, tensors())]).start().wait()
-    return buffer
-
-
-def phases():
-    buffer = make_phases()
-    Gather([buffer]).start().wait()
     return buffer
 
 
@@ -271,12 +258,6 @@ ON_3: Table = {
     "reduction of gathered codes": (lambda: ReduceScatter([codes()]), ValueError, "tensors that are gathered as codes"),
     "half bytes": (lambda: of((27, 8), Rows(1), wire=BlocksAtRest(BlockNF4(64), read_back=False)), ValueError,
                    "can only be read back: with read_back=False each must be a byte"),
-    "choose while gathered": (lambda: phases().choose_codes(forward=False, backward=True), RuntimeError,
-                              "choose_codes while codes are gathered; release"),
-    "choose of one": (lambda: of((8, 8), name="plain").choose_codes(forward=True, backward=False), ValueError,
-                      "plain: choose_codes applies to buffers with wire=PhasesOnWire"),
-    "keep for backward": (lambda: (b := phases()).keep_codes_for(b.mesh_view.group), ValueError,
-                          "codes for forward are not kept for backward"),
     # -- reductions in a wire form
     "gradients in fp64": (lambda: of((8, 8), reduction=REDUCED, full_dtype=torch.float64), ValueError,
                           r"gradients in torch\.float64 cannot be quantized"),

@@ -15,8 +15,6 @@ from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import (
-    MX_COLUMNS,
-    MX_ROWS,
     BlockFP8,
     BlockInt8,
     BlockNF4,
@@ -27,7 +25,7 @@ from fsdp_runtime.quantization import (
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import on_ranks, record_collectives
 
-FP8, INT8, MXFP8 = BlockFP8((4, 4)), BlockInt8(4), BlockFP8((1, 32), "e8m0")
+FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
 CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
 WIDTH = 24
 
@@ -49,7 +47,7 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
 
 @on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_come_first():
-    cases: tuple[tuple[Any, Any], ...] = ((FP8, "whole"), (CUT, "shared"), (MXFP8, "whole"))
+    cases: tuple[tuple[Any, Any], ...] = ((FP8, "whole"), (CUT, "shared"))
     for fmt, cut in cases:
         model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
         with torch.inference_mode():
@@ -77,7 +75,6 @@ def test_modules_compute_with_the_values_of_whole_tensors_codes():
     train(FP8, "whole")
     train(CUT, "shared")
     train(INT8, "auto", microbatches=2)
-    train(MXFP8, "whole")
     train(BlockNVFP4(), "shared")
 
 
@@ -199,9 +196,6 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
     ({"compute": "scaled", "weights": BlockFP8((32, 32))}, SCALED),
     ({"compute": "scaled", "at_rest": NF4}, SCALED),
-    ({"compute": "scaled", "at_rest": MX_ROWS}, "has no such products"),
-    ({"compute": "scaled", "weights": MX_COLUMNS}, "has no such products"),
-    ({"compute": "scaled", "weights": BlockFP8(scale="e8m0")}, "has no such products"),
 )
 
 

@@ -20,7 +20,6 @@ from .wire.blocks import BlockFormat
 from .wire.codes.at_rest import BlocksAtRest, empty_codes
 from .wire.codes.gathered import num_gathered_scales
 from .wire.codes.on_wire import BlocksOnWire
-from .wire.codes.phases import PhasesOnWire
 from .wire.codes.planes import CodePlanes
 from .wire.codes.tensor import BlockQuantizedTensor
 from .wire.form import Encoder, WireForm
@@ -60,7 +59,6 @@ __all__ = [
     "Op",
     "Pairs",
     "PatientStore",
-    "PhasesOnWire",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",

@@ -7,7 +7,6 @@ import torch
 from ._buffer import DBuffer
 from .transport import Collectives
 from .wire.codes.on_wire import BlockEncoder
-from .wire.codes.phases import PhasedEncoder
 
 
 def needs_amax(buffer: DBuffer) -> bool:
@@ -16,8 +15,6 @@ def needs_amax(buffer: DBuffer) -> bool:
 
 
 def _encoders_of(buffer: DBuffer) -> list[BlockEncoder]:
-    if isinstance(buffer.encoder, PhasedEncoder):
-        return [buffer.encoder.rows, buffer.encoder.columns]
     return [buffer.encoder] if isinstance(buffer.encoder, BlockEncoder) else []
 
 

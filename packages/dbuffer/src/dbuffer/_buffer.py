@@ -37,7 +37,6 @@ from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Pairs, TransportChoice, may_read_peers, resolved
 from .wire.codes.at_rest import BlocksAtRest, CodedShard
-from .wire.codes.phases import PhasedEncoder
 from .wire.form import WireForm
 from .wire.reduction import ReductionForm
 
@@ -451,27 +450,6 @@ class DBuffer:
         """
         if self.encoder is not None:
             self.encoder.keep_for(group)
-
-    @property
-    def backward_views(self) -> Mapping[str, torch.Tensor]:
-        """Like `views`, of the codes that a `PhasesOnWire` buffer gathers for backward. Empty for other buffers."""
-        return self.encoder.column_views if isinstance(self.encoder, PhasedEncoder) else {}
-
-    def choose_codes(self, *, forward: bool, backward: bool) -> None:
-        """Say which codes of a `PhasesOnWire` buffer the next gathers move: those for forward, for backward, or both.
-
-        Raises:
-            ValueError: another wire form.
-            RuntimeError: gathered, or a collective is under way: release the buffer first.
-        """
-        if not isinstance(self.encoder, PhasedEncoder):
-            raise ValueError(f"{self.name}: choose_codes applies to buffers with wire=PhasesOnWire(...)")
-        self.check_idle("choose_codes")
-        if self.gathered.present:
-            raise RuntimeError(
-                f"{self.name}: choose_codes while codes are gathered; release the buffer first"
-            )
-        self.encoder.choose(forward, backward)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, even if its version counter has not changed.

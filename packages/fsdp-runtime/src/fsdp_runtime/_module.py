@@ -102,8 +102,6 @@ class FSDPModule(fsdp.FSDPModule):
         member.passes.forget_graph()
         if unit.has_moved():
             unit.adopt()
-        if unit.by_phase and unit.at_rest:
-            unit.gather_for(backward=False)
         unit.gather()
         handle = UnshardHandle(unit)
         if async_op:

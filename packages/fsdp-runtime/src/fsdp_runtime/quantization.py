@@ -21,12 +21,11 @@ from dbuffer import (
     ReductionForm,
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
-from ragged_shard import is_cpu, multiplies_blocks, multiplies_microscaled
+from ragged_shard import is_cpu, multiplies_blocks
 
 __all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "BlockNVFP4", "QuantizationPolicy", "matrices_only"]
 
 TILE = 128  # rows and columns of the tiles that products are taken with
-MX_ROWS, MX_COLUMNS = BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0")  # MXFP8 for either product
 OnWire = BlockFP8 | BlockInt8 | BlockNVFP4
 AtRest = BlockNF4 | BlockNVFP4 | BlockInt8 | BlockFP8
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]
@@ -55,23 +54,19 @@ class QuantizationPolicy:
 
     Args:
         weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
-            `BlockFP8((128, 128))`, `BlockFP8((1, 32), "e8m0")` (MXFP8), `BlockInt8(256)` or `BlockNVFP4()`. Shards,
-            optimizer states and checkpoints stay as they are. None: gathers are not quantized.
+            `BlockFP8((128, 128))`, `BlockInt8(256)` or `BlockNVFP4()`. Shards, optimizer states and checkpoints stay as
+            they are. None: gathers are not quantized.
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
             `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
             their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
             replicas stays in the parameters' dtype.
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
-            `BlockNVFP4("row")`, `BlockInt8(256)`, `BlockFP8((128, 128))` or `BlockFP8((1, 32), "e8m0")`. Their codes
-            and scales are all that there is of them: they are the shard, they travel, and they are what state dicts
-            hold. None: values are kept.
+            `BlockNVFP4("row")`, `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are
+            the shard, the payload of gathers, and the entries of state dicts. None: values are kept.
         compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes. "scaled":
             selected weights, of `nn.Linear`, stay codes while they are gathered, and products are taken with these:
             inputs, and gradients of outputs, are quantized to e4m3 with a scale for 128 elements of a row, gradients of
-            weights come from values. For `BlockFP8((128, 128))`; on Hopper GPUs, and on the CPU for numerics. With
-            `weights=BlockFP8((1, 32), "e8m0")`, MXFP8, all scales are for 32 elements along the sum, and a gather moves
-            the codes of its phase: of rows in forward, of columns in backward, of both where backward recomputes; on
-            Blackwell GPUs, and on the CPU.
+            weights come from values. For `BlockFP8((128, 128))`; on Hopper GPUs, and on the CPU for numerics.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
         cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
@@ -121,10 +116,10 @@ class QuantizationPolicy:
                 f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize' or 'scaled'"
             )
         tiles = (BlockFP8((TILE, TILE)), BlockFP8((TILE, TILE), "fp32"))
-        if self.scaled and self.blocks not in tiles and not self.microscaled:
+        if self.scaled and self.blocks not in tiles:
             raise ValueError(
-                "QuantizationPolicy: compute='scaled' multiplies codes of BlockFP8((128, 128)), and of "
-                f"weights=BlockFP8((1, 32), 'e8m0'); {self.blocks} has no such products, use compute='dequantize'"
+                "QuantizationPolicy: compute='scaled' multiplies codes of BlockFP8((128, 128)); "
+                f"{self.blocks} has no such products, use compute='dequantize'"
             )
         if self.select is not None and not callable(self.select):
             raise ValueError(
@@ -132,7 +127,7 @@ class QuantizationPolicy:
             )
         if self.cut not in ("auto", "whole", "shared"):
             raise ValueError(f"QuantizationPolicy: cut is {self.cut!r}; expected 'auto', 'whole' or 'shared'")
-        if self.cut == "shared" and not self.microscaled and (weights is None or not weights.shares_amax):
+        if self.cut == "shared" and (weights is None or not weights.shares_amax):
             raise ValueError(
                 f"QuantizationPolicy: cut='shared' does not apply to weights={weights}: no cut is in a tile"
             )
@@ -176,11 +171,6 @@ class QuantizationPolicy:
     def scaled(self) -> bool:
         """Whether products are taken with codes."""
         return self.compute == "scaled"
-
-    @property
-    def microscaled(self) -> bool:
-        """Whether products are taken with codes of rows in forward, and of columns in backward."""
-        return self.scaled and self.weights == MX_ROWS
 
     @property
     def blocks(self) -> OnWire | AtRest | None:
@@ -245,16 +235,10 @@ def check_products(
         NotImplementedError: the device has no such products.
         ValueError: the parameter is not the weight of linear layers, or of another shape; by its name.
     """
-    in_rows = blocks == MX_ROWS
-    if not (is_cpu(device) or (multiplies_microscaled if in_rows else multiplies_blocks)(device)):
-        gpu = (
-            "Blackwell GPU (sm_100) and torch built for CUDA 12.8"
-            if in_rows
-            else "Hopper GPU (sm_90) and torch built for CUDA 12.9"
-        )
+    if not (is_cpu(device) or multiplies_blocks(device)):
         raise NotImplementedError(
-            f"quantize: compute='scaled' with {blocks} needs a {gpu} or later, or the CPU; found {device} and CUDA "
-            f"{torch.version.cuda}. Use compute='dequantize'"
+            f"quantize: compute='scaled' with {blocks} needs a Hopper GPU (sm_90) and torch built for CUDA 12.9 or "
+            f"later, or the CPU; found {device} and CUDA {torch.version.cuda}. Use compute='dequantize'"
         )
     who = f"quantize: parameter {name} was selected for compute='scaled'"
     instead = (
@@ -265,9 +249,8 @@ def check_products(
             raise ValueError(
                 f"{who}, and is {attribute} of a {type(module).__name__}; expected weight of a Linear: {instead}"
             )
-    multiple = 32 if in_rows else TILE
-    if any(size % multiple for size in shape):
-        raise ValueError(f"{who}; shape {tuple(shape)}, expected multiples of {multiple}: {instead}")
+    if any(size % TILE for size in shape):
+        raise ValueError(f"{who}; shape {tuple(shape)}, expected multiples of {TILE}: {instead}")
 
 
 def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:

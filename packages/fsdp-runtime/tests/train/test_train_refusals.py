@@ -53,9 +53,9 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
 ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"offload_activations": True, "system": "fsdp2"}, "only fsdp_runtime has it"),
     ({"offload_activations": True}, "the device is the CPU"),
-    ({"quantize": "fp4"}, "expected one of none, fp8, mxfp8, nvfp4, int8"),
+    ({"quantize": "fp4"}, "expected one of none, fp8, nvfp4, int8"),
     ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
-    ({"compute": "scaled"}, "--compute scaled multiplies codes of --quantize fp8 or mxfp8, not of none"),
+    ({"compute": "scaled"}, "--compute scaled multiplies codes of --quantize fp8, not of none"),
     ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
     ({**DOCUMENTS, "system": "fsdp2"}, "--documents: fsdp2 averages the means of ranks"),
     ({**DOCUMENTS, "documents": False}, "--end-token 10: only --documents ends sequences there"),

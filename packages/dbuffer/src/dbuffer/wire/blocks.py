@@ -1,17 +1,14 @@
 """Values as codes and one scale a tile: what every format promises, and checks its arguments for.
 
-    values  fp32, bf16, fp16   --quantize-->   codes uint8, scales   --dequantize-->   value = code * scale
-
-Scales are fp32, or a byte each (`BlockFormat.scale_dtype`): the exponent of a power of two, as e8m0 holds it.
+    values  fp32, bf16, fp16   --quantize-->   codes uint8, scales fp32   --dequantize-->   value = code * scale
 
 Codes of a row lie together, `code_bytes(columns)` of them; scales are row-major over tiles. Both depend on the tensor
 alone, not on how its rows are divided into runs of whole bands. A tile that a run cuts needs the amax of the whole
 tile: `amax` of each piece, the largest of them (a MAX over the int32 bits, where NaN wins), then `quantize(amax=...)`.
 
 A tile's scale is the reciprocal of TransformerEngine's `compute_scale_from_amax`, in fp32: top / amax, 1 for amax 0,
-the largest fp32 number where that overflows; for a power of two all bits but the exponent's are cleared. In e8m0 it is
-the smallest power of two not below amax / top, and 2^-127 for amax 0, as TransformerEngine's MXFP8 has it. A tile
-with a NaN or an infinity gets the scale NaN and codes 0, so every value that is read back from it is NaN.
+the largest fp32 number where that overflows; for a power of two all bits but the exponent's are cleared. A tile with a
+NaN or an infinity gets the scale NaN and codes 0, so every value that is read back from it is NaN.
 """
 
 from collections.abc import Sequence
@@ -30,14 +27,9 @@ class BlockFormat:
     """A format of quantized tiles: one code an element and one scale a tile, unless a subclass differs.
 
     Frozen, hashable; communicates nothing, keeps no memory. Buffers are 1-D and contiguous: values in fp32, bf16 or
-    fp16, codes in uint8, scales in `scale_dtype`, amax in fp32. A run names its position in each of them; what no run
-    covers is left alone. Empty runs are served.
+    fp16, codes in uint8, scales and amax in fp32. A run names its position in each of them; other elements do not
+    change. Runs may be empty.
     """
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Dtype of scales: fp32, or uint8 for the exponents of e8m0, where 255 is NaN."""
-        return torch.float32
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -89,7 +81,7 @@ class BlockFormat:
             values: read only.
             codes: written.
             scales: written.
-            amax: of the whole tiles, lying like the scales; may be the same memory if these are fp32.
+            amax: of the whole tiles, lying like the scales; may be the same memory.
             noise: for stochastic rounding, and only for it.
 
         Raises:
@@ -140,7 +132,7 @@ def check(fmt: BlockFormat, runs: Runs, **buffers: torch.Tensor) -> None:
         ValueError: another dtype, more than one dimension, gaps, several devices, or a run that reaches past an end.
     """
     device = next(iter(buffers.values())).device
-    dtypes = {"codes": (torch.uint8,), "scales": (fmt.scale_dtype,), "amax": (torch.float32,)}
+    dtypes = {"codes": (torch.uint8,), "scales": (torch.float32,), "amax": (torch.float32,)}
     for name, buffer in buffers.items():
         wanted = dtypes.get(name, VALUES)
         if buffer.dtype not in wanted:

@@ -58,7 +58,6 @@ class Group:
         refused_whole: why `full_params` refuses such parameters; empty if it does not.
         prepare_gathers: called with groups that are gathered next, streams, and the events to wait for; returns the
             events that the gather must still wait for.
-        by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
     """
 
     home: nn.Module
@@ -66,7 +65,6 @@ class Group:
     holds_values: ClassVar[bool] = True
     refused_whole: ClassVar[str] = ""
     prepare_gathers: ClassVar[Callable[..., Sequence[Any] | None] | None] = None
-    by_phase: ClassVar[bool] = False
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -516,10 +514,6 @@ class Group:
         return self.buffer.count_users() > self._users_at_rest
 
     # -- staleness --------------------------------------------------------------------------------------------------
-
-    def gather_for(self, *, backward: bool) -> None:
-        """Let the next gathers move what forward, or backward, computes with; if `by_phase`, and resharded."""
-        raise NotImplementedError
 
     def begin_gather(self, *, keep_slices: bool) -> None:
         """Record the versions of the gathered values.

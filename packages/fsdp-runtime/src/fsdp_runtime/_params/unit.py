@@ -100,7 +100,6 @@ class Unit:
         followers: units whose host this is. It gathers and reduces them, on every rank.
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
-        by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
         captured: whether its last gather was recorded into a graph.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
@@ -130,8 +129,6 @@ class Unit:
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
         self.uneven = False
-        self.by_phase = False
-        self._for_backward = False  # what the next gather moves, where by_phase
         self.captured = False
         self._in_graph = False  # whether any gather was captured; its replays use this memory
         self.closed = ""
@@ -240,9 +237,7 @@ class Unit:
         self.groups, self.around_others = groups, around_others
         meshes: set[DataMesh] = set()
         preparations: dict[Any, None] = {}
-        self.by_phase = self._for_backward = False
         for group in groups:
-            self.by_phase = self.by_phase or group.by_phase
             meshes.add(group.plan.data)
             if group.prepare_gathers is not None:
                 preparations[group.prepare_gathers] = None
@@ -348,19 +343,6 @@ class Unit:
         return any(
             type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
         )
-
-    def gather_for(self, *, backward: bool) -> None:
-        """Let the next gathers move what forward, or backward, computes with, and free what the other did.
-
-        Only where `by_phase`; a unit that is gathered for the same stays as it is.
-        """
-        if self._for_backward is backward:
-            return
-        self.reshard()
-        self._for_backward = backward
-        for group in self.groups:
-            if group.by_phase:
-                group.gather_for(backward=backward)
 
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.

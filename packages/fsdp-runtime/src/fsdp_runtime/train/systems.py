@@ -386,8 +386,7 @@ def quantization(weights: str, gradients: str, compute: Any) -> Any:
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
     blocks: Any = {
-        "none": None, "fp8": BlockFP8((128, 128)), "mxfp8": BlockFP8((1, 32), "e8m0"), "nvfp4": BlockNVFP4(),
-        "int8": BlockInt8(256),
+        "none": None, "fp8": BlockFP8((128, 128)), "nvfp4": BlockNVFP4(), "int8": BlockInt8(256)
     }  # fmt: skip
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
 

@@ -92,7 +92,7 @@ def empty_codes(
     )
     return BlockQuantizedTensor(
         codes,
-        torch.empty(run.num_scales, dtype=format.scale_dtype, device=device),
+        torch.empty(run.num_scales, device=device),
         format,
         run,
         local.local_shape,
@@ -124,7 +124,7 @@ class CodedShard(ShardMemory):
                 prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
-        scales = flats[-1].view(planes.format.scale_dtype)
+        scales = flats[-1].view(torch.float32)
         views: dict[str, torch.Tensor] = {}
         runs = [iter(by_segment) for by_segment in planes.runs(self._geometry.rank)]
         for index, segment in enumerate(planes.layout.segments):

@@ -42,14 +42,13 @@ class GatheredCodes:
         first, index = _scales_of_tensors(planes)
         self._index = torch.tensor(index, dtype=torch.int32, device=recycler.device)
         self._codes = codes
-        dtype_of_scales = planes.format.scale_dtype
-        self._scales = Scratch(recycler, dtype_of_scales.itemsize * len(index))
-        self._written = self._scales.flat.view(dtype_of_scales)
+        self._scales = Scratch(recycler, 4 * len(index))
+        self._written = self._scales.flat.view(torch.float32)
         # Separate version counters: to autograd a gather is no change of the views.
         for scratch in (*codes, self._scales):
             scratch.materialize()  # `set_` would give an empty storage memory that nobody takes back
         flats = [_alias(scratch.flat) for scratch in codes]
-        scales = _alias(self._scales.flat).view(dtype_of_scales)
+        scales = _alias(self._scales.flat).view(torch.float32)
         views = {}
         for at, segment in enumerate(planes.layout.segments):
             for name, offset in zip(segment.names, segment.offsets, strict=True):

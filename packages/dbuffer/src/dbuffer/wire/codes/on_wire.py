@@ -84,16 +84,11 @@ class BlocksOnWire(InBlocks):
         Raises:
             ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
         """
-        return self._encoder_of(self.format, geometry, gathered, recycler)
-
-    def _encoder_of(
-        self, format: BlockFormat, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler
-    ) -> "BlockEncoder":
-        planes = CodePlanes(geometry.layout, format)
+        planes = CodePlanes(geometry.layout, self.format)
         if self.cut == "whole" and planes.num_shared:
             raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {format.tile}; plan with blocks of whole tiles, or use "
-                "cut='shared'"
+                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole "
+                "tiles, or use cut='shared'"
             )
         return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
 
@@ -117,7 +112,7 @@ class BlockDecoder(Encoder):
         scales = Scratch(recycler, ranks * planes.scale_bytes)
         self.scratch: Sequence[Scratch] = (*received, scales)
         self._received = [scratch.flat for scratch in received]
-        self._received_scales = scales.flat.view(planes.format.scale_dtype)
+        self._received_scales = scales.flat.view(torch.float32)
         self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
         self._kept: Flats | None = None
         self._codes: GatheredCodes | None = None  # if compute uses codes
@@ -198,9 +193,9 @@ class BlockEncoder(BlockDecoder):
         self.num_shared = planes.num_shared
         self._shared = planes.shared(rank)
         self.codes: Flats = ()
-        self.scales = torch.empty(0, dtype=planes.format.scale_dtype, device=recycler.device)
-        # Of tiles that are cut; the memory of the scales if these are fp32.
-        self._amax = torch.empty(0, device=recycler.device)
+        self.scales = torch.empty(
+            0, device=recycler.device
+        )  # until they are written, the amax of tiles that are cut
         self._pairs: Pairs = []
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
@@ -235,7 +230,7 @@ class BlockEncoder(BlockDecoder):
                     "the shard was written to since the amax of its cut tiles was shared; call dbuffer.share_amax on "
                     "every rank before the gather"
                 )
-            amax, self._amax_versions = self._amax, []
+            amax, self._amax_versions = self.scales, []
         self._allocate()
         self._shards = ()  # until all codes are written
         for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
@@ -247,10 +242,7 @@ class BlockEncoder(BlockDecoder):
         if self.codes:
             return
         device, planes = self._received_scales.device, self._planes
-        self.scales = torch.zeros(planes.num_scales, dtype=self.scales.dtype, device=device)
-        if self.num_shared:
-            fp32 = self.scales.dtype == torch.float32
-            self._amax = self.scales if fp32 else torch.zeros_like(self.scales, dtype=torch.float32)
+        self.scales = torch.zeros(planes.num_scales, device=device)
         codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
         pairs = list(zip(self._received, codes, strict=True))
         self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
@@ -274,13 +266,13 @@ class BlockEncoder(BlockDecoder):
         self._allocate()
         self._shards, self._amax_versions = (), []
         for runs, shard in zip(self._own_runs, shards, strict=True):
-            self._format.amax(runs, shard, self._amax)
+            self._format.amax(runs, shard, self.scales)
         for scale, first, count in self._shared:
             # A rank holds a tile in one band, so in one place. NaN has one bit pattern, and is the maximum.
-            out[first : first + count].copy_(self._amax[scale : scale + count])
+            out[first : first + count].copy_(self.scales[scale : scale + count])
 
     def read_amax(self, shards: Flats, amax: torch.Tensor) -> None:
         """Store the amax of whole shared tiles."""
         for scale, first, count in self._shared:
-            self._amax[scale : scale + count].copy_(amax[first : first + count])
+            self.scales[scale : scale + count].copy_(amax[first : first + count])
         self._amax_versions = compat.versions(shards)

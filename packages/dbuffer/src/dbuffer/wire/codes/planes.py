@@ -44,7 +44,7 @@ class CodePlanes:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one rank's scales."""
-        return self.num_scales * self.format.scale_dtype.itemsize
+        return 4 * self.num_scales
 
     @property
     def row_bytes(self) -> int:
@@ -119,8 +119,7 @@ class CodePlanes:
                     scales = max(scales, run.scales + run.num_scales)
         if self.like_values:
             codes = [segment.shard_size for segment in self.layout.segments]
-        each = 16 // self.format.scale_dtype.itemsize
-        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // each) * each
+        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
 
     def _runs_of(self, rank: int) -> tuple[RunList, ...]:
         by_segment, scales = [], 0

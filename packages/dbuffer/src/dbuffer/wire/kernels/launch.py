@@ -57,10 +57,10 @@ def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[T
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
         constants = constants_of(tile)
-        pieces = [row for run in runs for row in _pieces(run, _width(constants))]
+        pieces = [row for run in runs for row in _pieces(run, tile[1])]
         tables = []
         for vector in (True, False):
-            same = [row for row in pieces if vector == (_on_16(row) and _width(constants) % 16 == 0)]
+            same = [row for row in pieces if vector == (_on_16(row) and tile[1] % 16 == 0)]
             if same:
                 tables.append(_table(same, {**constants, "VECTOR": vector}, device))
         kept[device] = tables
@@ -72,8 +72,6 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
     rows, columns = _span(tile[0]), _span(tile[1])
     if tile[0] == 1:
         rows = max(1, _GROUP // columns)
-    elif tile[1] == 1:
-        columns = max(1, _GROUP // rows)
     warps = min(8, max(1, rows * columns // 1024))
     return {
         "TILE_COLUMNS": tile[1],
@@ -82,12 +80,6 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
         "ONE_ROW": tile[0] == 1,
         "num_warps": 1 << (warps.bit_length() - 1),
     }
-
-
-def _width(constants: dict[str, Any]) -> int:
-    """Columns of a row that a program does."""
-    one_column = constants["TILE_COLUMNS"] == 1
-    return int(constants["SPAN_COLUMNS"] if one_column else constants["TILE_COLUMNS"])
 
 
 def _pieces(run: RowRun, width: int) -> list[list[int]]:

@@ -9,8 +9,7 @@
     write_pairs        values, and the amax of groups of blocks --> four-bit codes, and the blocks' 8-bit scales
     read_pairs         four-bit codes --> values
 
-Of the first three, one program does one tile, or several: tiles of one row below each other, tiles of one column side
-by side; one launch does all runs. Scales are fp32, or the bytes of e8m0, as the type of their buffer says.
+In the first three, a program does one tile, or several tiles of one row below each other; one launch does all runs.
 Every product is rounded separately (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
 and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
 thread touches begins on 16 elements.
@@ -33,13 +32,12 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     columns = tl.load(piece + 3)
     if VECTOR:
         columns = tl.multiple_of(columns, 16)
-    width: tl.constexpr = SPAN_COLUMNS if TILE_COLUMNS == 1 else TILE_COLUMNS
-    across = (columns + width - 1) // width
+    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
     local = program - tl.load(piece + 6)
     band, tile = local // across, local % across
     down, right = tl.arange(0, SPAN_ROWS), tl.arange(0, SPAN_COLUMNS)
-    start = tile * width
-    present = (start + right < columns) & (right < width)
+    start = tile * TILE_COLUMNS
+    present = (start + right < columns) & (right < TILE_COLUMNS)
     if ONE_ROW:
         first = band * SPAN_ROWS
         rows = tl.load(piece + 4) - first
@@ -48,12 +46,8 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     else:
         rows = tl.load(piece + 5)
         first = band * rows
-        if TILE_COLUMNS == 1:
-            scale = band * columns + start + right
-            scale_mask = present
-        else:
-            scale = band * across + tile
-            scale_mask = rows > 0
+        scale = band * across + tile
+        scale_mask = rows > 0
     offset = ((first + down) * columns)[:, None] + (start + right)[None, :]
     mask = (down < rows)[:, None] & present[None, :]
     return piece, offset, mask, scale, scale_mask
@@ -78,39 +72,20 @@ def _read(values, offset, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _amax(x, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
-    """Bits of the largest magnitude of a tile, or of each row or column; any NaN is 0x7FC00000."""
+def _amax(x, ONE_ROW: tl.constexpr):
+    """Bits of the largest magnitude of a tile, or of each row; any NaN is 0x7FC00000."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if ONE_ROW:
-        largest = tl.max(magnitude, 1)
-    elif TILE_COLUMNS == 1:
-        largest = tl.max(magnitude, 0)
-    else:
-        largest = tl.max(tl.max(magnitude, 1), 0)
+    largest = tl.max(magnitude, 1) if ONE_ROW else tl.max(tl.max(magnitude, 1), 0)
     return tl.where(largest > 0x7F800000, 0x7FC00000, largest)
 
 
 @triton.jit
-def _beside(factor, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
+def _beside(factor, ONE_ROW: tl.constexpr):
     """Numbers of tiles in the shape that their elements take."""
     if ONE_ROW:
         return factor[:, None]
-    elif TILE_COLUMNS == 1:
-        return factor[None, :]
     else:
         return factor
-
-
-@triton.jit
-def _scale(where, mask):
-    """Scales, fp32 or e8m0, as fp32."""
-    scale = tl.load(where, mask=mask, other=0)
-    if where.dtype.element_ty == tl.uint8:
-        exponent = scale.to(tl.int32)
-        bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return scale
 
 
 @triton.jit
@@ -124,7 +99,7 @@ def amax_tiles(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
     x = _read(values + _begin(piece, 0, VECTOR), offset, mask, TYPE)
-    bits = _amax(x, TILE_COLUMNS, ONE_ROW)
+    bits = _amax(x, ONE_ROW)
     tl.store(out + tl.load(piece + 2) + scale, bits.to(tl.float32, bitcast=True), mask=scale_mask)
 
 
@@ -174,21 +149,16 @@ def quantize_tiles(
     if GIVEN:
         largest = tl.load(amax + scale, mask=scale_mask, other=0.0)
     else:
-        largest = _amax(x, TILE_COLUMNS, ONE_ROW).to(tl.float32, bitcast=True)
+        largest = _amax(x, ONE_ROW).to(tl.float32, bitcast=True)
     bad = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     up = tl.div_rn(TOP, tl.where(bad | (largest == 0.0), TOP, largest))
     up = tl.minimum(up, 3.4028234663852886e38)
-    if scales.dtype.element_ty == tl.uint8:
-        up = tl.where(largest == 0.0, 1.7014118346046923e38, up)
     if POW2:
         up = (up.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     down = tl.div_rn(1.0, up)
     down_bits = tl.where(bad, 0x7FC00000, down.to(tl.int32, bitcast=True))
-    if scales.dtype.element_ty == tl.uint8:
-        tl.store(scales + scale, (down_bits >> 23).to(tl.uint8), mask=scale_mask)
-    else:
-        tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
-    y = tl.where(_beside(bad, TILE_COLUMNS, ONE_ROW), 0.0, x * _beside(up, TILE_COLUMNS, ONE_ROW))
+    tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
+    y = tl.where(_beside(bad, ONE_ROW), 0.0, x * _beside(up, ONE_ROW))
     if CODE == 0:
         code = _e4m3(tl.minimum(tl.maximum(y, -TOP), TOP))
     else:
@@ -224,15 +194,15 @@ def sum_tiles(
     )
     codes += _begin(piece, 1, VECTOR)
     scales += tl.load(piece + 2)
-    factor = _beside(_scale(scales + scale, scale_mask), TILE_COLUMNS, ONE_ROW)
+    factor = _beside(tl.load(scales + scale, mask=scale_mask, other=0), ONE_ROW)
     total = _decode(tl.load(codes + offset, mask=mask, other=0), CODE) * factor
     if RANKS > 1:
         far = tl.full((), 1, tl.int64)
         for rank in range(
             1, RANKS
         ):  # known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor
-            factor = _scale(scales + far * scale_stride * rank + scale, scale_mask)
-            factor = _beside(factor, TILE_COLUMNS, ONE_ROW)
+            factor = tl.load(scales + far * scale_stride * rank + scale, mask=scale_mask, other=0)
+            factor = _beside(factor, ONE_ROW)
             code = tl.load(codes + far * code_stride * rank + offset, mask=mask, other=0)
             total += _decode(code, CODE) * factor
     _write(out + _begin(piece, 0, VECTOR) + offset, total, mask, TYPE)

@@ -129,9 +129,7 @@ def _quantize(rows: torch.Tensor, fmt: BlockFP8, padding: int) -> tuple[torch.Te
     """Codes (m + padding, k), of zeros in the padding, and scales (m + padding, tiles)."""
     count, columns = rows.shape
     codes = torch.empty((count + padding, columns), dtype=torch.uint8, device=rows.device)
-    scales = torch.empty(
-        (count + padding, -(-columns // fmt.tile[1])), dtype=fmt.scale_dtype, device=rows.device
-    )
+    scales = torch.empty((count + padding, -(-columns // fmt.tile[1])), device=rows.device)
     if padding:
         codes[count:] = 0
         scales[count:] = 1
