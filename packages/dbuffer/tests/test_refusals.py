@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import SPECS, layout_for, load, make, mesh_of, quantized_tensor
-from test_blocks_on_wire import FORMATS, tensors
+from test_blocks_on_wire import FORMATS
 from test_blocks_on_wire import layout_for as tiles_for
 from test_wire import Quantized
 
@@ -24,6 +24,7 @@ from dbuffer import (
     BlocksOnWire,
     CastReduction,
     DBuffer,
+    Encoder,
     Gather,
     Noise,
     ReduceScatter,
@@ -159,10 +160,12 @@ def of_tiles(cut="shared", **options):
     return DBuffer(layout, mesh_of(), **arguments)
 
 
-def codes():
-    buffer = of_tiles("whole", full_dtype=torch.bfloat16, wire=BlocksOnWire(FORMATS[0], read_back=False))
-    Gather([load(buffer, tensors())]).start().wait()
-    return buffer
+class Elsewhere(Quantized):
+    """A wire form that keeps gathered tensors in other memory."""
+
+    def encoder(self, geometry, gathered, recycler):
+        gathered.forgo()
+        return Encoder()
 
 
 def shrunk_and_whole():
@@ -254,10 +257,10 @@ ON_3: Table = {
     "tiles cut": (lambda: of_tiles(wire=BlocksOnWire(FORMATS[0])), ValueError, r"cuts \d+ tiles of \(16, 16\)"),
     "fp64": (lambda: of_tiles(dtype=torch.float64, wire=BlocksOnWire(FORMATS[0])), ValueError,
              r"torch\.float64 cannot be quantized"),
-    "values of codes": (lambda: codes().full, ValueError, "tensors that are gathered as codes"),
-    "reduction of gathered codes": (lambda: ReduceScatter([codes()]), ValueError, "tensors that are gathered as codes"),
-    "half bytes": (lambda: of((27, 8), Rows(1), wire=BlocksAtRest(BlockNF4(64), read_back=False)), ValueError,
-                   "can only be read back: with read_back=False each must be a byte"),
+    "full of a form": (lambda: full(wire=Elsewhere(), align=16).full, ValueError,
+                       "full does not apply, since the wire form keeps gathered tensors elsewhere"),
+    "reduction of a form": (lambda: ReduceScatter([full(wire=Elsewhere(), align=16)]), ValueError,
+                            "a reduction does not apply, since the wire form keeps gathered tensors elsewhere"),
     # -- reductions in a wire form
     "gradients in fp64": (lambda: of((8, 8), reduction=REDUCED, full_dtype=torch.float64), ValueError,
                           r"gradients in torch\.float64 cannot be quantized"),

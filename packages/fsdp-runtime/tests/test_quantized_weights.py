@@ -177,14 +177,13 @@ def test_parameters_of_other_dtypes_that_are_not_selected_are_left_alone():
     )
 
 
-SCALED, NF4 = r"compute='scaled' multiplies codes of BlockFP8\(\(128, 128\)\)", BlockNF4(64)
+NF4 = BlockNF4(64)
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
     ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
     ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
     ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
     ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
-    ({"weights": FP8, "compute": "fast"}, "expected 'dequantize' or 'scaled'"),
     ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
     ({"gradients": "fp8"}, "expected 'bf16', BlockInt8 or None"),
     ({}, "nothing is quantized"),
@@ -194,8 +193,6 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
     ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
     ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
-    ({"compute": "scaled", "weights": BlockFP8((32, 32))}, SCALED),
-    ({"compute": "scaled", "at_rest": NF4}, SCALED),
 )
 
 

@@ -18,7 +18,6 @@ from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, ho
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 from .wire.blocks import BlockFormat
 from .wire.codes.at_rest import BlocksAtRest, empty_codes
-from .wire.codes.gathered import num_gathered_scales
 from .wire.codes.on_wire import BlocksOnWire
 from .wire.codes.planes import CodePlanes
 from .wire.codes.tensor import BlockQuantizedTensor
@@ -80,7 +79,6 @@ __all__ = [
     "geometry_of",
     "hold_forever",
     "needs_amax",
-    "num_gathered_scales",
     "share_amax",
     "shared_recycler",
     "times_started",

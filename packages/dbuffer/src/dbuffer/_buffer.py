@@ -263,20 +263,18 @@ class DBuffer:
 
         Raises:
             RuntimeError: after `release`.
-            ValueError: tensors are gathered as codes, without values.
+            ValueError: the wire form keeps gathered tensors elsewhere.
         """
         self.check_gathered("full")
         if not self.gathered.flats:
             raise ValueError(
-                f"{self.name}: full does not apply to tensors that are gathered as codes; read them through `views`"
+                f"{self.name}: full does not apply, since the wire form keeps gathered tensors elsewhere"
             )
         return self.gathered.flats
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
         """One tensor for each of the layout's, in its shape, in the memory of `full`. Always the same objects.
-
-        With a wire form of `read_back=False` each is a `BlockQuantizedTensor` of the gathered codes.
 
         Raises:
             RuntimeError: after `release`.
@@ -404,7 +402,7 @@ class DBuffer:
         """Let `release` keep the memory of `full`, so that it has the same addresses after each gather.
 
         Raises:
-            ValueError: tensors are gathered as codes, or by their own classes.
+            ValueError: the wire form keeps gathered tensors elsewhere.
         """
         if not self.gathered.flats:
             raise ValueError(

@@ -21,11 +21,9 @@ from dbuffer import (
     ReductionForm,
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
-from ragged_shard import is_cpu, multiplies_blocks
 
 __all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "BlockNVFP4", "QuantizationPolicy", "matrices_only"]
 
-TILE = 128  # rows and columns of the tiles that products are taken with
 OnWire = BlockFP8 | BlockInt8 | BlockNVFP4
 AtRest = BlockNF4 | BlockNVFP4 | BlockInt8 | BlockFP8
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]
@@ -63,10 +61,6 @@ class QuantizationPolicy:
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
             `BlockNVFP4("row")`, `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are
             the shard, the payload of gathers, and the entries of state dicts. None: values are kept.
-        compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes. "scaled":
-            selected weights, of `nn.Linear`, stay codes while they are gathered, and products are taken with these:
-            inputs, and gradients of outputs, are quantized to e4m3 with a scale for 128 elements of a row, gradients of
-            weights come from values. For `BlockFP8((128, 128))`; on Hopper GPUs, and on the CPU for numerics.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
         cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
@@ -89,7 +83,6 @@ class QuantizationPolicy:
 
     weights: OnWire | None = None
     gradients: Literal["bf16"] | BlockInt8 | None = None
-    compute: Literal["dequantize", "scaled"] = "dequantize"
     select: Selection | None = None
     cut: Literal["auto", "whole", "shared"] = "auto"
     at_rest: AtRest | None = None
@@ -110,16 +103,6 @@ class QuantizationPolicy:
         if weights is None and gradients is None and self.at_rest is None:
             raise ValueError(
                 "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
-            )
-        if self.compute not in ("dequantize", "scaled"):
-            raise ValueError(
-                f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize' or 'scaled'"
-            )
-        tiles = (BlockFP8((TILE, TILE)), BlockFP8((TILE, TILE), "fp32"))
-        if self.scaled and self.blocks not in tiles:
-            raise ValueError(
-                "QuantizationPolicy: compute='scaled' multiplies codes of BlockFP8((128, 128)); "
-                f"{self.blocks} has no such products, use compute='dequantize'"
             )
         if self.select is not None and not callable(self.select):
             raise ValueError(
@@ -168,11 +151,6 @@ class QuantizationPolicy:
         return all(select(param.name, param.example, place.module) for place in param.places)
 
     @property
-    def scaled(self) -> bool:
-        """Whether products are taken with codes."""
-        return self.compute == "scaled"
-
-    @property
     def blocks(self) -> OnWire | AtRest | None:
         """What selected weights are quantized in, at rest or before a gather."""
         return self.weights if self.at_rest is None else self.at_rest
@@ -214,43 +192,6 @@ def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
         case Elements(count):
             return Elements(math.lcm(count, (rows if uniform else matrix) * width))
     return block
-
-
-def check_products(
-    name: str,
-    shape: Sequence[int],
-    uses: Sequence[tuple[nn.Module, str]],
-    device: torch.device,
-    blocks: BlockFormat | None,
-) -> None:
-    """Raise where `compute="scaled"` cannot serve a parameter.
-
-    Args:
-        name, shape: the parameter's.
-        uses: modules that hold it, and under which name.
-        device: that computes.
-        blocks: the policy's.
-
-    Raises:
-        NotImplementedError: the device has no such products.
-        ValueError: the parameter is not the weight of linear layers, or of another shape; by its name.
-    """
-    if not (is_cpu(device) or multiplies_blocks(device)):
-        raise NotImplementedError(
-            f"quantize: compute='scaled' with {blocks} needs a Hopper GPU (sm_90) and torch built for CUDA 12.9 or "
-            f"later, or the CPU; found {device} and CUDA {torch.version.cuda}. Use compute='dequantize'"
-        )
-    who = f"quantize: parameter {name} was selected for compute='scaled'"
-    instead = (
-        "do not select it (QuantizationPolicy.select), or give its module a policy with compute='dequantize'"
-    )
-    for module, attribute in uses:
-        if not isinstance(module, nn.Linear) or attribute != "weight":
-            raise ValueError(
-                f"{who}, and is {attribute} of a {type(module).__name__}; expected weight of a Linear: {instead}"
-            )
-    if any(size % TILE for size in shape):
-        raise ValueError(f"{who}; shape {tuple(shape)}, expected multiples of {TILE}: {instead}")
 
 
 def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:

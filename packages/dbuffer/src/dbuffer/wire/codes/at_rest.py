@@ -32,7 +32,6 @@ class BlocksAtRest(InBlocks):
 
     Args:
         format: format of the codes; it must round to nearest.
-        read_back: dequantize the received codes; see `DBuffer.views`.
 
     Raises:
         ValueError: the format rounds stochastically.
@@ -49,16 +48,14 @@ class BlocksAtRest(InBlocks):
             raise ValueError(
                 f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles"
             )
-        return _ShardSender(planes, gathered, recycler, self.read_back)
+        return _ShardSender(planes, gathered, recycler)
 
 
 class _ShardSender(BlockDecoder):
     """Encoder of `BlocksAtRest` for one buffer."""
 
-    def __init__(
-        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
-        super().__init__(planes, gathered, recycler, read_back)
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
         self._sent: Flats = ()
         self._pairs: Pairs = []
 

@@ -3,11 +3,11 @@
 shard  --quantize, once until it changes-->  this rank's codes and scales
 codes    |  S  |  S  |  S  |                 one coalesced all-gather
 scales   |  s  |  s  |  s  |
-gathered |  S  |  S  |  S  |                 dequantized, one call a segment; absent if compute uses the codes
+gathered |  S  |  S  |  S  |                 dequantized, one call a segment
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from ...memory.geometry import Geometry
 from ...memory.recycler import Recycler, Scratch, hold_forever
 from ..blocks import VALUES, BlockFormat
 from ..form import Encoder, Pairs
-from .gathered import GatheredCodes
 from .planes import CodePlanes
 
 
@@ -29,15 +28,12 @@ class InBlocks:
 
     Args:
         format: format of the codes; it must round to nearest.
-        read_back: dequantize the received codes. False: gathered tensors are `BlockQuantizedTensor`s of the received
-            codes, and the buffer has no gathered values.
 
     Raises:
         ValueError: the format rounds stochastically.
     """
 
     format: BlockFormat
-    read_back: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.format.needs_noise:
@@ -68,7 +64,6 @@ class BlocksOnWire(InBlocks):
         format: format of the codes; it must round to nearest.
         cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
             `dbuffer.share_amax` finds the amax of the tiles that are cut.
-        read_back: dequantize the received codes; see `DBuffer.views`.
     """
 
     cut: Literal["whole", "shared"] = "whole"
@@ -82,7 +77,7 @@ class BlocksOnWire(InBlocks):
         """An encoder that caches its codes.
 
         Raises:
-            ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
+            ValueError: the layout cuts a row, or with "whole" a tile.
         """
         planes = CodePlanes(geometry.layout, self.format)
         if self.cut == "whole" and planes.num_shared:
@@ -90,20 +85,17 @@ class BlocksOnWire(InBlocks):
                 f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole "
                 "tiles, or use cut='shared'"
             )
-        return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
+        return BlockEncoder(planes, geometry.rank, gathered, recycler)
 
 
 class BlockDecoder(Encoder):
     """Receives the codes and scales of all ranks and dequantizes them: half of an encoder.
 
     Attributes:
-        scratch: receive buffers, from the start of a gather until they are dequantized; codes that are not, until the
-            buffer is released.
+        scratch: receive buffers, from the start of a gather until they are dequantized.
     """
 
-    def __init__(
-        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
         self._format = planes.format
         self._raw = gathered.raw
         self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
@@ -115,50 +107,32 @@ class BlockDecoder(Encoder):
         self._received_scales = scales.flat.view(torch.float32)
         self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
         self._kept: Flats | None = None
-        self._codes: GatheredCodes | None = None  # if compute uses codes
-        if not read_back:
-            self._codes = GatheredCodes(planes, gathered.dtype, received, recycler)
-            gathered.forgo(self._codes.views)
 
     def materialize(self) -> None:
         """Allocate the receive buffers, for use on the current stream."""
         for scratch in self.scratch:
             scratch.materialize()
-        if self._codes is not None:
-            self._codes.materialize()
 
     def decode(self) -> bool:
-        """Dequantize into the gathered memory and free the receive buffers.
-
-        If compute uses codes, only copies the scales of each tensor together; the codes stay.
-        """
-        done = self.scratch
-        if self._codes is not None:
-            self._codes.take(self._received_scales)
-            done = done[-1:]
-        else:
-            for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
-                self._format.dequantize(runs, codes, self._received_scales, raw)
+        """Dequantize into the gathered memory and free the receive buffers."""
+        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
+            self._format.dequantize(runs, codes, self._received_scales, raw)
         if self._neighbors is not None:
             self._kept = slices_among(tuple(scratch.flat for scratch in self.scratch), self._neighbors)
-        for scratch in done:
+        for scratch in self.scratch:
             scratch.release()
         return False
 
     def release(self) -> None:
-        """Drop kept slices, and free the codes that compute uses, and what was received for a gather that never was."""
+        """Drop kept slices, and free the receive buffers of a gather that did not complete."""
         self._kept = None
         for scratch in self.scratch:
             scratch.release()
-        if self._codes is not None:
-            self._codes.release()
 
     def retire(self) -> None:
         """Never use the receive buffers again."""
         for scratch in self.scratch:
             scratch.retire()
-        if self._codes is not None:
-            self._codes.retire()
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
         """Keep 1/size of all ranks' codes and scales for a smaller group."""
@@ -184,10 +158,8 @@ class BlockEncoder(BlockDecoder):
         num_shared: number of tiles that a cut between ranks goes through.
     """
 
-    def __init__(
-        self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
-        super().__init__(planes, gathered, recycler, read_back)
+    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
         self._planes = planes
         self._own_runs = planes.runs(rank)
         self.num_shared = planes.num_shared

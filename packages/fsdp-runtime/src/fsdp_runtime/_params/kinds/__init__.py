@@ -3,7 +3,6 @@
 subclass   tensor subclasses with FSDP2's all-gather extensions
 on_wire    parameters, or gradients, are quantized for a collective
 at_rest    parameters are kept as codes
-scaled     modules compute with codes
 """
 
 from collections.abc import Iterable
@@ -16,12 +15,11 @@ from ..._plan.param import ManagedParam
 from ..group import Group
 from .at_rest import AtRestGroup
 from .on_wire import BlockGradsGroup, OnWireGroup
-from .scaled import ScaledAtRestGroup, ScaledOnWireGroup
 from .subclass import Extension, SubclassGroup
 
 _OF_PLAIN = (Group, OnWireGroup, BlockGradsGroup)  # compute with plain parameters
 # The first that takes a parameter is its kind.
-_OF_SELECTED = (ScaledAtRestGroup, ScaledOnWireGroup, AtRestGroup, OnWireGroup, BlockGradsGroup)
+_OF_SELECTED = (AtRestGroup, OnWireGroup, BlockGradsGroup)
 
 
 def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:

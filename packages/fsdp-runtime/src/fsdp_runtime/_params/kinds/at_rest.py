@@ -205,7 +205,7 @@ class AtRestGroup(OnWireGroup):
         """A layout that cuts no tile."""
         blocks: Any = policy_of(request).at_rest
         layout = planned(params, request, ALIGNMENT, blocks.tile[0] if blocks.shares_amax else 1)
-        return layout, BlocksAtRest(blocks, read_back=cls.read_back)
+        return layout, BlocksAtRest(blocks)
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         if is_at_rest(value):  # values of these would be quantized twice

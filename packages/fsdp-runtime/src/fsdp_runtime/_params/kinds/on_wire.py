@@ -66,10 +66,9 @@ def share_amax(
 
 
 class OnWireGroup(Group):
-    """Parameters are gathered as codes of blocks, which are read back unless modules compute with codes."""
+    """Parameters are gathered as codes of blocks, and read back."""
 
     prepare_gathers: ClassVar[Callable[..., Sequence[Any] | None] | None] = staticmethod(share_amax)
-    read_back: ClassVar[bool] = True  # whether modules compute with values
 
     @classmethod
     def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
@@ -89,7 +88,7 @@ class OnWireGroup(Group):
         weights = policy_of(request).weights
         assert weights is not None
         layout, shared = cls._cut(params, request, weights)
-        return layout, BlocksOnWire(weights, "shared" if shared else "whole", read_back=cls.read_back)
+        return layout, BlocksOnWire(weights, "shared" if shared else "whole")
 
     @classmethod
     def _cut(cls, params: Params, request: Request, weights: BlockFormat) -> tuple[Layout, bool]:
