@@ -15,8 +15,8 @@ The share is AN ESTIMATE, not a measurement: an H200's 132 multiprocessors at 1.
 is taken to be busy all the time. The share is the time of the bytes over the longest of these times. Latency, launch,
 caches and the ramp at both ends are left out, so a kernel cannot do better than this and may do worse.
 
-Rates: TFLOP/s of Newton-Schulz (of: a product in the same dtype), GB/s of 8-bit AdamW's step and of decoding FP8,
-NVFP4 and NF4 to bf16 (of: a copy of as many bytes). Bytes are those that a kernel must read and write at least; others'
+Rates: TFLOP/s of Newton-Schulz (of: a product in the same dtype), GB/s of 8-bit AdamW's step and of decoding FP8
+and NF4 to bf16 (of: a copy of as many bytes). Bytes are those that a kernel must read and write at least; others'
 kernels are counted with the bytes of ours. On a GPU CUDA events time five calls in a row; on a CPU it is one thread's
 CPU time. Medians, all in turns. *Error*: mean difference of decoded values over their mean size.
 """
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from block_optim import orthogonalize
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, RowRun
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table, table_of, timer_of
@@ -136,12 +136,12 @@ class WireCase:
         from dbuffer.wire.kernels import triton as kernels
 
         fmt = self.format
-        if hasattr(fmt, "form"):  # four bits
-            fixed = {"FORM": fmt.form, "SIZE": fmt.size, "GROUP": fmt.tile[1] // fmt.size}
+        if isinstance(fmt, BlockNF4):
+            fixed = {"SIZE": fmt.size, "GROUP": fmt.tile[1] // fmt.size}
             fixed |= {"VECTOR": True, "UNIT": 8, "TYPE": 1}
             if not self.encodes:
                 return WireVariant(kernels.read_pairs, fixed | {"PAIRS": launch.PAIRS}, 4, 2 * launch.PAIRS)
-            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": len(fmt.middles), "ZERO": fmt.zero}
+            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": 15}
             warps, elements = fixed.pop("num_warps"), fixed["BLOCKS"] * fixed["SPAN"]
             return WireVariant(kernels.write_pairs, fixed, warps, elements)
         fixed = launch.constants_of(fmt.tile) | {"VECTOR": True, "TYPE": 1, "CODE": fmt.coder.code}
@@ -169,7 +169,7 @@ def wire_formats() -> dict[str, Any]:
     """Representatives of dbuffer's formats."""
     return {
         "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)),
-        "int8": BlockInt8(256), "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
+        "int8": BlockInt8(256), "nf4": BlockNF4(64),
     }  # fmt: skip
 
 

@@ -6,8 +6,8 @@ Compares each format's codes, scales and values by the kernels with those by tor
 
 import torch
 
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, Noise, RowRun, RunList
-from dbuffer.wire.formats import pairs
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
+from dbuffer.wire.formats import nf4
 from dbuffer.wire.kernels import codec, launch
 
 EXTREMES = (
@@ -79,8 +79,7 @@ def four_bits_written(fmt, shape, rows, dtype, shift=0, values=None, given=False
         values = values_of(shape, torch.float32)
         values.view(-1)[: 2 * fmt.size] = 0.0
         values[-1] *= 1e-38 if dtype == torch.float32 else 1e-7
-        if len(shape) == 3 or fmt.tile[0] == 1:  # one of several groups
-            values[min(2, shape[0] - 1), ..., shape[-1] // 2] = torch.nan
+        values[min(2, shape[0] - 1), shape[-1] // 2] = torch.nan  # in one of several groups
         values = values.to(dtype)
     flat = torch.cat([torch.zeros(shift, dtype=dtype), values.reshape(-1)])
     runs = RunList([RowRun(grid, start, stop, shift + start * grid.columns, shift, shift)])
@@ -119,7 +118,7 @@ def four_bits(fmt, shape, rows, dtype, shift=0):
 
 
 if __name__ == "__main__":
-    assert pairs.launch is launch
+    assert nf4.launch is launch
     four_bits_written(BlockNF4(64), (6, 320), (0, 6), torch.bfloat16)
     four_bits_written(BlockNF4(64), (5, 130), (1, 5), torch.float32, shift=3)
     four_bits_written(BlockNF4(6), (7, 1601), (0, 7), torch.float16, shift=1)
@@ -131,15 +130,6 @@ if __name__ == "__main__":
     bits[:, 20:] *= 0.5
     four_bits_written(BlockNF4(8), tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
     four_bits(BlockNF4(64), (40, 320), (0, 40), torch.bfloat16)
-    for outer in ("tensor", "row"):
-        four = BlockNVFP4(outer)
-        four_bits_written(four, (6, 320), (0, 6), torch.bfloat16)
-        four_bits_written(four, (7, 130), (0, 7), torch.float32, shift=3)
-        four_bits_written(four, (10, 256), (3, 10), torch.float16, shift=16, given=True)
-        four_bits_written(four, (2, 4, 37), (0, 8), torch.float32, shift=1)
-        four_bits_written(four, tuple(bits.shape), (0, len(bits)), torch.float32, values=bits)
-        four_bits(four, (40, 320), (0, 40), torch.bfloat16)
-        four_bits(four, (5, 8, 130), (8, 31), torch.float32, shift=3)
     four_bits(BlockNF4(64), (40, 130), (3, 31), torch.float32, shift=3)
     four_bits(BlockNF4(32), (7, 129), (0, 7), torch.float16, shift=1)
     four_bits(BlockNF4(2), (3, 1100), (1, 3), torch.bfloat16, shift=5)

@@ -15,7 +15,6 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     BlockQuantizedTensor,
     BlocksAtRest,
     DBuffer,
@@ -25,7 +24,7 @@ from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 130), "wide": (16, 300), "stack": (3, 20, 128), "bias": (37,), "one": ()}
-FORMATS = (BlockNF4(64), BlockInt8(128), BlockFP8((16, 16)), BlockNVFP4("row"))
+FORMATS = (BlockNF4(64), BlockInt8(128), BlockFP8((16, 16)))
 
 
 @functools.cache
@@ -77,7 +76,6 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
         (BlockNF4(64), 0.56),
         (BlockInt8(256), 1.016),
         (BlockFP8((128, 128)), 1.0003),
-        (BlockNVFP4("row"), 0.57),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -8,14 +8,13 @@ import torch.distributed as dist
 from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole, random_tensors
 
 import dbuffer
-from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
+from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
 FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
-FOUR_BITS = (BlockNVFP4("row"), BlockNVFP4("tensor"))
 
 
 @functools.cache
@@ -44,8 +43,8 @@ def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
 @on_ranks("ranks")
 def test_values_are_those_of_whole_tensors_also_where_ranks_share_tiles(ranks, cut):
     size = dist.get_world_size()
-    tall = [fmt for fmt in (*FORMATS, *FOUR_BITS) if fmt.shares_amax]
-    for fmt in tall if cut == "shared" else (*FORMATS, FOUR_BITS[0]):
+    tall = [fmt for fmt in FORMATS if fmt.shares_amax]
+    for fmt in tall if cut == "shared" else FORMATS:
         for dtype in (torch.bfloat16, torch.float32):
             buffer, full = make(fmt, cut, dtype), tensors()
             load(buffer, full)

@@ -9,7 +9,7 @@ import pytest
 import reference_formats as reference
 import torch
 
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, Noise, RowRun
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
 FORMATS: list[Any] = [
@@ -23,7 +23,7 @@ FORMATS: list[Any] = [
     BlockInt8(),
     BlockInt8(64),
 ]
-ALL = [*FORMATS, BlockNF4(), BlockNF4(16), BlockNVFP4("tensor"), BlockNVFP4("row")]
+ALL = [*FORMATS, BlockNF4(), BlockNF4(16)]
 TALL = [fmt for fmt in ALL if fmt.shares_amax]
 
 
@@ -208,7 +208,7 @@ def test_a_tile_with_a_bad_number_is_read_back_as_nan_and_no_other(fmt, pattern)
     assert found.isnan().equal(tile)
     assert found[~tile].equal(dequantize(fmt, values.shape, *quantize(fmt, good, **more))[~tile])
     assert bits(scales[scales.isnan()]).eq(0x7FC00000).all()
-    if not isinstance(fmt, BlockNF4 | BlockNVFP4):
+    if not isinstance(fmt, BlockNF4):
         assert (codes.view(140, 300)[tile] == 0).all()
     amax = torch.empty(scales.shape)
     fmt.amax([whole(fmt, values.shape)], values.view(-1), amax)
@@ -267,54 +267,6 @@ def test_nf4_takes_at_most_0_56_bytes_an_element():
     for columns in range(128, 70_000, 13):
         assert (fmt.code_bytes(columns) + 4 * fmt.grid((1, columns)).num_scales) / columns <= 0.56
     assert (fmt.code_bytes(4096) + 4) / 4096 < 0.518
-
-
-@pytest.mark.parametrize("outer", ["tensor", "row"])
-def test_nvfp4_codes_and_block_scales_are_those_of_the_reference(outer):
-    values = values_of((8, 150))
-    values[2, :32], values[3, 5] = 0.0, -0.0
-    values[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(
-        2
-    )  # ties, of any scale of 6
-    codes, amax = quantize(BlockNVFP4(outer), values)
-    rows = codes.view(8, -1)
-    for piece in [slice(None)] if outer == "tensor" else [slice(row, row + 1) for row in range(8)]:
-        want, blocks, scale = reference.nvfp4(values[piece].numpy())
-        pairs = want[:, ::2] | want[:, 1::2] << 4
-        assert np.array_equal(rows[piece, :75].numpy(), pairs)
-        assert np.array_equal(rows[piece, 75:].numpy().reshape(-1), blocks)
-        assert amax[piece][0] / 2688 == scale
-
-
-def test_each_matrix_of_a_stack_has_an_nvfp4_scale():
-    values = torch.randn(3, 8, 32) * torch.tensor([1.0, 1e4, 1e-4]).view(3, 1, 1)
-    codes, amax = quantize(BlockNVFP4(), values)
-    assert amax.equal(values.abs().amax((1, 2)))
-    for matrix, own in zip(values, codes.chunk(3), strict=True):
-        assert quantize(BlockNVFP4(), matrix)[0].equal(own)
-
-
-def test_all_16_e2m1_codes_are_read_back_and_written_again():
-    fmt, levels = BlockNVFP4("row"), torch.from_numpy(reference.E2M1)
-    pairs = torch.arange(16, dtype=torch.uint8).view(8, 2)
-    codes = torch.cat([pairs[:, 0] | pairs[:, 1] << 4, torch.tensor([0x7E], dtype=torch.uint8)])  # 448
-    amax = torch.tensor([2688.0])  # an outer scale of 1
-    values = dequantize(fmt, (1, 16), codes, amax)
-    assert (values / 448).view(-1).equal(torch.cat([levels, -levels]))
-    assert values[0, 8].signbit()
-    again, scales = quantize(fmt, values)
-    assert again.equal(codes)
-    assert scales.equal(amax)
-
-
-def test_nvfp4_takes_0_5625_bytes_an_element_and_its_error_is_at_most_a_block_scale():
-    fmt, values = BlockNVFP4(), torch.randn(64, 4096)
-    codes, amax = quantize(fmt, values)
-    assert codes.numel() == 0.5625 * values.numel()
-    assert amax.numel() == 1
-    scales = codes.view(64, -1)[:, 2048:].contiguous().view(torch.float8_e4m3fn).double() * (amax / 2688)
-    error = (dequantize(fmt, values.shape, codes, amax) - values).abs()
-    assert (error <= scales.repeat_interleave(16, 1)).all()
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_integers():

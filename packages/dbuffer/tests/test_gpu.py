@@ -17,7 +17,6 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     DBuffer,
     Gather,
     Noise,
@@ -171,7 +170,6 @@ def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buff
         BlockFP8((1, 32)),
         BlockInt8(256, "stochastic"),
         BlockNF4(),
-        BlockNVFP4("row"),
     ],
     ids=str,
 )

@@ -18,7 +18,6 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     BlockReduction,
     BlocksAtRest,
     BlocksOnWire,
@@ -62,7 +61,6 @@ BAD_FORMATS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (BlockFP8, {"tile": (0, 128)}), (BlockFP8, {"tile": (128,)}), (BlockFP8, {"tile": 128}),
     (BlockFP8, {"tile": (128, 128.0)}), (BlockFP8, {"scale": "e5m2"}), (BlockInt8, {"size": 0}),
     (BlockInt8, {"size": True}), (BlockInt8, {"rounding": "up"}), (BlockNF4, {"size": 63}),
-    (BlockNVFP4, {"outer": "block"}),
 )  # fmt: skip
 ONE: Table = {
     **{f"{fmt.__name__} {options}": (partial(fmt, **options), ValueError, f"{fmt.__name__}: {next(iter(options))}")

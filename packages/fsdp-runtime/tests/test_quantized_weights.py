@@ -18,7 +18,6 @@ from fsdp_runtime.quantization import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     matrices_only,
     meet_tiles,
 )
@@ -75,7 +74,6 @@ def test_modules_compute_with_the_values_of_whole_tensors_codes():
     train(FP8, "whole")
     train(CUT, "shared")
     train(INT8, "auto", microbatches=2)
-    train(BlockNVFP4(), "shared")
 
 
 @on_ranks(1)
@@ -179,7 +177,7 @@ def test_parameters_of_other_dtypes_that_are_not_selected_are_left_alone():
 
 NF4 = BlockNF4(64)
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
+    ({"weights": "fp8"}, "expected BlockFP8, BlockInt8 or None"),
     ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
     ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
     ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
@@ -187,9 +185,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
     ({"gradients": "fp8"}, "expected 'bf16', BlockInt8 or None"),
     ({}, "nothing is quantized"),
-    ({"at_rest": "nf4"}, "expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"),
+    ({"at_rest": "nf4"}, "expected BlockNF4, BlockInt8, BlockFP8 or None"),
     ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
-    ({"at_rest": BlockNVFP4()}, r"use BlockNVFP4\(\"row\"\)"),
     ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
     ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
     ({"at_rest": FP8, "cut": "shared"}, "does not apply"),

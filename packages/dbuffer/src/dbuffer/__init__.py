@@ -25,7 +25,6 @@ from .wire.form import Encoder, WireForm
 from .wire.formats.fp8 import BlockFP8
 from .wire.formats.int8 import BlockInt8
 from .wire.formats.nf4 import BlockNF4
-from .wire.formats.nvfp4 import BlockNVFP4
 from .wire.noise import Noise
 from .wire.reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .wire.tiles import RowRun, RunList, TileGrid
@@ -37,7 +36,6 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
-    "BlockNVFP4",
     "BlockQuantizedTensor",
     "BlockReduction",
     "BlocksAtRest",

@@ -14,7 +14,6 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     BlockReduction,
     BlocksOnWire,
     CastReduction,
@@ -22,10 +21,10 @@ from dbuffer import (
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
 
-__all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "BlockNVFP4", "QuantizationPolicy", "matrices_only"]
+__all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "QuantizationPolicy", "matrices_only"]
 
-OnWire = BlockFP8 | BlockInt8 | BlockNVFP4
-AtRest = BlockNF4 | BlockNVFP4 | BlockInt8 | BlockFP8
+OnWire = BlockFP8 | BlockInt8
+AtRest = BlockNF4 | BlockInt8 | BlockFP8
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]
 
 _NOT_MATRICES = re.compile(
@@ -52,15 +51,15 @@ class QuantizationPolicy:
 
     Args:
         weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
-            `BlockFP8((128, 128))`, `BlockInt8(256)` or `BlockNVFP4()`. Shards, optimizer states and checkpoints stay as
-            they are. None: gathers are not quantized.
+            `BlockFP8((128, 128))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints stay as they are. None:
+            gathers are not quantized.
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
             `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
             their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
             replicas stays in the parameters' dtype.
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
-            `BlockNVFP4("row")`, `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are
-            the shard, the payload of gathers, and the entries of state dicts. None: values are kept.
+            `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are the shard, the payload of gathers,
+            and the entries of state dicts. None: values are kept.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
         cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
@@ -92,7 +91,7 @@ class QuantizationPolicy:
         self._check_at_rest()
         if weights is not None and not isinstance(weights, OnWire):
             raise ValueError(
-                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8, BlockNVFP4 or None"
+                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8 or None"
             )
         if weights is not None and weights.needs_noise:
             raise ValueError(f"QuantizationPolicy: weights={weights}: weights are rounded to nearest only")
@@ -121,12 +120,7 @@ class QuantizationPolicy:
             return
         if not isinstance(blocks, AtRest):
             raise ValueError(
-                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"
-            )
-        if blocks == BlockNVFP4("tensor"):
-            raise ValueError(
-                f"QuantizationPolicy: at_rest={blocks}: no rank holds all that shares the scale of a tensor; use "
-                'BlockNVFP4("row")'
+                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockInt8, BlockFP8 or None"
             )
         if blocks.needs_noise:
             raise ValueError(f"QuantizationPolicy: at_rest={blocks}: weights are rounded to nearest only")

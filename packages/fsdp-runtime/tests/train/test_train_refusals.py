@@ -49,7 +49,7 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
 ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"offload_activations": True, "system": "fsdp2"}, "only fsdp_runtime has it"),
     ({"offload_activations": True}, "the device is the CPU"),
-    ({"quantize": "fp4"}, "expected one of none, fp8, nvfp4, int8"),
+    ({"quantize": "fp4"}, "expected one of none, fp8, int8"),
     ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
     ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
     ({**DOCUMENTS, "system": "fsdp2"}, "--documents: fsdp2 averages the means of ranks"),

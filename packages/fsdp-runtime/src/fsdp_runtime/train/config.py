@@ -75,9 +75,9 @@ class RunConfig:
     block: str = _option(
         "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
     )
-    quantize: Literal["none", "fp8", "nvfp4", "int8"] = _option(
+    quantize: Literal["none", "fp8", "int8"] = _option(
         "none",
-        "gather the layers' matrices as codes: none, fp8 (128x128 tiles), nvfp4 (1x16) or int8 (1x256)",
+        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
     )
     reduce: Literal["none", "bf16", "int8"] = _option(
         "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"

@@ -378,14 +378,12 @@ def pool_bytes(modules: Iterable[nn.Module]) -> int:
 def quantization(weights: str, gradients: str) -> Any:
     """The policy of `--quantize` and `--reduce`; None where nothing is quantized."""
     from fsdp_runtime import QuantizationPolicy
-    from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4
+    from fsdp_runtime.quantization import BlockFP8, BlockInt8
 
     if weights == gradients == "none":
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
-    blocks: Any = {
-        "none": None, "fp8": BlockFP8((128, 128)), "nvfp4": BlockNVFP4(), "int8": BlockInt8(256)
-    }  # fmt: skip
+    blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients])
 
 

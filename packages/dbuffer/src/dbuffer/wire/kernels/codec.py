@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..noise import Noise
-from ..tiles import Bands, RowRun, Runs, bands_of, chunks_of
+from ..tiles import Bands, RowRun, Runs, chunks_of
 from . import launch
 
 CHUNK = 1 << 17  # elements
@@ -87,12 +87,7 @@ def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
     scratch = Scratch(values.device)
     for run in runs:
         largest = tiles_of(out, run).zero_()
-        # Whether a matrix is one tile, and of several rows.
-        whole = run.grid.tile[0] > 1 and run.grid.across == run.grid.bands_per_period == 1
-        for piece in bands_of(run.grid, run.start, run.stop) if whole else ():
-            x = rows_of(values, run.values, run, piece)
-            largest[piece.band] = torch.linalg.vector_norm(x, torch.inf)
-        for chunk in chunks(run) if not whole else ():
+        for chunk in chunks(run):
             x = rows_of(values, run.values, run, chunk)
             x = torch.abs(x, out=scratch.take(x.numel(), x.dtype)).view(chunk.bands, chunk.height, -1)
             rows = x.amax(dim=1) if chunk.height > 1 else x[:, 0]

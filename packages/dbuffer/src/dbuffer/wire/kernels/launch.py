@@ -1,7 +1,5 @@
 """Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,7 +183,7 @@ def sum_ranks(
 
 
 def write_pairs(
-    fmt: Any,  # a `PairFormat`
+    size: int,
     group: int,
     middles: torch.Tensor,
     runs: Runs,
@@ -194,21 +192,19 @@ def write_pairs(
     scales: torch.Tensor,
     amax: torch.Tensor,
 ) -> None:
-    """`BlockFormat.quantize` of four bits: `group` blocks of a row share an amax, which is known; 0: all of a band."""
-    constants = pair_constants(fmt.size)
+    """`BlockFormat.quantize` of four bits: `group` blocks of `size` in a row share an amax, which is known."""
+    constants = pair_constants(size)
     each = constants["BLOCKS"]
-    for table in _flat_tables(
-        fmt, runs, values.device, item=fmt.size, unit=16, each=each, constants=constants
-    ):
+    for table in _flat_tables(size, runs, values.device, item=size, unit=16, each=each, constants=constants):
         _launch(
             "write_pairs", table,
             _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
-            FORM=fmt.form, MIDDLES=len(fmt.middles), ZERO=fmt.zero, GROUP=group, TYPE=_TYPES[values.dtype],
+            MIDDLES=len(middles), GROUP=group, TYPE=_TYPES[values.dtype],
         )  # fmt: skip
 
 
 def read_pairs(
-    fmt: Any,  # a `PairFormat`
+    size: int,
     group: int,
     levels: torch.Tensor,
     runs: Runs,
@@ -216,13 +212,13 @@ def read_pairs(
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`BlockFormat.dequantize` of four bits; `group` as in `write_pairs`."""
+    """`BlockFormat.dequantize` of four bits; `size` and `group` as in `write_pairs`."""
     constants = {"PAIRS": PAIRS, "num_warps": 4}
-    for table in _flat_tables(fmt, runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
+    for table in _flat_tables(size, runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
         _launch(
             "read_pairs", table,
             codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
-            FORM=fmt.form, SIZE=fmt.size, GROUP=group, TYPE=_TYPES[out.dtype],
+            SIZE=size, GROUP=group, TYPE=_TYPES[out.dtype],
         )  # fmt: skip
 
 
@@ -234,7 +230,7 @@ def pair_constants(size: int) -> dict[str, Any]:
 
 
 def _flat_tables(
-    fmt: Any,
+    size: int,
     runs: Runs,
     device: torch.device,
     *,
@@ -248,7 +244,7 @@ def _flat_tables(
     Kept by a `RunList`.
 
     Args:
-        fmt: a `PairFormat`.
+        size: elements of a block.
         item: elements of an item.
         unit: columns must be multiples of it to lie on 16 elements.
         each: items that a program does.
@@ -258,9 +254,9 @@ def _flat_tables(
     key = (device, unit)
     if key not in kept:
         by_access: dict[tuple[bool, int], list[RowRun]] = {}
-        for run in itertools.chain.from_iterable(_in_one_band(fmt, run) for run in runs):
+        for run in runs:
             vector = run.grid.columns % unit == run.values % 16 == 0
-            by_access.setdefault((vector, _code_unit(run, fmt.size) if vector else 1), []).append(run)
+            by_access.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
         tables = []
         for (vector, code_unit), same in by_access.items():
             counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
@@ -268,25 +264,6 @@ def _flat_tables(
             tables += _flat_table(same, counts, each, fixed, device)
         kept[key] = tables
     return list(kept[key])
-
-
-def _in_one_band(fmt: Any, run: RowRun) -> Iterator[RowRun]:
-    """A run, or if bands are taller than a row one for each band, or piece of one."""
-    columns = run.grid.columns
-    if run.grid.tile[0] == 1:
-        yield run
-        return
-    for piece in bands_of(run.grid, run.start, run.stop):
-        for band in range(piece.bands):
-            row = piece.row + band * piece.height
-            yield replace(
-                run,
-                start=run.start + row,
-                stop=run.start + row + piece.height,
-                values=run.values + row * columns,
-                codes=run.codes + row * fmt.code_bytes(columns),
-                scales=run.scales + (piece.band + band) * run.grid.across,
-            )
 
 
 def _code_unit(run: RowRun, size: int) -> int:

@@ -232,31 +232,20 @@ def _code_row(columns, across, UNIT: tl.constexpr):
 @triton.jit
 def _group(row, block, columns, SIZE: tl.constexpr, GROUP: tl.constexpr):
     """Place of blocks' fp32 scale in a piece."""
-    if GROUP == 0:
-        return row * 0 + block * 0
-    else:
-        return row * ((columns + GROUP * SIZE - 1) // (GROUP * SIZE)) + block // GROUP
-
-
-@triton.jit
-def _outer(amax):
-    """Outer scales of NVFP4."""
-    scale = tl.div_rn(amax, 2688.0)
-    return tl.where(scale < 1.504632769052528e-36, 1.504632769052528e-36, scale)  # NaN stays
+    return row * ((columns + GROUP * SIZE - 1) // (GROUP * SIZE)) + block // GROUP
 
 
 @triton.jit
 def write_pairs(
     values, codes, scales, amax, middles, table, piece_of,
-    FORM: tl.constexpr, MIDDLES: tl.constexpr, ZERO: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
+    MIDDLES: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write codes, 8-bit scales and amax of BLOCKS blocks of SIZE, over the ends of rows.
 
-    FORM: 0 NF4, 1 NVFP4. GROUP blocks of a row share an amax, all blocks of a piece if it is 0. MIDDLES numbers decide
-    between codes; ZERO is the code of 0.
-    SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements. The
-    bytes of a row's codes, those of its scales and what they begin on are multiples of UNIT.
+    GROUP blocks of a row share an amax. A code is the number of MIDDLES that a scaled value exceeds, 7 for 0.
+    SPAN is the power of two from SIZE on. With VECTOR, row lengths and offsets are multiples of 16 elements. The bytes
+    of a row's codes, the bytes of its scales, and their offsets are multiples of UNIT.
     Columns of the table: where values, codes and scales begin; columns, blocks, the first program.
     """
     program = tl.program_id(0)
@@ -272,34 +261,25 @@ def write_pairs(
     group = tl.load(amax + group_at, mask=present, other=0.0)
     bad = (group.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     group_bits = tl.where(bad, 0x7FC00000, group.to(tl.int32, bitcast=True))
-    first = index == 0 if GROUP == 0 else present & (block % GROUP == 0)
-    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=first)
+    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=present & (block % GROUP == 0))
     inside = tl.arange(0, SPAN)
     column = (block * SIZE)[:, None] + inside[None, :]
     mask = present[:, None] & (column < columns) & (inside < SIZE)[None, :]
     x = _read(values + _begin(piece, 0, VECTOR), (row * columns)[:, None] + column, mask, TYPE)
     largest = tl.where(bad, 0.0, tl.max(tl.abs(x), 1))
-    if FORM == 0:  # in 255ths of the group's amax, squared
-        root = tl.sqrt_rn(tl.div_rn(largest, tl.where(bad | (group == 0.0), 1.0, group)))
-        step = tl.minimum(tl.ceil(root * 255.0), 255.0)
-        factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
-        up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
-        up = tl.minimum(up, 3.4028234663852886e38)
-        y = x * up[:, None]
-        code = tl.zeros([BLOCKS, SPAN], tl.int32)
-    else:  # e4m3, in outer scales
-        outer = _outer(tl.where(bad, 0.0, group))
-        scaled = tl.div_rn(tl.div_rn(largest, 6.0), outer)
-        step = tl.where(bad, 0, _e4m3(tl.minimum(tl.maximum(scaled, 0.015625), 448.0)))
-        up = tl.div_rn(tl.div_rn(1.0, outer), _decode(tl.where(bad, 56, step), 0))
-        y = x * up[:, None]
-        code = ((y.to(tl.int32, bitcast=True) >> 31) & 1) * 8
-        y = tl.abs(y)
+    # In 255ths of the group's amax, squared.
+    root = tl.sqrt_rn(tl.div_rn(largest, tl.where(bad | (group == 0.0), 1.0, group)))
+    step = tl.minimum(tl.ceil(root * 255.0), 255.0)
+    factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
+    up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
+    up = tl.minimum(up, 3.4028234663852886e38)
+    y = x * up[:, None]
+    code = tl.zeros([BLOCKS, SPAN], tl.int32)
     for middle in tl.static_range(MIDDLES):
         code += (y > tl.load(middles + middle)).to(tl.int32)
     # Past the end of a row is the code of zero.
     code = tl.where(bad[:, None], 0, code)
-    code = tl.where(column < columns, code, ZERO)
+    code = tl.where(column < columns, code, 7)
     low, high = tl.split(tl.reshape(code, [BLOCKS, SPAN // 2, 2]))
     half, stride = _code_row(columns, across, UNIT)
     codes += tl.multiple_of(tl.load(piece + 1), UNIT)
@@ -314,8 +294,8 @@ def write_pairs(
 @triton.jit
 def read_pairs(
     codes, scales, out, levels, table, piece_of,
-    FORM: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr,
-    UNIT: tl.constexpr, TYPE: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write the values of PAIRS bytes of codes, over the ends of rows. With VECTOR rows have an even number of columns.
 
@@ -341,11 +321,8 @@ def read_pairs(
     step = tl.load(codes + (row * stride + half + block), mask=present, other=0)
     group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
     group = tl.load(scales + group_at, mask=present, other=0.0)
-    if FORM == 0:
-        step = step.to(tl.float32)
-        factor = step * step * 1.5378700499807768e-05 * group
-    else:
-        factor = _decode(step, 0) * _outer(group)
+    step = step.to(tl.float32)
+    factor = step * step * 1.5378700499807768e-05 * group
     low = tl.load(levels + (byte & 15)) * factor
     high = tl.load(levels + (byte >> 4)) * factor
     out += _begin(piece, 0, VECTOR)
