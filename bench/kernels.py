@@ -148,14 +148,14 @@ class WireCase:
         warps, elements = fixed.pop("num_warps"), fixed["SPAN_ROWS"] * fixed["SPAN_COLUMNS"]
         if not self.encodes:
             return WireVariant(kernels.sum_tiles, fixed | {"RANKS": 1}, warps, elements)
-        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "GIVEN": False, "RANDOM": False}
+        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "RANDOM": False}
         return WireVariant(kernels.quantize_tiles, fixed, warps, elements)
 
     @property
     def pointers(self) -> dict[str, str]:
         """Types of the kernels' arguments."""
         types = {"values": "*i16", "out": "*i16", "codes": "*u8", "table": "*i64", "piece_of": "*i32"}
-        types |= dict.fromkeys(("scales", "amax", "levels", "middles"), "*fp32")
+        types |= dict.fromkeys(("scales", "levels", "middles"), "*fp32")
         return types | dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
 
     @property

@@ -19,7 +19,7 @@ from dbuffer.wire.kernels import triton as kernels_triton
 
 TYPES = {0: "*fp32", 1: "*i16", 2: "*fp16"}
 TABLE = {"table": "*i64", "piece_of": "*i32"}
-BUFFERS = {"codes": "*u8", "scales": "*fp32", "amax": "*fp32"}
+BUFFERS = {"codes": "*u8", "scales": "*fp32"}
 
 
 def compile_(kernel, signature, constants):
@@ -94,10 +94,10 @@ if __name__ == "__main__":
     formats = ((BlockFP8(), fp8), (BlockFP8((1, 32)), fp8), (BlockInt8(256, "stochastic"), integers))
     for fmt, code in formats:
         keys = {"first": "i32", "second": "i32"}
-        for kind, given in ((0, False), (1, False), (1, True)):
+        for kind in (0, 1):
             check(
                 "quantize_tiles", fmt, {"values": TYPES[kind], **keys}, wide, f"st{narrow}",
-                TYPE=kind, GIVEN=given, RANDOM=fmt.needs_noise, **code,
+                TYPE=kind, RANDOM=fmt.needs_noise, **code,
             )  # fmt: skip
         check("amax_tiles", fmt, {"values": TYPES[0], "out": "*fp32"}, wide, "st.global", TYPE=0)
         for kind, ranks in ((1, 1), (0, 2), (0, 8)):

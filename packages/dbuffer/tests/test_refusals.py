@@ -35,12 +35,12 @@ from ragged_shard.testing import run_ranks
 
 Table = dict[str, tuple[Any, Any, str]]
 STOCHASTIC, BF16 = BlockInt8(64, rounding="stochastic"), CastReduction()
-REDUCED = BlockReduction(BlockInt8(64))
+REDUCED, TALL = BlockReduction(BlockInt8(64)), BlockFP8((4, 8))
 
 
-def quantize(fmt=None, run=None, **change):
+def quantize(fmt=None, run=None, grid=None, **change):
     """Quantize the eight rows of a tensor, with other arguments."""
-    grid = BlockInt8().grid((8, 8))
+    grid = grid or BlockInt8().grid((8, 8))
     arguments: dict[str, Any] = {
         "values": torch.zeros(64), "codes": torch.zeros(64, dtype=torch.uint8), "scales": torch.zeros(8),
     }  # fmt: skip
@@ -74,6 +74,7 @@ ONE: Table = {
            ({"values": torch.zeros(128)[::2]}, "without gaps"),
            ({"codes": torch.zeros(63, dtype=torch.uint8)}, r"codes: rows \[0, 8\).*has 63 elements"),
            ({"noise": Noise(0, 0, 0)}, "takes no noise"), ({"run": (4, 9)}, r"rows \[4, 9\).*it has the rows \[0, 8\)"),
+           ({"fmt": TALL, "grid": TALL.grid((8, 8)), "run": (0, 3)}, r"rows \[0, 3\).* cut tiles of \(4, 8\)"),
            ({"fmt": BlockInt8(64)}, "its tiles are"), ({"fmt": BlockInt8(256, "stochastic")}, "needs noise")))},
     "a sum of one dimension": (lambda: add_up(BlockInt8()), ValueError, "ranks"),
     "a sum of NF4": (lambda: add_up(BlockNF4(), 0), ValueError, "not reductions"),
@@ -152,8 +153,8 @@ def write(change):
         assert local.codes.equal(before)
 
 
-def of_tiles(cut="shared", **options):
-    layout = tiles_for(FORMATS[0], 3, cut)
+def of_cut_tiles(**options):
+    layout = tiles_for(FORMATS[0], 3, "rows")
     arguments: Any = {"dtype": torch.float32, "check_ranks": False, **options}
     return DBuffer(layout, mesh_of(), **arguments)
 
@@ -249,11 +250,11 @@ ON_3: Table = {
         lambda t: torch.add(t, 1, out=t)))},
     "reduction of codes": (lambda: ReduceScatter([at_rest()]).start(), ValueError, "does not apply to codes at rest"),
     "tiles cut at rest": (lambda: of((64, 64), Rows(1), wire=BlocksAtRest(BlockFP8((32, 32)))), ValueError,
-                          r"the layout cuts \d+ tiles"),
+                          r"w: rank \d holds the rows .* which cuts tiles of \(32, 32\)"),
     "fp64 at rest": (lambda: of((64, 64), full_dtype=torch.float64, wire=BlocksAtRest(BlockNF4(64))), ValueError,
                      r"torch\.float64 cannot be quantized"),
-    "tiles cut": (lambda: of_tiles(wire=BlocksOnWire(FORMATS[0])), ValueError, r"cuts \d+ tiles of \(16, 16\)"),
-    "fp64": (lambda: of_tiles(dtype=torch.float64, wire=BlocksOnWire(FORMATS[0])), ValueError,
+    "tiles cut": (lambda: of_cut_tiles(wire=BlocksOnWire(FORMATS[0])), ValueError, r"cuts tiles of \(16, 16\)"),
+    "fp64": (lambda: of_cut_tiles(dtype=torch.float64, wire=BlocksOnWire(FORMATS[0])), ValueError,
              r"torch\.float64 cannot be quantized"),
     "full of a form": (lambda: full(wire=Elsewhere(), align=16).full, ValueError,
                        "full does not apply, since the wire form keeps gathered tensors elsewhere"),

@@ -6,7 +6,6 @@ its rooms are `memory`, `wire`, `transport`, the collectives on them, and the bu
 
 from ragged_shard import DeviceLayer, device_layer
 
-from ._amax import needs_amax, share_amax
 from ._buffer import DBuffer
 from ._collectives import AllReduce, Gather, Handle, HandleState, ReduceScatter
 from ._exchange import exchange_scratch_bytes
@@ -76,8 +75,6 @@ __all__ = [
     "exchange_scratch_bytes",
     "geometry_of",
     "hold_forever",
-    "needs_amax",
-    "share_amax",
     "shared_recycler",
     "times_started",
     "waiting",

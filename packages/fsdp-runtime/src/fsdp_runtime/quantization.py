@@ -62,15 +62,10 @@ class QuantizationPolicy:
             and the entries of state dicts. None: values are kept.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
-        cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
-            are is found by one MAX all-reduce after each optimizer step, for all units together. "auto": "shared" for
-            groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
-            (tiles of 128x128 from about 128 ranks on).
 
     Weights are quantized again when they have changed, which torch's version counters tell. After a write that these do
     not count (through `.data` of a local tensor, or by a kernel of your own) call
-    `torch.autograd.graph.increment_version(param.to_local())`. With cut="shared" write weights on all ranks or on none,
-    also where a rank's local tensor is empty: otherwise some wait in the all-reduce of the amax until its timeout.
+    `torch.autograd.graph.increment_version(param.to_local())`.
 
     Weights at rest keep shape and dtype of their values. `load_state_dict` and `copy_` quantize values; every other
     write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each
@@ -83,7 +78,6 @@ class QuantizationPolicy:
     weights: OnWire | None = None
     gradients: Literal["bf16"] | BlockInt8 | None = None
     select: Selection | None = None
-    cut: Literal["auto", "whole", "shared"] = "auto"
     at_rest: AtRest | None = None
 
     def __post_init__(self) -> None:
@@ -106,12 +100,6 @@ class QuantizationPolicy:
         if self.select is not None and not callable(self.select):
             raise ValueError(
                 f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
-            )
-        if self.cut not in ("auto", "whole", "shared"):
-            raise ValueError(f"QuantizationPolicy: cut is {self.cut!r}; expected 'auto', 'whole' or 'shared'")
-        if self.cut == "shared" and (weights is None or not weights.shares_amax):
-            raise ValueError(
-                f"QuantizationPolicy: cut='shared' does not apply to weights={weights}: no cut is in a tile"
             )
 
     def _check_at_rest(self) -> None:

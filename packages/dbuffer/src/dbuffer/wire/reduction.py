@@ -171,8 +171,6 @@ class BlockReduction:
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
         planes = CodePlanes(geometry.layout, self.format)
-        if planes.num_shared:
-            raise ValueError(f"the layout cuts {planes.num_shared} tiles of {self.format.tile} of gradients")
         return _Blocks(planes, geometry.rank, gathered)
 
 

@@ -92,7 +92,6 @@ class Unit:
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
         groups: its parameters by kind, dtype, mesh and training state, and where `around_others` by large child.
-        preparations: what its groups have called before they are gathered; see `Group.prepare_gathers`.
         around_others: whether other units are inside, so that parameters in different children are used far apart.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
@@ -132,7 +131,6 @@ class Unit:
         self.captured = False
         self._in_graph = False  # whether any gather was captured; its replays use this memory
         self.closed = ""
-        self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
         self.keeps_slices = request.neighbors is not None
         self.offloaded = isinstance(request.offload, CPUOffloadPolicy)
@@ -236,16 +234,12 @@ class Unit:
             self._gathers.clear()
         self.groups, self.around_others = groups, around_others
         meshes: set[DataMesh] = set()
-        preparations: dict[Any, None] = {}
         for group in groups:
             meshes.add(group.plan.data)
-            if group.prepare_gathers is not None:
-                preparations[group.prepare_gathers] = None
             group.home = self.modules[0]
             if self.options.keep_storage:
                 group.keep_storage(True)
             group.commit()
-        self.preparations = tuple(preparations)
         self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
@@ -380,8 +374,6 @@ class Unit:
             if calls is None:
                 calls = self._gathers[key] = self._gathers_of(absent)
             stream = self._streams.gather
-            for prepare in self.preparations:
-                after = prepare(absent, self._streams, after)
             for call in calls:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING

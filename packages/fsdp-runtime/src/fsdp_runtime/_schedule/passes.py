@@ -9,7 +9,7 @@ it is entered, and frees and reduces them when it is left. What they do themselv
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -187,14 +187,9 @@ class Pass:
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None
-            preparing: dict[Callable[..., Any], list[Group]] = {}
             for unit in self.units:
                 unit.prepare()
-                for prepare in unit.preparations:
-                    preparing.setdefault(prepare, []).extend(unit.groups)
             self._gathers_follow(event)
-            for prepare, groups in preparing.items():
-                prepare(groups, self.streams, _AT_ONCE)
             self._root = root
             self._thread = threading.get_ident()
             _begun.add(self)

@@ -44,10 +44,6 @@ class BlocksAtRest(InBlocks):
             ValueError: the layout cuts a row or a tile.
         """
         planes = CodePlanes(geometry.layout, self.format)
-        if planes.num_shared:
-            raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles"
-            )
         return _ShardSender(planes, gathered, recycler)
 
 

@@ -8,7 +8,6 @@ gathered |  S  |  S  |  S  |                 dequantized, one call a segment
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -62,29 +61,15 @@ class BlocksOnWire(InBlocks):
 
     Args:
         format: format of the codes; it must round to nearest.
-        cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
-            `dbuffer.share_amax` finds the amax of the tiles that are cut.
     """
-
-    cut: Literal["whole", "shared"] = "whole"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cut not in ("whole", "shared"):
-            raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """An encoder that caches its codes.
 
         Raises:
-            ValueError: the layout cuts a row, or with "whole" a tile.
+            ValueError: the layout cuts a row or a tile.
         """
         planes = CodePlanes(geometry.layout, self.format)
-        if self.cut == "whole" and planes.num_shared:
-            raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole "
-                "tiles, or use cut='shared'"
-            )
         return BlockEncoder(planes, geometry.rank, gathered, recycler)
 
 
@@ -155,58 +140,34 @@ class BlockEncoder(BlockDecoder):
     Attributes:
         codes: this rank's codes, uint8, one tensor a segment; empty before the first gather.
         scales: this rank's scales.
-        num_shared: number of tiles that a cut between ranks goes through.
     """
 
     def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
         super().__init__(planes, gathered, recycler)
         self._planes = planes
         self._own_runs = planes.runs(rank)
-        self.num_shared = planes.num_shared
-        self._shared = planes.shared(rank)
         self.codes: Flats = ()
-        self.scales = torch.empty(
-            0, device=recycler.device
-        )  # until they are written, the amax of tiles that are cut
+        self.scales = torch.empty(0, device=recycler.device)
         self._pairs: Pairs = []
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
-        self._amax_versions: list[int] = []  # of the shards whose amax is in the scales
 
     def is_stale(self, shards: Flats) -> bool:
         """Whether these shards must be quantized before a gather."""
         return shards is not self._shards or compat.versions(shards) != self._versions
 
-    def needs_amax(self, shards: Flats) -> bool:
-        """Whether these shards cannot be quantized before `read_amax`."""
-        return (
-            self.num_shared > 0 and self.is_stale(shards) and self._amax_versions != compat.versions(shards)
-        )
-
     def encode(self, shards: Flats) -> Pairs:
-        """Quantize the shards if they have changed.
-
-        Raises:
-            RuntimeError: tiles are cut, and `share_amax` was not called since the shards changed.
-        """
+        """Quantize the shards if they have changed."""
         if self.is_stale(shards):
             self._quantize(shards, compat.versions(shards))
         self.materialize()
         return self._pairs
 
     def _quantize(self, shards: Flats, versions: list[int]) -> None:
-        amax = None
-        if self.num_shared:
-            if self._amax_versions != versions:
-                raise RuntimeError(
-                    "the shard was written to since the amax of its cut tiles was shared; call dbuffer.share_amax on "
-                    "every rank before the gather"
-                )
-            amax, self._amax_versions = self.scales, []
         self._allocate()
         self._shards = ()  # until all codes are written
         for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
-            self._format.quantize(runs, shard, codes, self.scales, amax=amax)
+            self._format.quantize(runs, shard, codes, self.scales)
         self._shards, self._versions = shards, versions
 
     @torch.inference_mode(False)  # later gathers write to this memory too
@@ -229,22 +190,4 @@ class BlockEncoder(BlockDecoder):
 
     def forget(self) -> None:
         """Quantize again at the next gather, for any version counters."""
-        self._shards, self._amax_versions = (), []
-
-    # -- tiles that are cut -----------------------------------------------------------------------------------------
-
-    def write_amax(self, shards: Flats, out: torch.Tensor) -> None:
-        """Write this rank's part of the shared tiles' amax, fp32."""
-        self._allocate()
-        self._shards, self._amax_versions = (), []
-        for runs, shard in zip(self._own_runs, shards, strict=True):
-            self._format.amax(runs, shard, self.scales)
-        for scale, first, count in self._shared:
-            # A rank holds a tile in one band, so in one place. NaN has one bit pattern, and is the maximum.
-            out[first : first + count].copy_(self.scales[scale : scale + count])
-
-    def read_amax(self, shards: Flats, amax: torch.Tensor) -> None:
-        """Store the amax of whole shared tiles."""
-        for scale, first, count in self._shared:
-            self.scales[scale : scale + count].copy_(amax[first : first + count])
-        self._amax_versions = compat.versions(shards)
+        self._shards = ()

@@ -71,26 +71,22 @@ class BlockNF4(BlockFormat):
         values: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
-        amax: torch.Tensor | None,
         noise: Noise | None,
     ) -> None:
-        if amax is None:
-            self.amax(runs, values, scales)
-            amax = scales
+        codec.write_amax(runs, values, scales)
         if launch.writes_pairs(self.size, values.device):
             middles = _numbers(MIDDLES, values.device)
-            launch.write_pairs(self.size, GROUP, middles, runs, values, codes, scales, amax)
+            launch.write_pairs(self.size, GROUP, middles, runs, values, codes, scales)
             return
         scratch = Scratch(values.device)
         for run in runs:
-            groups = codec.tiles_of(amax, run)
-            groups = groups.masked_fill(~groups.isfinite(), torch.nan)
+            groups = codec.tiles_of(scales, run)
+            groups.masked_fill_(~groups.isfinite(), torch.nan)
             for chunk in codec.chunks(run):
                 source = codec.rows_of(values, run.values, run, chunk).view(-1, run.grid.columns)
                 self._encode(
                     source, self._above(groups, run, chunk), self._code_rows(codes, run, chunk), scratch
                 )
-            codec.tiles_of(scales, run).copy_(groups)
 
     def _dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         if launch.reads_pairs(out.device):

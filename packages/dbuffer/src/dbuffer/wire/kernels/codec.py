@@ -80,7 +80,7 @@ def tiles_of(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
 
 
 def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.amax`."""
+    """Write the largest magnitude of each tile, NaN where one is NaN, at its scale."""
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
         launch.amax(runs[0].grid.tile, runs, values, out)
         return
@@ -138,20 +138,18 @@ def quantize(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor | None,
     noise: Noise | None,
 ) -> None:
     """`BlockFormat.quantize`."""
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
-        launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, amax, noise)
+        launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, noise)
         return
-    if amax is None:
-        amax = scales
-        write_amax(runs, values, amax)
+    write_amax(runs, values, scales)
     scratch = Scratch(values.device)
     for run in runs:
-        up, down = reciprocal(tiles_of(amax, run), coder.top, coder.pow2)
-        tiles_of(scales, run).copy_(down)
+        factors = tiles_of(scales, run)
+        up, down = reciprocal(factors, coder.top, coder.pow2)
+        factors.copy_(down)
         bad = bool(up.isnan().any())
         for chunk in chunks(run):
             source = rows_of(values, run.values, run, chunk)

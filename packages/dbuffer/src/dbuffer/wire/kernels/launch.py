@@ -133,7 +133,7 @@ def _as_int16(values: torch.Tensor) -> torch.Tensor:
 
 
 def amax(tile: tuple[int, int], runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.amax`."""
+    """`codec.write_amax`."""
     for table in tables_of(tile, runs, values.device):
         _launch(
             "amax_tiles", table, _as_int16(values), out, table.rows, table.piece_of, TYPE=_TYPES[values.dtype]
@@ -147,18 +147,16 @@ def quantize(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor | None,
     noise: Noise | None,
 ) -> None:
     """`BlockFormat.quantize`."""
     first, second = (0, 0) if noise is None else map(signed, noise.keys())
     for table in tables_of(tile, runs, values.device):
-        known = scales if amax is None else amax
         _launch(
             "quantize_tiles", table,
-            _as_int16(values), codes, scales, known, table.rows, table.piece_of, first, second,
+            _as_int16(values), codes, scales, table.rows, table.piece_of, first, second,
             TYPE=_TYPES[values.dtype], CODE=coder.code, TOP=coder.top, POW2=coder.pow2,
-            GIVEN=amax is not None, RANDOM=noise is not None,
+            RANDOM=noise is not None,
         )  # fmt: skip
 
 
@@ -190,15 +188,14 @@ def write_pairs(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor,
 ) -> None:
-    """`BlockFormat.quantize` of four bits: `group` blocks of `size` in a row share an amax, which is known."""
+    """`BlockFormat.quantize` of four bits: `group` blocks of `size` in a row share an amax, which is in the scales."""
     constants = pair_constants(size)
     each = constants["BLOCKS"]
     for table in _flat_tables(size, runs, values.device, item=size, unit=16, each=each, constants=constants):
         _launch(
             "write_pairs", table,
-            _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
+            _as_int16(values), codes, scales, middles, table.rows, table.piece_of,
             MIDDLES=len(middles), GROUP=group, TYPE=_TYPES[values.dtype],
         )  # fmt: skip
 

@@ -4,7 +4,7 @@
 """Triton kernels of the formats; imported only where Triton is to be used.
 
     amax_tiles         a tile, or a few of one row --> its largest magnitude
-    quantize_tiles     values --> codes and scales, in one pass unless the amax is given; random bits by element
+    quantize_tiles     values --> codes and scales, in one pass; random bits by element
     sum_tiles          codes and scales of one rank or several --> values, added in the order of ranks
     write_pairs        values, and the amax of groups of blocks --> four-bit codes, and the blocks' 8-bit scales
     read_pairs         four-bit codes --> values
@@ -135,21 +135,18 @@ def _e4m3(x):
 
 @triton.jit(do_not_specialize=["first", "second"])
 def quantize_tiles(
-    values, codes, scales, amax, table, piece_of, first, second,
+    values, codes, scales, table, piece_of, first, second,
     TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr, SPAN_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr,
     VECTOR: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, TOP: tl.constexpr, POW2: tl.constexpr,
-    GIVEN: tl.constexpr, RANDOM: tl.constexpr,
+    RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """Write codes and scales of each tile, whose amax is read if GIVEN. Random bits have the keys `first`, `second`."""
+    """Write codes and scales of each tile. Random bits have the keys `first`, `second`."""
     piece, offset, mask, scale, scale_mask = _place(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
     x = _read(values + _begin(piece, 0, VECTOR), offset, mask, TYPE)
     scale += tl.load(piece + 2)
-    if GIVEN:
-        largest = tl.load(amax + scale, mask=scale_mask, other=0.0)
-    else:
-        largest = _amax(x, ONE_ROW).to(tl.float32, bitcast=True)
+    largest = _amax(x, ONE_ROW).to(tl.float32, bitcast=True)
     bad = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     up = tl.div_rn(TOP, tl.where(bad | (largest == 0.0), TOP, largest))
     up = tl.minimum(up, 3.4028234663852886e38)
@@ -237,11 +234,11 @@ def _group(row, block, columns, SIZE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def write_pairs(
-    values, codes, scales, amax, middles, table, piece_of,
+    values, codes, scales, middles, table, piece_of,
     MIDDLES: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write codes, 8-bit scales and amax of BLOCKS blocks of SIZE, over the ends of rows.
+    """Write codes and 8-bit scales of BLOCKS blocks of SIZE, over the ends of rows; scales have their groups' amax.
 
     GROUP blocks of a row share an amax. A code is the number of MIDDLES that a scaled value exceeds, 7 for 0.
     SPAN is the power of two from SIZE on. With VECTOR, row lengths and offsets are multiples of 16 elements. The bytes
@@ -258,7 +255,7 @@ def write_pairs(
     present = index < tl.load(piece + 4).to(tl.int32)
     row, block = (index // across).to(tl.int64), index % across
     group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
-    group = tl.load(amax + group_at, mask=present, other=0.0)
+    group = tl.load(scales + group_at, mask=present, other=0.0)
     bad = (group.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     group_bits = tl.where(bad, 0x7FC00000, group.to(tl.int32, bitcast=True))
     tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=present & (block % GROUP == 0))
