@@ -15,8 +15,8 @@ The share is AN ESTIMATE, not a measurement: an H200's 132 multiprocessors at 1.
 is taken to be busy all the time. The share is the time of the bytes over the longest of these times. Latency, launch,
 caches and the ramp at both ends are left out, so a kernel cannot do better than this and may do worse.
 
-Rates: TFLOP/s of Newton-Schulz (of: a product in the same dtype), GB/s of 8-bit AdamW's step and of decoding FP8,
-NVFP4 and NF4 to bf16 (of: a copy of as many bytes). Bytes are those that a kernel must read and write at least; others'
+Rates: TFLOP/s of Newton-Schulz (of: a product in the same dtype), GB/s of 8-bit AdamW's step and of decoding FP8
+and NF4 to bf16 (of: a copy of as many bytes). Bytes are those that a kernel must read and write at least; others'
 kernels are counted with the bytes of ours. On a GPU CUDA events time five calls in a row; on a CPU it is one thread's
 CPU time. Medians, all in turns. *Error*: mean difference of decoded values over their mean size.
 """
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from block_optim import orthogonalize
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4, RowRun
+from dbuffer import BlockFP8, BlockInt8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table, table_of, timer_of
@@ -136,43 +136,40 @@ class WireCase:
         from dbuffer.wire.kernels import triton as kernels
 
         fmt = self.format
-        if hasattr(fmt, "form"):  # four bits
-            fixed = {"FORM": fmt.form, "SIZE": fmt.size, "GROUP": fmt.tile[1] // fmt.size}
+        if isinstance(fmt, BlockNF4):
+            fixed = {"SIZE": fmt.size, "GROUP": fmt.tile[1] // fmt.size}
             fixed |= {"VECTOR": True, "UNIT": 8, "TYPE": 1}
             if not self.encodes:
                 return WireVariant(kernels.read_pairs, fixed | {"PAIRS": launch.PAIRS}, 4, 2 * launch.PAIRS)
-            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": len(fmt.middles), "ZERO": fmt.zero}
+            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": 15}
             warps, elements = fixed.pop("num_warps"), fixed["BLOCKS"] * fixed["SPAN"]
             return WireVariant(kernels.write_pairs, fixed, warps, elements)
         fixed = launch.constants_of(fmt.tile) | {"VECTOR": True, "TYPE": 1, "CODE": fmt.coder.code}
         warps, elements = fixed.pop("num_warps"), fixed["SPAN_ROWS"] * fixed["SPAN_COLUMNS"]
         if not self.encodes:
             return WireVariant(kernels.sum_tiles, fixed | {"RANKS": 1}, warps, elements)
-        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "GIVEN": False, "RANDOM": False}
+        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "RANDOM": False}
         return WireVariant(kernels.quantize_tiles, fixed, warps, elements)
 
     @property
     def pointers(self) -> dict[str, str]:
         """Types of the kernels' arguments."""
         types = {"values": "*i16", "out": "*i16", "codes": "*u8", "table": "*i64", "piece_of": "*i32"}
-        types |= dict.fromkeys(("amax", "levels", "middles"), "*fp32")
-        types |= dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
-        return types | {"scales": "*u8" if self.format.scale_dtype.itemsize == 1 else "*fp32"}
+        types |= dict.fromkeys(("scales", "levels", "middles"), "*fp32")
+        return types | dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
 
     @property
     def bytes_moved(self) -> float:
         """Bytes an element of values, codes and scales, for rows of 4096 columns."""
         grid = self.format.grid((128, 4096))
-        scales = self.format.scale_dtype.itemsize * grid.num_scales
-        return 2 + (128 * self.format.code_bytes(4096) + scales) / (128 * 4096)
+        return 2 + (128 * self.format.code_bytes(4096) + 4 * grid.num_scales) / (128 * 4096)
 
 
 def wire_formats() -> dict[str, Any]:
     """Representatives of dbuffer's formats."""
     return {
         "fp8 128x128": BlockFP8((128, 128)), "fp8 32x32": BlockFP8((32, 32)),
-        "mxfp8 rows": BlockFP8((1, 32), "e8m0"), "mxfp8 columns": BlockFP8((32, 1), "e8m0"), "int8": BlockInt8(256),
-        "nvfp4": BlockNVFP4("row"), "nf4": BlockNF4(64),
+        "int8": BlockInt8(256), "nf4": BlockNF4(64),
     }  # fmt: skip
 
 
@@ -564,7 +561,7 @@ def decoders(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Row]:
             continue
         run = RowRun(form.grid(x.shape), 0, len(x))
         codes = torch.empty(len(x) * form.code_bytes(x.shape[1]), dtype=torch.uint8, device=device)
-        scales = torch.empty(run.num_scales, dtype=form.scale_dtype, device=device)
+        scales = torch.empty(run.num_scales, device=device)
         out = torch.empty_like(x)
         form.quantize([run], x.view(-1), codes, scales)
         calls: Calls = {"dbuffer": partial(form.dequantize, [run], codes, scales, out.view(-1))}

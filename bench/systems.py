@@ -179,7 +179,7 @@ def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
 def _quantized(name: str, job: Job) -> Trainer:
     from fsdp_runtime.train.systems import quantization
 
-    return _ours(name, job, quantization_policy=quantization("fp8", "int8", "dequantize"))
+    return _ours(name, job, quantization_policy=quantization("fp8", "int8"))
 
 
 def _gathering(name: str, job: Job) -> Trainer:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 NAMED = {case.name: case for case in CASES}
-WIRE = [case for case in wire_cases() if case.name.split()[1] in ("mxfp8", "nvfp4")]
+WIRE = [case for case in wire_cases() if case.name.split()[1] in ("int8", "nf4")]
 # Most instructions on the usual path, and in all, that an element may take.
 MOST = {
     "elements:256 bf16": (82, 90),

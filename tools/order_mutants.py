@@ -51,9 +51,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("_gather_neighbors", "layer.on(stream, after)"): (
         "the slices' event and the memory's last use are waited for separately"
     ),
-    ("share_amax", "streams.layer.on(streams.gather, after)"): (
-        "the next gather takes memory of the compute stream's pool, so it waits for that stream"
-    ),
     ("_HostCopy.__init__", "self._layer.record()"): (
         "not reached: memory of a CPU is not copied to the host"
     ),

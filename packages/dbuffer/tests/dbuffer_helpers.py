@@ -75,7 +75,7 @@ def quantized_whole(fmt, tensor, element=0, noise=None):
     grid = fmt.grid(tuple(tensor.shape))
     run = RowRun(grid, 0, grid.rows, element=element)
     codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype)
+    scales = torch.zeros(grid.num_scales)
     fmt.quantize([run], tensor.reshape(-1), codes, scales, noise=noise)
     values = torch.zeros(tensor.numel())
     fmt.dequantize([run], codes, scales, values)

@@ -27,13 +27,9 @@ def tiles(values, tile):
 
 
 def factors(amax, top, scale):
-    """(what values are multiplied by, what codes are multiplied by), fp32; the latter as a byte for e8m0."""
+    """(what values are multiplied by, what codes are multiplied by), fp32."""
     if not np.isfinite(amax):
-        return np.float32(np.nan), np.uint8(255) if scale == "e8m0" else np.float32(np.nan)
-    if scale == "e8m0":
-        fraction, exponent = np.frexp(np.float64(amax) / top)
-        exponent = max(-127, exponent - (fraction == 0.5)) if amax else -127
-        return np.float32(2.0**-exponent), np.uint8(exponent + 127)
+        return np.float32(np.nan), np.float32(np.nan)
     with np.errstate(over="ignore"):
         up = np.float32(1) if amax == 0 else np.float32(top) / np.float32(amax)
     up = min(up, np.finfo(np.float32).max)
@@ -63,29 +59,7 @@ def quantize(values, tile, top, scale, code_of):
         scales.append(down)
         if np.isfinite(up):
             codes[place] = code_of((found * up).astype(np.float64))
-    return codes, np.array(scales, np.uint8 if scale == "e8m0" else np.float32)
-
-
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # of codes without sign
-
-
-def nvfp4(values):
-    """(codes (rows, columns), e4m3 bytes of blocks of 16, outer scale) of a finite fp32 matrix."""
-    one, outer = np.float32(1), np.abs(values).max() / np.float32(448 * 6)
-    codes, blocks = np.zeros(values.shape, np.uint8), []
-    for row in range(values.shape[0]):
-        for start in range(0, values.shape[1], 16):
-            block = values[row, start : start + 16]
-            scaled = np.abs(block).max() / np.float32(6) / outer
-            byte = e4m3_codes(np.clip(np.float64(scaled), 2.0**-6, 448.0))
-            blocks.append(byte)
-            magnitudes = np.abs(block * (one / outer / np.float32(E4M3[byte])))
-            distances = np.abs(magnitudes.astype(np.float64)[:, None] - E2M1)
-            nearest = distances == distances.min(axis=1, keepdims=True)
-            odd = np.arange(8) % 2 == 1
-            code = np.where(nearest.sum(1) > 1, (nearest & ~odd).argmax(1), nearest.argmax(1))
-            codes[row, start : start + 16] = code | np.signbit(block) * 8
-    return codes, np.array(blocks, np.uint8), outer
+    return codes, np.array(scales, np.float32)
 
 
 def int8_codes(scaled):

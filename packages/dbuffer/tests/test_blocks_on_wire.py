@@ -7,19 +7,17 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole, random_tensors
 
-import dbuffer
-from dbuffer import BlockFP8, BlockInt8, BlockNVFP4, BlocksOnWire, DBuffer, Gather, Recycler
+from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 SHAPES = {"short": (75, 50), "wide": (16, 100), "stack": (3, 20, 40), "bias": (37,)}
 FORMATS = (BlockFP8((16, 16)), BlockFP8((32, 32), "fp32"), BlockInt8(32))
-MICROSCALED = (BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0"), BlockNVFP4("row"), BlockNVFP4("tensor"))
 
 
 @functools.cache
-def layout_for(fmt, world_size, cut):
+def layout_for(fmt, world_size, cut="whole"):
     def block(name, shape):
         if len(shape) == 1:
             return Rows(shape[0])
@@ -33,54 +31,25 @@ def layout_for(fmt, world_size, cut):
 tensors = functools.partial(random_tensors, SHAPES)
 
 
-def make(fmt, cut="whole", full_dtype=torch.bfloat16, **options):
-    layout = layout_for(fmt, dist.get_world_size(), cut)
-    wire = BlocksOnWire(fmt, cut)
+def make(fmt, full_dtype=torch.bfloat16, **options):
+    layout, wire = layout_for(fmt, dist.get_world_size()), BlocksOnWire(fmt)
     return DBuffer(layout, mesh_of(), dtype=torch.float32, full_dtype=full_dtype, wire=wire, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("cut", ["whole", "shared"])
 @on_ranks("ranks")
-def test_values_are_those_of_whole_tensors_also_where_ranks_share_tiles(ranks, cut):
+def test_values_are_those_of_whole_tensors(ranks):
     size = dist.get_world_size()
-    tall = [fmt for fmt in (*FORMATS, *MICROSCALED) if fmt.shares_amax]
-    for fmt in tall if cut == "shared" else (*FORMATS, *MICROSCALED[:3]):
+    for fmt in FORMATS:
         for dtype in (torch.bfloat16, torch.float32):
-            buffer, full = make(fmt, cut, dtype), tensors()
+            buffer, full = make(fmt, dtype), tensors()
             load(buffer, full)
-            if cut == "shared":
-                dbuffer.share_amax([buffer])
             with record_collectives() as record:
                 Gather([buffer]).start().wait()
             for name, view in buffer.views.items():
                 assert view.equal(quantized_whole(fmt, full[name])[2].to(dtype)), name
             assert record.kinds == ["all_gather"] * (size > 1)
             assert record.bytes_sent == (size - 1) * buffer.wire.row_bytes(buffer.geometry)
-
-
-@on_ranks(3)
-def test_the_amax_of_all_cut_tiles_takes_one_all_reduce_after_a_change():
-    ranks, fmt = dist.get_world_size(), FORMATS[1]
-    buffers = [make(fmt, "shared", name=name) for name in ("a", "b")]
-    for seed, buffer in enumerate(buffers):
-        load(buffer, tensors(seed))
-    cut = [buffer.encoder.num_shared for buffer in buffers]
-    assert min(cut) > 0
-    with pytest.raises(RuntimeError, match="the shard was written to since the amax"):
-        Gather(buffers).start()
-    for times in (1, 0):
-        with record_collectives() as record:
-            dbuffer.share_amax(buffers)
-            dbuffer.share_amax(buffers)  # nothing has changed since
-            dbuffer.Gather(buffers).start().wait()
-        assert record.kinds == ["all_reduce"] * times + ["all_gather"]
-    assert not dbuffer.needs_amax(buffers[0])
-    buffers[1].shard[0].add_(1)
-    with record_collectives() as record:
-        dbuffer.share_amax(buffers)
-    assert record.bytes_sent == 2 * (ranks - 1) / ranks * 4 * cut[1]
-    assert not dbuffer.needs_amax(make(FORMATS[2], "shared", name="blocks of one row cannot be cut"))
 
 
 @on_ranks(2)
@@ -144,14 +113,12 @@ def test_codes_of_a_failed_gather_are_never_written_again():
     assert not {one.data_ptr() for one in sent} & {one.data_ptr() for one in broken.sent}
 
 
-@pytest.mark.parametrize("cut", ["whole", "shared"])
 @on_ranks(3)
-def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank(cut):
-    buffer, full = make(FORMATS[0], cut), tensors()
+def test_a_tile_with_a_bad_number_is_all_nan_on_every_rank():
+    buffer, full = make(FORMATS[0]), tensors()
     full["short"][20, 20] = torch.nan
     full["wide"][3, 99] = -torch.inf
     load(buffer, full)
-    dbuffer.share_amax([buffer])
     Gather([buffer]).start().wait()
     short, wide = buffer.views["short"], buffer.views["wide"]
     assert short[16:32, 16:32].isnan().all()

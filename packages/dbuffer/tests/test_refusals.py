@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dbuffer_helpers import SPECS, layout_for, load, make, mesh_of, quantized_tensor
-from test_blocks_on_wire import FORMATS, tensors
+from test_blocks_on_wire import FORMATS
 from test_blocks_on_wire import layout_for as tiles_for
-from test_phases import COLUMNS, ROWS
-from test_phases import make as make_phases
 from test_wire import Quantized
 
 from dbuffer import (
@@ -20,15 +18,14 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     BlockReduction,
     BlocksAtRest,
     BlocksOnWire,
     CastReduction,
     DBuffer,
+    Encoder,
     Gather,
     Noise,
-    PhasesOnWire,
     ReduceScatter,
     RowRun,
 )
@@ -38,12 +35,12 @@ from ragged_shard.testing import run_ranks
 
 Table = dict[str, tuple[Any, Any, str]]
 STOCHASTIC, BF16 = BlockInt8(64, rounding="stochastic"), CastReduction()
-REDUCED = BlockReduction(BlockInt8(64))
+REDUCED, TALL = BlockReduction(BlockInt8(64)), BlockFP8((4, 8))
 
 
-def quantize(fmt=None, run=None, **change):
+def quantize(fmt=None, run=None, grid=None, **change):
     """Quantize the eight rows of a tensor, with other arguments."""
-    grid = BlockInt8().grid((8, 8))
+    grid = grid or BlockInt8().grid((8, 8))
     arguments: dict[str, Any] = {
         "values": torch.zeros(64), "codes": torch.zeros(64, dtype=torch.uint8), "scales": torch.zeros(8),
     }  # fmt: skip
@@ -64,7 +61,6 @@ BAD_FORMATS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (BlockFP8, {"tile": (0, 128)}), (BlockFP8, {"tile": (128,)}), (BlockFP8, {"tile": 128}),
     (BlockFP8, {"tile": (128, 128.0)}), (BlockFP8, {"scale": "e5m2"}), (BlockInt8, {"size": 0}),
     (BlockInt8, {"size": True}), (BlockInt8, {"rounding": "up"}), (BlockNF4, {"size": 63}),
-    (BlockNVFP4, {"outer": "block"}),
 )  # fmt: skip
 ONE: Table = {
     **{f"{fmt.__name__} {options}": (partial(fmt, **options), ValueError, f"{fmt.__name__}: {next(iter(options))}")
@@ -78,15 +74,12 @@ ONE: Table = {
            ({"values": torch.zeros(128)[::2]}, "without gaps"),
            ({"codes": torch.zeros(63, dtype=torch.uint8)}, r"codes: rows \[0, 8\).*has 63 elements"),
            ({"noise": Noise(0, 0, 0)}, "takes no noise"), ({"run": (4, 9)}, r"rows \[4, 9\).*it has the rows \[0, 8\)"),
+           ({"fmt": TALL, "grid": TALL.grid((8, 8)), "run": (0, 3)}, r"rows \[0, 3\).* cut tiles of \(4, 8\)"),
            ({"fmt": BlockInt8(64)}, "its tiles are"), ({"fmt": BlockInt8(256, "stochastic")}, "needs noise")))},
     "a sum of one dimension": (lambda: add_up(BlockInt8()), ValueError, "ranks"),
     "a sum of NF4": (lambda: add_up(BlockNF4(), 0), ValueError, "not reductions"),
     "weights rounded at random, at rest": (lambda: BlocksAtRest(STOCHASTIC), ValueError, "rounds stochastically"),
     "weights rounded at random": (lambda: BlocksOnWire(STOCHASTIC), ValueError, "stochastically; weights are rounded"),
-    "phases that are read back": (lambda: PhasesOnWire(ROWS, backward=COLUMNS, read_back=True), ValueError,
-                                  "rounded to nearest, and not read back"),
-    "phases rounded at random": (lambda: PhasesOnWire(ROWS, backward=STOCHASTIC), ValueError,
-                                 "rounded to nearest, and not read back"),
     "a cast to fp16": (lambda: CastReduction(torch.float16), ValueError, "torch.bfloat16, torch.float32 or None"),
     "values of codes in fp64": (lambda: quantized_tensor(BlockNF4(64), torch.ones(6, 130)).double(), ValueError,
                                 r"no values in torch\.float64"),
@@ -160,22 +153,18 @@ def write(change):
         assert local.codes.equal(before)
 
 
-def of_tiles(cut="shared", **options):
-    layout = tiles_for(FORMATS[0], 3, cut)
+def of_cut_tiles(**options):
+    layout = tiles_for(FORMATS[0], 3, "rows")
     arguments: Any = {"dtype": torch.float32, "check_ranks": False, **options}
     return DBuffer(layout, mesh_of(), **arguments)
 
 
-def codes():
-    buffer = of_tiles("whole", full_dtype=torch.bfloat16, wire=BlocksOnWire(FORMATS[0], read_back=False))
-    Gather([load(buffer, tensors())]).start().wait()
-    return buffer
+class Elsewhere(Quantized):
+    """A wire form that keeps gathered tensors in other memory."""
 
-
-def phases():
-    buffer = make_phases()
-    Gather([buffer]).start().wait()
-    return buffer
+    def encoder(self, geometry, gathered, recycler):
+        gathered.forgo()
+        return Encoder()
 
 
 def shrunk_and_whole():
@@ -261,22 +250,16 @@ ON_3: Table = {
         lambda t: torch.add(t, 1, out=t)))},
     "reduction of codes": (lambda: ReduceScatter([at_rest()]).start(), ValueError, "does not apply to codes at rest"),
     "tiles cut at rest": (lambda: of((64, 64), Rows(1), wire=BlocksAtRest(BlockFP8((32, 32)))), ValueError,
-                          r"the layout cuts \d+ tiles"),
+                          r"w: rank \d holds the rows .* which cuts tiles of \(32, 32\)"),
     "fp64 at rest": (lambda: of((64, 64), full_dtype=torch.float64, wire=BlocksAtRest(BlockNF4(64))), ValueError,
                      r"torch\.float64 cannot be quantized"),
-    "tiles cut": (lambda: of_tiles(wire=BlocksOnWire(FORMATS[0])), ValueError, r"cuts \d+ tiles of \(16, 16\)"),
-    "fp64": (lambda: of_tiles(dtype=torch.float64, wire=BlocksOnWire(FORMATS[0])), ValueError,
+    "tiles cut": (lambda: of_cut_tiles(wire=BlocksOnWire(FORMATS[0])), ValueError, r"cuts tiles of \(16, 16\)"),
+    "fp64": (lambda: of_cut_tiles(dtype=torch.float64, wire=BlocksOnWire(FORMATS[0])), ValueError,
              r"torch\.float64 cannot be quantized"),
-    "values of codes": (lambda: codes().full, ValueError, "tensors that are gathered as codes"),
-    "reduction of gathered codes": (lambda: ReduceScatter([codes()]), ValueError, "tensors that are gathered as codes"),
-    "half bytes": (lambda: of((27, 8), Rows(1), wire=BlocksAtRest(BlockNF4(64), read_back=False)), ValueError,
-                   "can only be read back: with read_back=False each must be a byte"),
-    "choose while gathered": (lambda: phases().choose_codes(forward=False, backward=True), RuntimeError,
-                              "choose_codes while codes are gathered; release"),
-    "choose of one": (lambda: of((8, 8), name="plain").choose_codes(forward=True, backward=False), ValueError,
-                      "plain: choose_codes applies to buffers with wire=PhasesOnWire"),
-    "keep for backward": (lambda: (b := phases()).keep_codes_for(b.mesh_view.group), ValueError,
-                          "codes for forward are not kept for backward"),
+    "full of a form": (lambda: full(wire=Elsewhere(), align=16).full, ValueError,
+                       "full does not apply, since the wire form keeps gathered tensors elsewhere"),
+    "reduction of a form": (lambda: ReduceScatter([full(wire=Elsewhere(), align=16)]), ValueError,
+                            "a reduction does not apply, since the wire form keeps gathered tensors elsewhere"),
     # -- reductions in a wire form
     "gradients in fp64": (lambda: of((8, 8), reduction=REDUCED, full_dtype=torch.float64), ValueError,
                           r"gradients in torch\.float64 cannot be quantized"),

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from runtime_helpers import loss_of, tokens
-from torch.utils.checkpoint import checkpoint
 
 import dbuffer
-from fsdp_runtime.memory import fake_tensors
 
 
 def quantized(fmt, values):
     """Codes, scales and their run of rows, of a whole matrix."""
     grid = fmt.grid(tuple(values.shape))
     codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, run = torch.zeros(grid.num_scales, dtype=fmt.scale_dtype), dbuffer.RowRun(grid, 0, grid.rows)
+    scales, run = torch.zeros(grid.num_scales), dbuffer.RowRun(grid, 0, grid.rows)
     fmt.quantize([run], values.detach().reshape(-1).contiguous(), codes, scales)
     return codes, scales, run
 
@@ -37,31 +35,6 @@ def descend(params):
         for param in params:
             param.sub_(0.1 * param.grad)
             param.grad = None
-
-
-class Checkpointed(torch.nn.Linear):
-    """A linear layer that runs forward again in backward."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def checkpointed(model):
-    """The model with such blocks."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = Checkpointed(block.in_features, block.out_features)
-        model.blocks[index].load_state_dict(block.state_dict())
-    return model
-
-
-def taken_by_a_gpu(scaled_mm, tensors, *options, **named):
-    """The shape that torch's `scaled_mm` gives on a GPU; it checks shapes, strides and dtypes."""
-    with fake_tensors():
-        a, b, scale_a, scale_b = (
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda") for one in tensors
-        )
-        recipe_a, recipe_b, *rest = options
-        return tuple(scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *rest, **named).shape)
 
 
 class Plain:

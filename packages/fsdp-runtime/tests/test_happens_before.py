@@ -39,7 +39,7 @@ from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import RaceError, SimulatedDevice
 
-FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared")
+FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)))
 
 
 class OwnGather:

@@ -343,13 +343,10 @@ def test_values_that_others_have_replaced_can_be_put_back(ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        *(
-            {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)), cut=cut)}
-            for cut in ("whole", "shared")
-        ),
+        {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)))},
         {"reshard_after_forward": False},
     ],
-    ids=["codes of whole tiles", "codes of shared tiles", "units that stay gathered"],
+    ids=["codes", "units that stay gathered"],
 )
 @on_ranks(3)
 def test_a_write_outside_training_is_seen_by_the_next_forward(options):

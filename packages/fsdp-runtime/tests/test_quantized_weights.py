@@ -9,26 +9,20 @@ import torch.distributed as dist
 from quantized_steps import Plain, accumulate, assert_equal_bits, descend, read_back
 from runtime_helpers import loss_of, seeded, shard, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
-from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import (
-    MX_COLUMNS,
-    MX_ROWS,
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     matrices_only,
     meet_tiles,
 )
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import on_ranks, record_collectives
 
-FP8, INT8, MXFP8 = BlockFP8((4, 4)), BlockInt8(4), BlockFP8((1, 32), "e8m0")
-CUT = BlockFP8((5, 5))  # by every number of ranks, between rows
+FP8, INT8 = BlockFP8((4, 4)), BlockInt8(4)
 WIDTH = 24
 
 
@@ -36,9 +30,9 @@ def body():
     return seeded(width=WIDTH, blocks=2)
 
 
-def train(fmt, cut, steps=2, microbatches=1, **options):
+def train(fmt, steps=2, microbatches=1, **options):
     plain = Plain(body, partial(read_back, fmt))
-    policy = QuantizationPolicy(weights=fmt, gradients="bf16", cut=cut)
+    policy = QuantizationPolicy(weights=fmt, gradients="bf16")
     model = shard(body(), quantization_policy=policy, **options)
     for step in range(steps):
         plain.step(step, microbatches)
@@ -49,36 +43,20 @@ def train(fmt, cut, steps=2, microbatches=1, **options):
 
 @on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_come_first():
-    cases: tuple[tuple[Any, Any], ...] = ((FP8, "whole"), (CUT, "shared"), (MXFP8, "whole"))
-    for fmt, cut in cases:
-        model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
-        with torch.inference_mode():
-            evaluated = loss_of(model, tokens())
-        loss = loss_of(model, tokens())
-        assert loss.equal(evaluated)
-        loss.backward()
-        descend(model.parameters())
-        assert not loss_of(model, tokens()).equal(loss)
-
-
-@on_ranks(4)
-def test_tiles_are_cut_in_units_whose_equal_meshes_have_separate_process_groups():
-    model, plain = body(), Plain(body, partial(read_back, CUT))
-    for module in (*model.blocks, model):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(module, mesh=mesh, quantization_policy=QuantizationPolicy(weights=CUT, cut="shared"))
-    plain.bring_weights()
-    batch = tokens(rank=0)
-    assert loss_of(model, batch).equal(loss_of(plain.model, batch))
+    model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8))
+    with torch.inference_mode():
+        evaluated = loss_of(model, tokens())
+    loss = loss_of(model, tokens())
+    assert loss.equal(evaluated)
+    loss.backward()
+    descend(model.parameters())
+    assert not loss_of(model, tokens()).equal(loss)
 
 
 @on_ranks(3)
 def test_modules_compute_with_the_values_of_whole_tensors_codes():
-    train(FP8, "whole")
-    train(CUT, "shared")
-    train(INT8, "auto", microbatches=2)
-    train(MXFP8, "whole")
-    train(BlockNVFP4(), "shared")
+    train(FP8)
+    train(INT8, microbatches=2)
 
 
 @on_ranks(1)
@@ -103,17 +81,15 @@ def test_resharding_to_neighbors_keeps_codes():
 
 @on_ranks(3)
 def test_a_unit_sends_its_codes_scales_and_other_parameters_in_one_call():
-    cases: Any = ((FP8, "whole"), (CUT, "shared"))
-    for fmt, cut in cases:
-        model = shard(body(), quantization_policy=QuantizationPolicy(weights=fmt, cut=cut))
-        sent = [2 * unit_memory(unit).sent for unit in (model, *model.blocks)]
-        for step in range(2):
-            with record_collectives() as record:
-                loss_of(model, tokens(step)).backward()
-            assert record.kinds.count("all_reduce") == (cut == "shared")
-            gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
-            assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
-            descend(model.parameters())
+    model = shard(body(), quantization_policy=QuantizationPolicy(weights=FP8))
+    sent = [2 * unit_memory(unit).sent for unit in (model, *model.blocks)]
+    for step in range(2):
+        with record_collectives() as record:
+            loss_of(model, tokens(step)).backward()
+        assert "all_reduce" not in record.kinds
+        gathers = [event.bytes_sent for event in record.events if event.kind == "all_gather"]
+        assert gathers == [*sent, *sent[:0:-1]]  # each unit once in forward, each block again in backward
+        descend(model.parameters())
 
 
 @on_ranks(2)
@@ -146,7 +122,7 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     full = {name: value.full_tensor() for name, value in model.state_dict().items()}
     assert all(value.dtype == torch.float32 for value in full.values())
     assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
-    others = (shard(body()), shard(body(), quantization_policy=QuantizationPolicy(weights=CUT, cut="shared")))
+    others = (shard(body()), shard(body(), quantization_policy=QuantizationPolicy(weights=INT8)))
     for other in others:
         loss_of(other, tokens()).backward()  # has codes of its own
         other.load_state_dict(model.state_dict())
@@ -155,16 +131,8 @@ def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
     plain = body()
     plain.load_state_dict(full)
     for block in plain.blocks:
-        block.weight.data = read_back(CUT, block.weight)
+        block.weight.data = read_back(INT8, block.weight)
     assert loss_of(others[1], tokens()).equal(loss_of(plain, tokens()))
-
-
-@on_ranks(3)
-def test_auto_cuts_tiles_where_whole_ones_outgrow_the_shards():
-    for tile, cut in ((8, False), (24, True)):
-        model = shard(body(), quantization_policy=QuantizationPolicy(weights=BlockFP8((tile, tile))))
-        assert [g.shares_amax for g in member_of(model.blocks[0]).unit.groups if g.plan.wire] == [cut]
-        loss_of(model, tokens()).backward()
 
 
 @on_ranks(1)
@@ -180,28 +148,17 @@ def test_parameters_of_other_dtypes_that_are_not_selected_are_left_alone():
     )
 
 
-SCALED, NF4 = r"compute='scaled' multiplies codes of BlockFP8\(\(128, 128\)\)", BlockNF4(64)
+NF4 = BlockNF4(64)
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"weights": "fp8"}, "expected BlockFP8, BlockInt8, BlockNVFP4 or None"),
+    ({"weights": "fp8"}, "expected BlockFP8, BlockInt8 or None"),
     ({"weights": BlockInt8(256, rounding="stochastic")}, "weights are rounded to nearest only"),
-    ({"weights": INT8, "cut": "shared"}, "does not apply to weights=BlockInt8"),
-    ({"gradients": "bf16", "cut": "shared"}, "does not apply to weights=None"),
-    ({"weights": FP8, "cut": "rows"}, "expected 'auto', 'whole' or 'shared'"),
-    ({"weights": FP8, "compute": "fast"}, "expected 'dequantize' or 'scaled'"),
     ({"weights": FP8, "select": "all"}, r"expected \(name, parameter, module\) -> bool"),
     ({"gradients": "fp8"}, "expected 'bf16', BlockInt8 or None"),
     ({}, "nothing is quantized"),
-    ({"at_rest": "nf4"}, "expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"),
+    ({"at_rest": "nf4"}, "expected BlockNF4, BlockInt8, BlockFP8 or None"),
     ({"at_rest": BlockInt8(64, rounding="stochastic")}, "weights are rounded to nearest only"),
-    ({"at_rest": BlockNVFP4()}, r"use BlockNVFP4\(\"row\"\)"),
     ({"at_rest": NF4, "weights": FP8}, "codes at rest travel as they are"),
     ({"at_rest": NF4, "gradients": INT8}, "selected weights have no gradients"),
-    ({"at_rest": FP8, "cut": "shared"}, "does not apply"),
-    ({"compute": "scaled", "weights": BlockFP8((32, 32))}, SCALED),
-    ({"compute": "scaled", "at_rest": NF4}, SCALED),
-    ({"compute": "scaled", "at_rest": MX_ROWS}, "has no such products"),
-    ({"compute": "scaled", "weights": MX_COLUMNS}, "has no such products"),
-    ({"compute": "scaled", "weights": BlockFP8(scale="e8m0")}, "has no such products"),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended_tensors import Halved, Wrapper, extend
-from runtime_helpers import BF16, loss_of, mesh_of, seeded, shard, step_of, tokens
+from runtime_helpers import loss_of, mesh_of, seeded, shard, step_of, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -91,11 +91,6 @@ def no_grad_dtype() -> None:
     wrap(model)
 
 
-def keeps_scaled_codes() -> None:
-    scaled = QuantizationPolicy(weights=BlockFP8((128, 128)), compute="scaled")
-    shard(seeded(width=128), mp_policy=BF16, quantization_policy=scaled).set_keep_unsharded_storage(True)
-
-
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +124,10 @@ class FailsOnRank1(Halved):
 
 def extended(kind: Any, **options: Any) -> None:
     wrap(linear(kind(torch.randn(8, 8))), **options)
+
+
+def keeps_subclasses() -> None:
+    fully_shard(extend(nn.Sequential(nn.Linear(8, 8)), Halved)).set_keep_unsharded_storage(True)
 
 
 def first_gather_fails() -> None:
@@ -267,7 +266,7 @@ REFUSED: dict[int, list[Row]] = {
         ("norm_type", lambda: shard(seeded()).clip_grad_norm_(1.0, 0.0), ValueError, r"norm_type is 0\.0"),
         ("watchdog", lambda: Watchdog(Any, 0, 2, after=0), ValueError, "expected more than 0"),  # type: ignore[arg-type]
         ("watchdog, every", lambda: Watchdog(Any, 0, 2, after=1, every=-1), ValueError, "more than 0"),  # type: ignore[arg-type]
-        ("codes that stay", keeps_scaled_codes, NotImplementedError, "set_keep_unsharded_storage: "),
+        ("subclasses that stay", keeps_subclasses, NotImplementedError, "set_keep_unsharded_storage: "),
         ("dtype by parameter", dtype_by_parameter, NotImplementedError, "param_dtype_override_fn is not supported"),
         ("grad_dtype", no_grad_dtype, ValueError, "parameter bias has grad_dtype None"),
         ("half a token", half_a_token, TypeError, "expected a whole number for each"),

@@ -100,8 +100,8 @@ def test_options_of_a_unit_hold_on_each_of_its_meshes():
 def test_weights_and_gradients_travel_quantized_on_each_mesh():
     flat, hybrid, _ = two_meshes()
     for policy in (
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="shared"),
-        QuantizationPolicy(weights=BlockFP8((8, 8)), cut="whole", gradients=BlockInt8(64)),
+        QuantizationPolicy(weights=BlockFP8((8, 8))),
+        QuantizationPolicy(weights=BlockFP8((8, 8)), gradients=BlockInt8(64)),
     ):
         model = seeded(width=16)
         apart = {model.blocks[0].weight, model.head.weight}  # matrices on both meshes

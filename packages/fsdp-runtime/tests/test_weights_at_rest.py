@@ -16,12 +16,12 @@ from dbuffer import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
-from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, BlockNVFP4
+from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 WIDTH = 64
 NF4, INT8, FP8 = BlockNF4(64), BlockInt8(64), BlockFP8((16, 16))
-FORMATS = (NF4, INT8, FP8, BlockFP8((1, 32), "e8m0"), BlockNVFP4("row"))
+FORMATS = (NF4, INT8, FP8)
 
 
 class Lora(nn.Module):

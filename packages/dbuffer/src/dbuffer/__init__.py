@@ -6,7 +6,6 @@ its rooms are `memory`, `wire`, `transport`, the collectives on them, and the bu
 
 from ragged_shard import DeviceLayer, device_layer
 
-from ._amax import needs_amax, share_amax
 from ._buffer import DBuffer
 from ._collectives import AllReduce, Gather, Handle, HandleState, ReduceScatter
 from ._exchange import exchange_scratch_bytes
@@ -18,16 +17,13 @@ from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, ho
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 from .wire.blocks import BlockFormat
 from .wire.codes.at_rest import BlocksAtRest, empty_codes
-from .wire.codes.gathered import num_gathered_scales
 from .wire.codes.on_wire import BlocksOnWire
-from .wire.codes.phases import PhasesOnWire
 from .wire.codes.planes import CodePlanes
 from .wire.codes.tensor import BlockQuantizedTensor
 from .wire.form import Encoder, WireForm
 from .wire.formats.fp8 import BlockFP8
 from .wire.formats.int8 import BlockInt8
 from .wire.formats.nf4 import BlockNF4
-from .wire.formats.nvfp4 import BlockNVFP4
 from .wire.noise import Noise
 from .wire.reduction import BlockReduction, CastReduction, Reducer, ReductionForm
 from .wire.tiles import RowRun, RunList, TileGrid
@@ -39,7 +35,6 @@ __all__ = [
     "BlockFormat",
     "BlockInt8",
     "BlockNF4",
-    "BlockNVFP4",
     "BlockQuantizedTensor",
     "BlockReduction",
     "BlocksAtRest",
@@ -60,7 +55,6 @@ __all__ = [
     "Op",
     "Pairs",
     "PatientStore",
-    "PhasesOnWire",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
@@ -81,9 +75,6 @@ __all__ = [
     "exchange_scratch_bytes",
     "geometry_of",
     "hold_forever",
-    "needs_amax",
-    "num_gathered_scales",
-    "share_amax",
     "shared_recycler",
     "times_started",
     "waiting",

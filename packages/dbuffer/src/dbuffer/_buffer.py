@@ -36,7 +36,6 @@ from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Pairs, TransportChoice, may_read_peers, resolved
 from .wire.codes.at_rest import BlocksAtRest, CodedShard
-from .wire.codes.phases import PhasedEncoder
 from .wire.form import WireForm
 from .wire.reduction import ReductionForm
 
@@ -263,20 +262,18 @@ class DBuffer:
 
         Raises:
             RuntimeError: after `release`.
-            ValueError: tensors are gathered as codes, without values.
+            ValueError: the wire form keeps gathered tensors elsewhere.
         """
         self.check_gathered("full")
         if not self.gathered.flats:
             raise ValueError(
-                f"{self.name}: full does not apply to tensors that are gathered as codes; read them through `views`"
+                f"{self.name}: full does not apply, since the wire form keeps gathered tensors elsewhere"
             )
         return self.gathered.flats
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
         """One tensor for each of the layout's, in its shape, in the memory of `full`. Always the same objects.
-
-        With a wire form of `read_back=False` each is a `BlockQuantizedTensor` of the gathered codes.
 
         Raises:
             RuntimeError: after `release`.
@@ -400,7 +397,7 @@ class DBuffer:
         """Let `release` keep the memory of `full`, so that it has the same addresses after each gather.
 
         Raises:
-            ValueError: tensors are gathered as codes, or by their own classes.
+            ValueError: the wire form keeps gathered tensors elsewhere.
         """
         if not self.gathered.flats:
             raise ValueError(
@@ -446,27 +443,6 @@ class DBuffer:
         """
         if self.encoder is not None:
             self.encoder.keep_for(group)
-
-    @property
-    def backward_views(self) -> Mapping[str, torch.Tensor]:
-        """Like `views`, of the codes that a `PhasesOnWire` buffer gathers for backward. Empty for other buffers."""
-        return self.encoder.column_views if isinstance(self.encoder, PhasedEncoder) else {}
-
-    def choose_codes(self, *, forward: bool, backward: bool) -> None:
-        """Say which codes of a `PhasesOnWire` buffer the next gathers move: those for forward, for backward, or both.
-
-        Raises:
-            ValueError: another wire form.
-            RuntimeError: gathered, or a collective is under way: release the buffer first.
-        """
-        if not isinstance(self.encoder, PhasedEncoder):
-            raise ValueError(f"{self.name}: choose_codes applies to buffers with wire=PhasesOnWire(...)")
-        self.check_idle("choose_codes")
-        if self.gathered.present:
-            raise RuntimeError(
-                f"{self.name}: choose_codes while codes are gathered; release the buffer first"
-            )
-        self.encoder.choose(forward, backward)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, even if its version counter has not changed.

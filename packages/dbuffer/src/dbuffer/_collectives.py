@@ -362,7 +362,7 @@ class ReduceScatter:
         for buffer in buffers:
             if not buffer.gathered.flats:
                 raise ValueError(
-                    f"{buffer.name}: a reduction does not apply to tensors that are gathered as codes"
+                    f"{buffer.name}: a reduction does not apply, since the wire form keeps gathered tensors elsewhere"
                 )
         self._choice = buffers[0].transport if transport is None else resolved(transport)
         self._group = (

@@ -102,8 +102,6 @@ class FSDPModule(fsdp.FSDPModule):
         member.passes.forget_graph()
         if unit.has_moved():
             unit.adopt()
-        if unit.by_phase and unit.at_rest:
-            unit.gather_for(backward=False)
         unit.gather()
         handle = UnshardHandle(unit)
         if async_op:
@@ -329,7 +327,7 @@ class FSDPModule(fsdp.FSDPModule):
         memory. Takes the unsharded parameters' bytes at all times. Torch has it from 2.15 on.
 
         Raises:
-            NotImplementedError: unsharded parameters that are codes, or made by a tensor subclass.
+            NotImplementedError: unsharded parameters that a tensor subclass makes.
         """
         for unit in _units(self, recurse):
             unit.configure(keep_storage=bool(keep))

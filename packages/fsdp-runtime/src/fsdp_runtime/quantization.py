@@ -14,21 +14,17 @@ from dbuffer import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    BlockNVFP4,
     BlockReduction,
     BlocksOnWire,
     CastReduction,
     ReductionForm,
 )
 from layout_planner import Block, Elements, Rows, Tile, Whole
-from ragged_shard import is_cpu, multiplies_blocks, multiplies_microscaled
 
-__all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "BlockNVFP4", "QuantizationPolicy", "matrices_only"]
+__all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "QuantizationPolicy", "matrices_only"]
 
-TILE = 128  # rows and columns of the tiles that products are taken with
-MX_ROWS, MX_COLUMNS = BlockFP8((1, 32), "e8m0"), BlockFP8((32, 1), "e8m0")  # MXFP8 for either product
-OnWire = BlockFP8 | BlockInt8 | BlockNVFP4
-AtRest = BlockNF4 | BlockNVFP4 | BlockInt8 | BlockFP8
+OnWire = BlockFP8 | BlockInt8
+AtRest = BlockNF4 | BlockInt8 | BlockFP8
 Selection = Callable[[str, torch.Tensor, nn.Module], bool]
 
 _NOT_MATRICES = re.compile(
@@ -55,34 +51,21 @@ class QuantizationPolicy:
 
     Args:
         weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
-            `BlockFP8((128, 128))`, `BlockFP8((1, 32), "e8m0")` (MXFP8), `BlockInt8(256)` or `BlockNVFP4()`. Shards,
-            optimizer states and checkpoints stay as they are. None: gathers are not quantized.
+            `BlockFP8((128, 128))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints stay as they are. None:
+            gathers are not quantized.
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
             `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
             their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
             replicas stays in the parameters' dtype.
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
-            `BlockNVFP4("row")`, `BlockInt8(256)`, `BlockFP8((128, 128))` or `BlockFP8((1, 32), "e8m0")`. Their codes
-            and scales are all that there is of them: they are the shard, they travel, and they are what state dicts
-            hold. None: values are kept.
-        compute: "dequantize": modules compute with weights in the compute dtype, read back from the codes. "scaled":
-            selected weights, of `nn.Linear`, stay codes while they are gathered, and products are taken with these:
-            inputs, and gradients of outputs, are quantized to e4m3 with a scale for 128 elements of a row, gradients of
-            weights come from values. For `BlockFP8((128, 128))`; on Hopper GPUs, and on the CPU for numerics. With
-            `weights=BlockFP8((1, 32), "e8m0")`, MXFP8, all scales are for 32 elements along the sum, and a gather moves
-            the codes of its phase: of rows in forward, of columns in backward, of both where backward recomputes; on
-            Blackwell GPUs, and on the CPU.
+            `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are the shard, the payload of gathers,
+            and the entries of state dicts. None: values are kept.
         select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
             `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
-        cut: "whole": no tile is cut between ranks. "shared": tiles may be cut between rows, and the amax of those that
-            are is found by one MAX all-reduce after each optimizer step, for all units together. "auto": "shared" for
-            groups where whole tiles would take more than 0.55 of a bf16 gather's bytes, and more than cut ones do
-            (tiles of 128x128 from about 128 ranks on).
 
     Weights are quantized again when they have changed, which torch's version counters tell. After a write that these do
     not count (through `.data` of a local tensor, or by a kernel of your own) call
-    `torch.autograd.graph.increment_version(param.to_local())`. With cut="shared" write weights on all ranks or on none,
-    also where a rank's local tensor is empty: otherwise some wait in the all-reduce of the amax until its timeout.
+    `torch.autograd.graph.increment_version(param.to_local())`.
 
     Weights at rest keep shape and dtype of their values. `load_state_dict` and `copy_` quantize values; every other
     write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each
@@ -94,9 +77,7 @@ class QuantizationPolicy:
 
     weights: OnWire | None = None
     gradients: Literal["bf16"] | BlockInt8 | None = None
-    compute: Literal["dequantize", "scaled"] = "dequantize"
     select: Selection | None = None
-    cut: Literal["auto", "whole", "shared"] = "auto"
     at_rest: AtRest | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +85,7 @@ class QuantizationPolicy:
         self._check_at_rest()
         if weights is not None and not isinstance(weights, OnWire):
             raise ValueError(
-                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8, BlockNVFP4 or None"
+                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8 or None"
             )
         if weights is not None and weights.needs_noise:
             raise ValueError(f"QuantizationPolicy: weights={weights}: weights are rounded to nearest only")
@@ -116,25 +97,9 @@ class QuantizationPolicy:
             raise ValueError(
                 "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
             )
-        if self.compute not in ("dequantize", "scaled"):
-            raise ValueError(
-                f"QuantizationPolicy: compute is {self.compute!r}; expected 'dequantize' or 'scaled'"
-            )
-        tiles = (BlockFP8((TILE, TILE)), BlockFP8((TILE, TILE), "fp32"))
-        if self.scaled and self.blocks not in tiles and not self.microscaled:
-            raise ValueError(
-                "QuantizationPolicy: compute='scaled' multiplies codes of BlockFP8((128, 128)), and of "
-                f"weights=BlockFP8((1, 32), 'e8m0'); {self.blocks} has no such products, use compute='dequantize'"
-            )
         if self.select is not None and not callable(self.select):
             raise ValueError(
                 f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
-            )
-        if self.cut not in ("auto", "whole", "shared"):
-            raise ValueError(f"QuantizationPolicy: cut is {self.cut!r}; expected 'auto', 'whole' or 'shared'")
-        if self.cut == "shared" and not self.microscaled and (weights is None or not weights.shares_amax):
-            raise ValueError(
-                f"QuantizationPolicy: cut='shared' does not apply to weights={weights}: no cut is in a tile"
             )
 
     def _check_at_rest(self) -> None:
@@ -143,12 +108,7 @@ class QuantizationPolicy:
             return
         if not isinstance(blocks, AtRest):
             raise ValueError(
-                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockNVFP4, BlockInt8, BlockFP8 or None"
-            )
-        if blocks == BlockNVFP4("tensor"):
-            raise ValueError(
-                f"QuantizationPolicy: at_rest={blocks}: no rank holds all that shares the scale of a tensor; use "
-                'BlockNVFP4("row")'
+                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockInt8, BlockFP8 or None"
             )
         if blocks.needs_noise:
             raise ValueError(f"QuantizationPolicy: at_rest={blocks}: weights are rounded to nearest only")
@@ -171,16 +131,6 @@ class QuantizationPolicy:
             return False
         select = self.select or matrices_only
         return all(select(param.name, param.example, place.module) for place in param.places)
-
-    @property
-    def scaled(self) -> bool:
-        """Whether products are taken with codes."""
-        return self.compute == "scaled"
-
-    @property
-    def microscaled(self) -> bool:
-        """Whether products are taken with codes of rows in forward, and of columns in backward."""
-        return self.scaled and self.weights == MX_ROWS
 
     @property
     def blocks(self) -> OnWire | AtRest | None:
@@ -224,50 +174,6 @@ def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
         case Elements(count):
             return Elements(math.lcm(count, (rows if uniform else matrix) * width))
     return block
-
-
-def check_products(
-    name: str,
-    shape: Sequence[int],
-    uses: Sequence[tuple[nn.Module, str]],
-    device: torch.device,
-    blocks: BlockFormat | None,
-) -> None:
-    """Raise where `compute="scaled"` cannot serve a parameter.
-
-    Args:
-        name, shape: the parameter's.
-        uses: modules that hold it, and under which name.
-        device: that computes.
-        blocks: the policy's.
-
-    Raises:
-        NotImplementedError: the device has no such products.
-        ValueError: the parameter is not the weight of linear layers, or of another shape; by its name.
-    """
-    in_rows = blocks == MX_ROWS
-    if not (is_cpu(device) or (multiplies_microscaled if in_rows else multiplies_blocks)(device)):
-        gpu = (
-            "Blackwell GPU (sm_100) and torch built for CUDA 12.8"
-            if in_rows
-            else "Hopper GPU (sm_90) and torch built for CUDA 12.9"
-        )
-        raise NotImplementedError(
-            f"quantize: compute='scaled' with {blocks} needs a {gpu} or later, or the CPU; found {device} and CUDA "
-            f"{torch.version.cuda}. Use compute='dequantize'"
-        )
-    who = f"quantize: parameter {name} was selected for compute='scaled'"
-    instead = (
-        "do not select it (QuantizationPolicy.select), or give its module a policy with compute='dequantize'"
-    )
-    for module, attribute in uses:
-        if not isinstance(module, nn.Linear) or attribute != "weight":
-            raise ValueError(
-                f"{who}, and is {attribute} of a {type(module).__name__}; expected weight of a Linear: {instead}"
-            )
-    multiple = 32 if in_rows else TILE
-    if any(size % multiple for size in shape):
-        raise ValueError(f"{who}; shape {tuple(shape)}, expected multiples of {multiple}: {instead}")
 
 
 def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:

@@ -44,18 +44,13 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
         {"tp": 2, "optimizer": "adamw8bit", "model": PRESETS["small"]},
         "--optimizer adamw8bit with --tp 2: wo is cut by columns",
     ),
-    (
-        {"tp": 2, "quantize": "fp8", "compute": "scaled"},
-        "--compute scaled: not with --tp 2, which cuts the matrices; use dequantize",
-    ),
     ({"cp": 2, "batch": 7}, "a global batch of 7 sequences does not divide by 2 readers of fsdp 2 x cp 2 x "),
 ]
 ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"offload_activations": True, "system": "fsdp2"}, "only fsdp_runtime has it"),
     ({"offload_activations": True}, "the device is the CPU"),
-    ({"quantize": "fp4"}, "expected one of none, fp8, mxfp8, nvfp4, int8"),
+    ({"quantize": "fp4"}, "expected one of none, fp8, int8"),
     ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
-    ({"compute": "scaled"}, "--compute scaled multiplies codes of --quantize fp8 or mxfp8, not of none"),
     ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
     ({**DOCUMENTS, "system": "fsdp2"}, "--documents: fsdp2 averages the means of ranks"),
     ({**DOCUMENTS, "documents": False}, "--end-token 10: only --documents ends sequences there"),

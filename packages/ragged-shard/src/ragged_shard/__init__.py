@@ -21,8 +21,6 @@ from ragged_shard._device import (
     device_layer,
     has_triton,
     is_cpu,
-    multiplies_blocks,
-    multiplies_microscaled,
     use_device_layer,
 )
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
@@ -62,8 +60,6 @@ __all__ = [
     "list_ranks",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
-    "multiplies_blocks",
-    "multiplies_microscaled",
     "raise_on_all_ranks",
     "redistribute",
     "same_on_all_ranks",

@@ -42,29 +42,6 @@ def has_triton(device: torch.device) -> bool:
     return on_cuda and importlib.util.find_spec("triton") is not None
 
 
-def multiplies_blocks(device: torch.device) -> bool:
-    """Whether `torch.nn.functional.scaled_mm` takes e4m3 matrices with scales for 1x128 and 128x128 elements here.
-
-    cuBLAS does so from CUDA 12.9 on, on Hopper (sm_90).
-    """
-    return _cuda_version(device) >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def multiplies_microscaled(device: torch.device) -> bool:
-    """Whether `torch.nn.functional.scaled_mm` takes e4m3 matrices with e8m0 scales for 1x32 elements here.
-
-    cuBLAS does so from CUDA 12.8 on, on Blackwell (sm_100 and later).
-    """
-    return _cuda_version(device) >= (12, 8) and torch.cuda.get_device_capability(device)[0] >= 10
-
-
-def _cuda_version(device: torch.device) -> tuple[int, ...]:
-    """That torch was built for; empty for devices of other kinds."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return ()
-    return tuple(int(part) for part in torch.version.cuda.split("."))
-
-
 class DeviceLayer:
     """Streams and events of one device; this class is the one for CPU, where there are none.
 

@@ -63,15 +63,15 @@ class GatheredMemory(Recycled):
             flats.append(empty.set_(storage, 0, (nbytes // dtype.itemsize,), (1,)))
         return tuple(flats)
 
-    def forgo(self, views: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Never allocate memory: the wire form keeps received bytes in other memory, of which `views` are views."""
+    def forgo(self) -> None:
+        """Hold no memory and no views: the wire form keeps gathered tensors elsewhere."""
         for storage, nbytes in self._storages:
             self._recycler.allocate(storage, nbytes)  # of the construction
             self._recycler.drop(storage)
         self._storages.clear()
         self.flats = self.raw = self.own = ()
         self.own_gaps = []
-        self.views = MappingProxyType({}) if views is None else views
+        self.views = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,13 @@
 """Values as codes and one scale a tile: what every format promises, and checks its arguments for.
 
-    values  fp32, bf16, fp16   --quantize-->   codes uint8, scales   --dequantize-->   value = code * scale
-
-Scales are fp32, or a byte each (`BlockFormat.scale_dtype`): the exponent of a power of two, as e8m0 holds it.
+    values  fp32, bf16, fp16   --quantize-->   codes uint8, scales fp32   --dequantize-->   value = code * scale
 
 Codes of a row lie together, `code_bytes(columns)` of them; scales are row-major over tiles. Both depend on the tensor
-alone, not on how its rows are divided into runs of whole bands. A tile that a run cuts needs the amax of the whole
-tile: `amax` of each piece, the largest of them (a MAX over the int32 bits, where NaN wins), then `quantize(amax=...)`.
+alone, not on how its rows are divided into runs of whole bands.
 
 A tile's scale is the reciprocal of TransformerEngine's `compute_scale_from_amax`, in fp32: top / amax, 1 for amax 0,
-the largest fp32 number where that overflows; for a power of two all bits but the exponent's are cleared. In e8m0 it is
-the smallest power of two not below amax / top, and 2^-127 for amax 0, as TransformerEngine's MXFP8 has it. A tile
-with a NaN or an infinity gets the scale NaN and codes 0, so every value that is read back from it is NaN.
+the largest fp32 number where that overflows; for a power of two all bits but the exponent's are cleared. A tile with a
+NaN or an infinity gets the scale NaN and codes 0, so every value that is read back from it is NaN.
 """
 
 from collections.abc import Sequence
@@ -30,14 +26,9 @@ class BlockFormat:
     """A format of quantized tiles: one code an element and one scale a tile, unless a subclass differs.
 
     Frozen, hashable; communicates nothing, keeps no memory. Buffers are 1-D and contiguous: values in fp32, bf16 or
-    fp16, codes in uint8, scales in `scale_dtype`, amax in fp32. A run names its position in each of them; what no run
-    covers is left alone. Empty runs are served.
+    fp16, codes in uint8, scales in fp32. A run names its position in each of them; other elements do not change. Runs
+    are whole bands (any method raises ValueError for a cut tile), and may be empty.
     """
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Dtype of scales: fp32, or uint8 for the exponents of e8m0, where 255 is NaN."""
-        return torch.float32
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -48,11 +39,6 @@ class BlockFormat:
     def coder(self) -> Coder:
         """How numbers become codes."""
         raise NotImplementedError(f"{type(self).__name__} has no coder")
-
-    @property
-    def shares_amax(self) -> bool:
-        """Whether a cut between rows can go through a tile; else every run of rows is a run of whole tiles."""
-        return self.tile[0] > 1
 
     @property
     def needs_noise(self) -> bool:
@@ -67,11 +53,6 @@ class BlockFormat:
         """Bytes of the codes of one row."""
         return columns
 
-    def amax(self, runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the largest magnitude that a run holds of each tile, NaN where one is NaN, at the run's scales."""
-        check(self, runs, values=values, amax=out)
-        codec.write_amax(runs, values, out)
-
     def quantize(
         self,
         runs: Runs,
@@ -79,27 +60,26 @@ class BlockFormat:
         codes: torch.Tensor,
         scales: torch.Tensor,
         *,
-        amax: torch.Tensor | None = None,
         noise: Noise | None = None,
     ) -> None:
         """Write the codes and scales of the runs' rows.
 
         Args:
-            runs: whole bands, unless `amax` is given.
+            runs: rows to quantize.
             values: read only.
             codes: written.
             scales: written.
-            amax: of the whole tiles, lying like the scales; may be the same memory if these are fp32.
             noise: for stochastic rounding, and only for it.
 
         Raises:
-            ValueError: a run cuts a tile and there is no amax, or noise is missing or does not apply.
+            ValueError: noise is missing or does not apply, a run cuts a tile, or a buffer does not fit.
         """
-        check(
-            self, runs, values=values, codes=codes, scales=scales, **({} if amax is None else {"amax": amax})
-        )
-        check_quantize(self, runs, amax, noise)
-        self._quantize(runs, values, codes, scales, amax, noise)
+        if self.needs_noise != (noise is not None):
+            raise ValueError(
+                f"{self} {'needs noise' if self.needs_noise else 'rounds to nearest and takes no noise'}"
+            )
+        check(self, runs, values=values, codes=codes, scales=scales)
+        self._quantize(runs, values, codes, scales, noise)
 
     def _quantize(
         self,
@@ -107,10 +87,9 @@ class BlockFormat:
         values: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
-        amax: torch.Tensor | None,
         noise: Noise | None,
     ) -> None:
-        codec.quantize(self.coder, runs, values, codes, scales, amax, noise)
+        codec.quantize(self.coder, runs, values, codes, scales, noise)
 
     def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of the runs' rows, rounded once to the dtype of `out`."""
@@ -134,13 +113,14 @@ class BlockFormat:
 
 
 def check(fmt: BlockFormat, runs: Runs, **buffers: torch.Tensor) -> None:
-    """Check the buffers `values`, `codes`, `scales`, `amax` that runs are read from or written to.
+    """Check the buffers `values`, `codes`, `scales` that runs are read from or written to.
 
     Raises:
-        ValueError: another dtype, more than one dimension, gaps, several devices, or a run that reaches past an end.
+        ValueError: another dtype, more than one dimension, gaps, several devices, or a run that cuts a tile or reaches
+            past an end.
     """
     device = next(iter(buffers.values())).device
-    dtypes = {"codes": (torch.uint8,), "scales": (fmt.scale_dtype,), "amax": (torch.float32,)}
+    dtypes = {"codes": (torch.uint8,), "scales": (torch.float32,)}
     for name, buffer in buffers.items():
         wanted = dtypes.get(name, VALUES)
         if buffer.dtype not in wanted:
@@ -163,6 +143,8 @@ def _check_run(fmt: BlockFormat, run: RowRun, buffers: dict[str, torch.Tensor]) 
         raise ValueError(f"{what}: it has the rows [0, {grid.rows})")
     if grid.tile != fmt.tile:
         raise ValueError(f"{what}: its tiles are {grid.tile}, those of {fmt} are {fmt.tile}; use its `grid`")
+    if not grid.is_whole(run.start, run.stop):
+        raise ValueError(f"{what} cut tiles of {grid.tile}; pass whole bands")
     for name, buffer in buffers.items():
         if name == "codes":
             start, size = run.codes, rows * fmt.code_bytes(grid.columns)
@@ -173,20 +155,6 @@ def _check_run(fmt: BlockFormat, run: RowRun, buffers: dict[str, torch.Tensor]) 
         if start < 0 or start + size > buffer.numel():
             raise ValueError(
                 f"{name}: {what} lie at [{start}, {start + size}), the buffer has {buffer.numel()} elements"
-            )
-
-
-def check_quantize(fmt: BlockFormat, runs: Runs, amax: torch.Tensor | None, noise: Noise | None) -> None:
-    """Check that runs without amax cut no tile, and that there is noise where it is needed and only there."""
-    if fmt.needs_noise != (noise is not None):
-        raise ValueError(
-            f"{fmt} {'needs noise' if fmt.needs_noise else 'rounds to nearest and takes no noise'}"
-        )
-    for run in runs if amax is None else ():
-        if not run.grid.is_whole(run.start, run.stop):
-            raise ValueError(
-                f"rows [{run.start}, {run.stop}) of a tensor of shape {run.grid.shape} cut tiles of "
-                f"{run.grid.tile}; pass whole bands, or the amax of whole tiles"
             )
 
 

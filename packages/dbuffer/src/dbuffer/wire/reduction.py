@@ -171,8 +171,6 @@ class BlockReduction:
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
         planes = CodePlanes(geometry.layout, self.format)
-        if planes.num_shared:
-            raise ValueError(f"the layout cuts {planes.num_shared} tiles of {self.format.tile} of gradients")
         return _Blocks(planes, geometry.rank, gathered)
 
 
@@ -187,13 +185,13 @@ class _Blocks:
         sent, _ = self._runs_at(begin, rows.shape[1])
         flat, noise_used = rows.view(-1), noise if self._format.needs_noise else None
         for runs, raw in zip(sent, self._raw, strict=True):
-            self._format.quantize(runs, raw, flat, flat.view(self._format.scale_dtype), noise=noise_used)
+            self._format.quantize(runs, raw, flat, flat.view(torch.float32), noise=noise_used)
 
     def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
         """One call a segment."""
         _, received = self._runs_at(begin, rows.shape[1])
         for runs, total in zip(received, sums, strict=True):
-            self._format.sum(runs, rows, rows.view(self._format.scale_dtype), total)
+            self._format.sum(runs, rows, rows.view(torch.float32), total)
 
     def _runs_at(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
         """All ranks' runs in the flat rows, and this rank's in one row, by segment; cached."""
@@ -203,7 +201,7 @@ class _Blocks:
         return runs
 
     def _place(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
-        planes, itemsize = self._planes, self._format.scale_dtype.itemsize
+        planes = self._planes
         sent: list[RunList] = []
         received: list[RunList] = []
         codes, scales, elements = begin, begin + sum(planes.code_bytes), 0
@@ -211,7 +209,7 @@ class _Blocks:
             all_ranks: list[RowRun] = []
             for rank in range(planes.layout.world_size):
                 runs = [
-                    replace(run, codes=run.codes + codes, scales=run.scales + scales // itemsize)
+                    replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
                     for run in planes.runs(rank)[index]
                 ]
                 if rank == self._rank:
@@ -221,7 +219,7 @@ class _Blocks:
                         run,
                         values=run.values + rank * segment.shard_size,
                         codes=run.codes + rank * width,
-                        scales=run.scales + rank * width // itemsize,
+                        scales=run.scales + rank * width // 4,
                         element=run.element + elements,
                     )
                     for run in runs

@@ -79,20 +79,8 @@ class TileGrid:
         return row == self.rows or row % self.period % self.tile[0] == 0
 
     def scales_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The scales [first, last) of the rows [start, stop), those of cut tiles included."""
-        if start == stop:
-            first = self.band_of(start) * self.across
-            return first, first
-        return self.band_of(start) * self.across, (self.band_of(stop - 1) + 1) * self.across
-
-    def cut_bands(self, start: int, stop: int) -> tuple[int, ...]:
-        """The bands, two at most, of which the rows [start, stop) hold only some rows."""
-        if start == stop:
-            return ()
-        first, last = self.band_of(start), self.band_of(stop - 1)
-        return tuple(
-            dict.fromkeys(band for row, band in ((start, first), (stop, last)) if not self._is_cut(row))
-        )
+        """The scales [first, last) of the rows [start, stop), whole bands."""
+        return self.band_of(start) * self.across, self.band_of(stop) * self.across
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ class RowRun:
         start, stop: its rows [start, stop), counted over all stacked matrices; may be empty.
         values: of the buffer of values, the index of the run's first element.
         codes: of the buffer of codes, the byte where they begin.
-        scales: of the buffer of scales (and of amax), the element where those of `grid.scales_of(start, stop)` begin.
+        scales: of the buffer of scales, the element where those of `grid.scales_of(start, stop)` begin.
         element: the run's first element as stochastic rounding counts it, such as its index in the whole tensor
             or buffer.
     """
@@ -124,7 +112,7 @@ class RowRun:
 
     @property
     def num_scales(self) -> int:
-        """Scales of the run, those of cut tiles included."""
+        """Scales of the run."""
         first, last = self.grid.scales_of(self.start, self.stop)
         return last - first
 
@@ -149,7 +137,7 @@ class RunList(tuple[RowRun, ...]):
 
 
 class Bands(NamedTuple):
-    """Consecutive bands, or pieces of cut ones, of one height in a run.
+    """Consecutive bands of one height in a run, or a piece of a tall one.
 
     Attributes:
         row: the first row, counted from the run's first.
@@ -170,9 +158,7 @@ def bands_of(grid: TileGrid, start: int, stop: int) -> Iterator[Bands]:
     while row < stop:
         inside = row % period
         end = min(stop, row - inside + period)
-        if inside % tile:  # the lower piece of a cut band
-            bands, height = 1, min(tile - inside % tile, end - row)
-        elif end - row >= tile:
+        if end - row >= tile:
             bands, height = (end - row) // tile, tile
         else:
             bands, height = 1, end - row

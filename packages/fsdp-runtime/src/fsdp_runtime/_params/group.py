@@ -9,7 +9,7 @@ gathered    unsharded parameters are views of the gathered memory
 `Group` is the plain kind. The kinds in `kinds/` override what differs, so that nothing else asks for a group's kind.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -56,17 +56,12 @@ class Group:
         wire_format: blocks that values are quantized in before a gather.
         holds_values: whether the shard holds the parameters' values.
         refused_whole: why `full_params` refuses such parameters; empty if it does not.
-        prepare_gathers: called with groups that are gathered next, streams, and the events to wait for; returns the
-            events that the gather must still wait for.
-        by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
     """
 
     home: nn.Module
     wire_format: BlockFormat | None = None
     holds_values: ClassVar[bool] = True
     refused_whole: ClassVar[str] = ""
-    prepare_gathers: ClassVar[Callable[..., Sequence[Any] | None] | None] = None
-    by_phase: ClassVar[bool] = False
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -504,10 +499,6 @@ class Group:
         self._readable = True
 
     # -- staleness --------------------------------------------------------------------------------------------------
-
-    def gather_for(self, *, backward: bool) -> None:
-        """Let the next gathers move what forward, or backward, computes with; if `by_phase`, and resharded."""
-        raise NotImplementedError
 
     def begin_gather(self, *, keep_slices: bool) -> None:
         """Record the versions of the gathered values.

@@ -98,14 +98,12 @@ class Unit:
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
         groups: its parameters by kind, dtype, mesh and training state.
-        preparations: what its groups have called before they are gathered; see `Group.prepare_gathers`.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
         followers: units whose host this is. It gathers and reduces them, on every rank.
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
-        by_phase: whether backward computes with other gathered values than forward; see `gather_for`.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
@@ -133,10 +131,7 @@ class Unit:
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
         self.uneven = False
-        self.by_phase = False
-        self._for_backward = False  # what the next gather moves, where by_phase
         self.closed = ""
-        self.preparations: tuple[Callable[..., Sequence[Any] | None], ...] = ()
         self._request = request
         self.keeps_slices = request.neighbors is not None
         self.offloaded = isinstance(request.offload, CPUOffloadPolicy)
@@ -235,18 +230,12 @@ class Unit:
             self._gathers = []
         self.groups = groups
         meshes: set[DataMesh] = set()
-        preparations: dict[Any, None] = {}
-        self.by_phase = self._for_backward = False
         for group in groups:
-            self.by_phase = self.by_phase or group.by_phase
             meshes.add(group.plan.data)
-            if group.prepare_gathers is not None:
-                preparations[group.prepare_gathers] = None
             group.home = self.modules[0]
             if self.options.keep_storage:
                 group.keep_storage(True)
             group.commit()
-        self.preparations = tuple(preparations)
         self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
@@ -340,19 +329,6 @@ class Unit:
             type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage()._cdata in own for t in tensors
         )
 
-    def gather_for(self, *, backward: bool) -> None:
-        """Let the next gathers move what forward, or backward, computes with, and free what the other did.
-
-        Only where `by_phase`; a unit that is gathered for the same stays as it is.
-        """
-        if self._for_backward is backward:
-            return
-        self.reshard()
-        self._for_backward = backward
-        for group in self.groups:
-            if group.by_phase:
-                group.gather_for(backward=backward)
-
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.
 
@@ -380,8 +356,6 @@ class Unit:
             if not self._gathers:
                 self._gathers = self._gathers_of(self.groups)
             stream = self._streams.gather
-            for prepare in self.preparations:
-                after = prepare(self.groups, self._streams, after)
             for call in self._gathers:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING

@@ -9,7 +9,7 @@ it is entered, and frees and reduces them when it is left. What they do themselv
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -163,14 +163,9 @@ class Pass:
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None
-            preparing: dict[Callable[..., Any], list[Group]] = {}
             for unit in self.units:
                 unit.prepare()
-                for prepare in unit.preparations:
-                    preparing.setdefault(prepare, []).extend(unit.groups)
             self._gathers_follow(event)
-            for prepare, groups in preparing.items():
-                prepare(groups, self.streams, _AT_ONCE)
             self._root = root
             self._thread = threading.get_ident()
             _begun.add(self)
@@ -228,8 +223,6 @@ class Pass:
             return self._recomputes(unit)
         unit.enter_module(module)
         self._ahead.discard(unit)
-        if unit.by_phase and not self._recomputes(unit):
-            unit.gather_for(backward=False)
         if self._root is None:  # recomputed in backward
             unit.unshard(_AT_ONCE if self.in_backward else None)
             if unit.followers:
@@ -259,8 +252,6 @@ class Pass:
             if other is unit or other.state in _PRESENT or skipped:
                 continue
             ahead += 1
-            if other.by_phase:
-                other.gather_for(backward=what == "backward")
             if other.state is not UnitState.GATHERING:
                 with label(f"{what}_prefetch for {other.name}"):
                     other.gather(_AT_ONCE)
@@ -398,8 +389,6 @@ class Pass:
             return
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
-                if unit.by_phase:
-                    unit.gather_for(backward=True)
                 unit.unshard(_AT_ONCE)
                 self._ahead.discard(unit)
                 if unit.followers:
@@ -522,8 +511,6 @@ class Pass:
         for unit in units:
             # One with new parameters has no backward to come: its forward failed, or its loss was dropped.
             if unit in self._left and unit.options.unshard_in_backward and not unit.has_moved():
-                if unit.by_phase:
-                    unit.gather_for(backward=True)
                 unit.unshard()
 
     def _has_work_left(self, unit: Unit) -> bool:
@@ -564,8 +551,6 @@ class Pass:
 
 def _gather_followers(unit: Unit, *, backward: bool) -> None:
     for follower in unit.followers:
-        if follower.by_phase:
-            follower.gather_for(backward=backward)
         follower.gather(_AT_ONCE)
         for group in follower.groups if not backward else ():
             group.follow_training()  # on ranks that skip it too: all reduce the same gradients

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,8 +235,7 @@ def _formats_of(module: nn.Module) -> dict[int, BlockFP8]:
         for group in member.unit.groups if member is not None else ():
             fmt = group.wire_format
             if isinstance(fmt, BlockFP8):
-                written = replace(fmt, scale="pow2") if fmt.scale == "e8m0" else fmt  # files have fp32 scales
-                formats.update({id(param.sharded): written for param in group.params})
+                formats.update({id(param.sharded): fmt for param in group.params})
     tiles = sorted({fmt.tile for fmt in formats.values()})
     if len(tiles) != 1:
         raise ValueError(

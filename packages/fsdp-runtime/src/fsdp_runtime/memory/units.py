@@ -26,7 +26,7 @@ class UnitMemory:
         codes: of weights that are quantized before a gather, kept in addition to the shards.
         decoding: of each plane that a gather of quantized weights holds in addition, until they are read back.
         reduced: what a reduction gives to each other rank.
-        gathered: of each gathered buffer, while the parameters are unsharded; with compute="scaled" of codes.
+        gathered: of each gathered buffer, while the parameters are unsharded.
         reducing: of each gathered gradient buffer, while backward fills it and until the reduction has completed.
         scratch: what a reduction under way holds in addition.
         kept_after_forward: whether the gathered buffers stay until backward.

@@ -42,8 +42,6 @@ GATHERS: dict[str, dict[str, str]] = {
     "fp8": {"quantize": "fp8"},
     "fp8-bf16": {"quantize": "fp8", "reduce": "bf16"},
     "fp8-int8": {"quantize": "fp8", "reduce": "int8"},
-    "mxfp8": {"quantize": "mxfp8"},
-    "nvfp4": {"quantize": "nvfp4"},
     "int8": {"quantize": "int8"},
 }
 

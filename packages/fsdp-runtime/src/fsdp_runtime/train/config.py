@@ -75,17 +75,12 @@ class RunConfig:
     block: str = _option(
         "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
     )
-    quantize: Literal["none", "fp8", "mxfp8", "nvfp4", "int8"] = _option(
+    quantize: Literal["none", "fp8", "int8"] = _option(
         "none",
-        "gather the layers' matrices as codes: none, fp8 (128x128 tiles), mxfp8 (1x32), nvfp4 (1x16) or int8 (1x256)",
+        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
     )
     reduce: Literal["none", "bf16", "int8"] = _option(
         "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"
-    )
-    compute: Literal["dequantize", "scaled"] = _option(
-        "dequantize",
-        "products of quantized matrices: dequantize, or scaled (of codes: fp8 on Hopper, mxfp8 on Blackwell GPUs; "
-        "for numerics on CPU)",
     )
     reshard: bool = _option(True, "free gathered blocks between forward and backward (default: yes)")
     offload_activations: bool = _option(False, "keep activations in CPU memory")
@@ -171,10 +166,6 @@ class RunConfig:
             if self.system != "fsdp_runtime" and (value := getattr(self, name)) not in plain:
                 value = ",".join(value) if isinstance(value, tuple) else value
                 raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
-        if self.compute == "scaled" and self.quantize not in ("fp8", "mxfp8"):
-            raise TrainError(
-                f"--compute scaled multiplies codes of --quantize fp8 or mxfp8, not of {self.quantize}"
-            )
         if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
             raise TrainError(
                 f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
@@ -227,10 +218,6 @@ class RunConfig:
         inside = [f"--{axis} {getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
         if self.hf_config and inside:
             raise TrainError(f"{inside[0]} knows the modules of the built-in model, not of --hf-config")
-        if self.compute == "scaled" and splits.tp > 1:
-            raise TrainError(
-                f"--compute scaled: not with --tp {splits.tp}, which cuts the matrices; use dequantize"
-            )
         if not self.hf_config:
             check_splits(splits, self.model, self.seq_len, self.accumulate)
             check_optimizer(self.optimizer, splits.tp, self.model)

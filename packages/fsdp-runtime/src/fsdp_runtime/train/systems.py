@@ -218,9 +218,7 @@ class Runtime(FullyShard):
             policy = parse_block_option(self.config.block)
         return fully_shard, {
             "block_policy": policy,
-            "quantization_policy": quantization(
-                self.config.quantize, self.config.reduce, self.config.compute
-            ),
+            "quantization_policy": quantization(self.config.quantize, self.config.reduce),
             "offload_policy": SelectiveOffloadPolicy(self.config.offload_activations),
             **self.options,
         }
@@ -377,19 +375,16 @@ def pool_bytes(modules: Iterable[nn.Module]) -> int:
     return sum(stats.lent_bytes + stats.parked_bytes for stats in sizes)
 
 
-def quantization(weights: str, gradients: str, compute: Any) -> Any:
-    """The policy of `--quantize`, `--reduce` and `--compute`; None where nothing is quantized."""
+def quantization(weights: str, gradients: str) -> Any:
+    """The policy of `--quantize` and `--reduce`; None where nothing is quantized."""
     from fsdp_runtime import QuantizationPolicy
-    from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNVFP4
+    from fsdp_runtime.quantization import BlockFP8, BlockInt8
 
     if weights == gradients == "none":
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
-    blocks: Any = {
-        "none": None, "fp8": BlockFP8((128, 128)), "mxfp8": BlockFP8((1, 32), "e8m0"), "nvfp4": BlockNVFP4(),
-        "int8": BlockInt8(256),
-    }  # fmt: skip
-    return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients], compute=compute)
+    blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
+    return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients])
 
 
 def build_hf_model(

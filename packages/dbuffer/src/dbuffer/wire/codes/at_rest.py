@@ -32,7 +32,6 @@ class BlocksAtRest(InBlocks):
 
     Args:
         format: format of the codes; it must round to nearest.
-        read_back: dequantize the received codes; see `DBuffer.views`.
 
     Raises:
         ValueError: the format rounds stochastically.
@@ -45,20 +44,14 @@ class BlocksAtRest(InBlocks):
             ValueError: the layout cuts a row or a tile.
         """
         planes = CodePlanes(geometry.layout, self.format)
-        if planes.num_shared:
-            raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {self.format.tile}; plan with blocks of whole tiles"
-            )
-        return _ShardSender(planes, gathered, recycler, self.read_back)
+        return _ShardSender(planes, gathered, recycler)
 
 
 class _ShardSender(BlockDecoder):
     """Encoder of `BlocksAtRest` for one buffer."""
 
-    def __init__(
-        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
-        super().__init__(planes, gathered, recycler, read_back)
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
         self._sent: Flats = ()
         self._pairs: Pairs = []
 
@@ -92,7 +85,7 @@ def empty_codes(
     )
     return BlockQuantizedTensor(
         codes,
-        torch.empty(run.num_scales, dtype=format.scale_dtype, device=device),
+        torch.empty(run.num_scales, device=device),
         format,
         run,
         local.local_shape,
@@ -124,7 +117,7 @@ class CodedShard(ShardMemory):
                 prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
-        scales = flats[-1].view(planes.format.scale_dtype)
+        scales = flats[-1].view(torch.float32)
         views: dict[str, torch.Tensor] = {}
         runs = [iter(by_segment) for by_segment in planes.runs(self._geometry.rank)]
         for index, segment in enumerate(planes.layout.segments):

@@ -3,12 +3,11 @@
 shard  --quantize, once until it changes-->  this rank's codes and scales
 codes    |  S  |  S  |  S  |                 one coalesced all-gather
 scales   |  s  |  s  |  s  |
-gathered |  S  |  S  |  S  |                 dequantized, one call a segment; absent if compute uses the codes
+gathered |  S  |  S  |  S  |                 dequantized, one call a segment
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from ...memory.geometry import Geometry
 from ...memory.recycler import Recycler, Scratch, hold_forever
 from ..blocks import VALUES, BlockFormat
 from ..form import Encoder, Pairs
-from .gathered import GatheredCodes
 from .planes import CodePlanes
 
 
@@ -29,15 +27,12 @@ class InBlocks:
 
     Args:
         format: format of the codes; it must round to nearest.
-        read_back: dequantize the received codes. False: gathered tensors are `BlockQuantizedTensor`s of the received
-            codes, and the buffer has no gathered values.
 
     Raises:
         ValueError: the format rounds stochastically.
     """
 
     format: BlockFormat
-    read_back: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.format.needs_noise:
@@ -66,49 +61,26 @@ class BlocksOnWire(InBlocks):
 
     Args:
         format: format of the codes; it must round to nearest.
-        cut: "whole": the layout cuts no tile. "shared": it cuts between any rows, and after each change of the shards
-            `dbuffer.share_amax` finds the amax of the tiles that are cut.
-        read_back: dequantize the received codes; see `DBuffer.views`.
     """
-
-    cut: Literal["whole", "shared"] = "whole"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cut not in ("whole", "shared"):
-            raise ValueError(f"BlocksOnWire: cut is {self.cut!r}; expected 'whole' or 'shared'")
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """An encoder that caches its codes.
 
         Raises:
-            ValueError: the layout cuts a row, or with "whole" a tile; or a code is not a byte without `read_back`.
+            ValueError: the layout cuts a row or a tile.
         """
-        return self._encoder_of(self.format, geometry, gathered, recycler)
-
-    def _encoder_of(
-        self, format: BlockFormat, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler
-    ) -> "BlockEncoder":
-        planes = CodePlanes(geometry.layout, format)
-        if self.cut == "whole" and planes.num_shared:
-            raise ValueError(
-                f"the layout cuts {planes.num_shared} tiles of {format.tile}; plan with blocks of whole tiles, or use "
-                "cut='shared'"
-            )
-        return BlockEncoder(planes, geometry.rank, gathered, recycler, self.read_back)
+        planes = CodePlanes(geometry.layout, self.format)
+        return BlockEncoder(planes, geometry.rank, gathered, recycler)
 
 
 class BlockDecoder(Encoder):
     """Receives the codes and scales of all ranks and dequantizes them: half of an encoder.
 
     Attributes:
-        scratch: receive buffers, from the start of a gather until they are dequantized; codes that are not, until the
-            buffer is released.
+        scratch: receive buffers, from the start of a gather until they are dequantized.
     """
 
-    def __init__(
-        self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
+    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
         self._format = planes.format
         self._raw = gathered.raw
         self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
@@ -117,53 +89,35 @@ class BlockDecoder(Encoder):
         scales = Scratch(recycler, ranks * planes.scale_bytes)
         self.scratch: Sequence[Scratch] = (*received, scales)
         self._received = [scratch.flat for scratch in received]
-        self._received_scales = scales.flat.view(planes.format.scale_dtype)
+        self._received_scales = scales.flat.view(torch.float32)
         self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
         self._kept: Flats | None = None
-        self._codes: GatheredCodes | None = None  # if compute uses codes
-        if not read_back:
-            self._codes = GatheredCodes(planes, gathered.dtype, received, recycler)
-            gathered.forgo(self._codes.views)
 
     def materialize(self) -> None:
         """Allocate the receive buffers, for use on the current stream."""
         for scratch in self.scratch:
             scratch.materialize()
-        if self._codes is not None:
-            self._codes.materialize()
 
     def decode(self) -> bool:
-        """Dequantize into the gathered memory and free the receive buffers.
-
-        If compute uses codes, only copies the scales of each tensor together; the codes stay.
-        """
-        done = self.scratch
-        if self._codes is not None:
-            self._codes.take(self._received_scales)
-            done = done[-1:]
-        else:
-            for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
-                self._format.dequantize(runs, codes, self._received_scales, raw)
+        """Dequantize into the gathered memory and free the receive buffers."""
+        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
+            self._format.dequantize(runs, codes, self._received_scales, raw)
         if self._neighbors is not None:
             self._kept = slices_among(tuple(scratch.flat for scratch in self.scratch), self._neighbors)
-        for scratch in done:
+        for scratch in self.scratch:
             scratch.release()
         return False
 
     def release(self) -> None:
-        """Drop kept slices, and free the codes that compute uses, and what was received for a gather that never was."""
+        """Drop kept slices, and free the receive buffers of a gather that did not complete."""
         self._kept = None
         for scratch in self.scratch:
             scratch.release()
-        if self._codes is not None:
-            self._codes.release()
 
     def retire(self) -> None:
         """Never use the receive buffers again."""
         for scratch in self.scratch:
             scratch.retire()
-        if self._codes is not None:
-            self._codes.retire()
 
     def keep_for(self, group: dist.ProcessGroup | None) -> None:
         """Keep 1/size of all ranks' codes and scales for a smaller group."""
@@ -186,60 +140,34 @@ class BlockEncoder(BlockDecoder):
     Attributes:
         codes: this rank's codes, uint8, one tensor a segment; empty before the first gather.
         scales: this rank's scales.
-        num_shared: number of tiles that a cut between ranks goes through.
     """
 
-    def __init__(
-        self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler, read_back: bool
-    ) -> None:
-        super().__init__(planes, gathered, recycler, read_back)
+    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(planes, gathered, recycler)
         self._planes = planes
         self._own_runs = planes.runs(rank)
-        self.num_shared = planes.num_shared
-        self._shared = planes.shared(rank)
         self.codes: Flats = ()
-        self.scales = torch.empty(0, dtype=planes.format.scale_dtype, device=recycler.device)
-        # Of tiles that are cut; the memory of the scales if these are fp32.
-        self._amax = torch.empty(0, device=recycler.device)
+        self.scales = torch.empty(0, device=recycler.device)
         self._pairs: Pairs = []
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
-        self._amax_versions: list[int] = []  # of the shards whose amax is in the scales
 
     def is_stale(self, shards: Flats) -> bool:
         """Whether these shards must be quantized before a gather."""
         return shards is not self._shards or compat.versions(shards) != self._versions
 
-    def needs_amax(self, shards: Flats) -> bool:
-        """Whether these shards cannot be quantized before `read_amax`."""
-        return (
-            self.num_shared > 0 and self.is_stale(shards) and self._amax_versions != compat.versions(shards)
-        )
-
     def encode(self, shards: Flats) -> Pairs:
-        """Quantize the shards if they have changed.
-
-        Raises:
-            RuntimeError: tiles are cut, and `share_amax` was not called since the shards changed.
-        """
+        """Quantize the shards if they have changed."""
         if self.is_stale(shards):
             self._quantize(shards, compat.versions(shards))
         self.materialize()
         return self._pairs
 
     def _quantize(self, shards: Flats, versions: list[int]) -> None:
-        amax = None
-        if self.num_shared:
-            if self._amax_versions != versions:
-                raise RuntimeError(
-                    "the shard was written to since the amax of its cut tiles was shared; call dbuffer.share_amax on "
-                    "every rank before the gather"
-                )
-            amax, self._amax_versions = self._amax, []
         self._allocate()
         self._shards = ()  # until all codes are written
         for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
-            self._format.quantize(runs, shard, codes, self.scales, amax=amax)
+            self._format.quantize(runs, shard, codes, self.scales)
         self._shards, self._versions = shards, versions
 
     @torch.inference_mode(False)  # later gathers write to this memory too
@@ -247,10 +175,7 @@ class BlockEncoder(BlockDecoder):
         if self.codes:
             return
         device, planes = self._received_scales.device, self._planes
-        self.scales = torch.zeros(planes.num_scales, dtype=self.scales.dtype, device=device)
-        if self.num_shared:
-            fp32 = self.scales.dtype == torch.float32
-            self._amax = self.scales if fp32 else torch.zeros_like(self.scales, dtype=torch.float32)
+        self.scales = torch.zeros(planes.num_scales, device=device)
         codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
         pairs = list(zip(self._received, codes, strict=True))
         self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
@@ -265,22 +190,4 @@ class BlockEncoder(BlockDecoder):
 
     def forget(self) -> None:
         """Quantize again at the next gather, for any version counters."""
-        self._shards, self._amax_versions = (), []
-
-    # -- tiles that are cut -----------------------------------------------------------------------------------------
-
-    def write_amax(self, shards: Flats, out: torch.Tensor) -> None:
-        """Write this rank's part of the shared tiles' amax, fp32."""
-        self._allocate()
-        self._shards, self._amax_versions = (), []
-        for runs, shard in zip(self._own_runs, shards, strict=True):
-            self._format.amax(runs, shard, self._amax)
-        for scale, first, count in self._shared:
-            # A rank holds a tile in one band, so in one place. NaN has one bit pattern, and is the maximum.
-            out[first : first + count].copy_(self._amax[scale : scale + count])
-
-    def read_amax(self, shards: Flats, amax: torch.Tensor) -> None:
-        """Store the amax of whole shared tiles."""
-        for scale, first, count in self._shared:
-            self._amax[scale : scale + count].copy_(amax[first : first + count])
-        self._amax_versions = compat.versions(shards)
+        self._shards = ()

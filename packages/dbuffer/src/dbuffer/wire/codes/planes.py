@@ -3,8 +3,7 @@
     codes    |   rank 0   |   rank 1   |   rank 2   |     one plane a segment; a byte at the element's position
     scales   | rank 0 |   | rank 1     | rank 2  |  |     one plane; each rank has room for the largest number
 
-A rank quantizes its rows of each tensor. If a cut between ranks goes through tiles, each of these ranks has their
-scales; the shared tiles of all tensors are numbered.
+A rank quantizes its rows of each tensor, which are whole tiles.
 """
 
 from dataclasses import dataclass, replace
@@ -21,11 +20,11 @@ class CodePlanes:
     """The planes of one layout in one format.
 
     Args:
-        layout: layout of the values, cut between rows of every tensor.
+        layout: layout of the values, cut between tiles of every tensor.
         format: format of the codes.
 
     Raises:
-        ValueError: a cut goes through a row, by the tensor's name.
+        ValueError: a cut goes through a row or a tile, by the tensor's name. On first use.
     """
 
     layout: Layout
@@ -44,7 +43,7 @@ class CodePlanes:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one rank's scales."""
-        return self.num_scales * self.format.scale_dtype.itemsize
+        return 4 * self.num_scales
 
     @property
     def row_bytes(self) -> int:
@@ -69,34 +68,6 @@ class CodePlanes:
             for run in runs[segment]
         )
 
-    @property
-    def num_shared(self) -> int:
-        """Number of tiles, over all tensors, that ranks share because a cut goes through them."""
-        return self._shared[0]
-
-    def shared(self, rank: int) -> list[tuple[int, int, int]]:
-        """A rank's scales of shared tiles: `(first scale, first shared tile, number)`."""
-        return self._shared[1][rank]
-
-    @cached_property
-    def _shared(self) -> tuple[int, list[list[tuple[int, int, int]]]]:
-        # (segment, the tensor's offset there, band) -> first tile
-        firsts: dict[tuple[int, int, int], int] = {}
-        count, pieces = 0, []
-        for by_segment in self._runs:
-            shared = []
-            for segment, runs in enumerate(by_segment):
-                for run in runs:
-                    grid, first = run.grid, run.grid.band_of(run.start)
-                    for band in grid.cut_bands(run.start, run.stop):
-                        key = (segment, run.element - run.start * grid.columns, band)
-                        if key not in firsts:
-                            firsts[key] = count
-                            count += grid.across
-                        shared.append((run.scales + (band - first) * grid.across, firsts[key], grid.across))
-            pieces.append(shared)
-        return count, pieces
-
     @cached_property
     def _runs(self) -> list[tuple[RunList, ...]]:
         return [self._runs_of(rank) for rank in range(self.layout.world_size)]
@@ -119,8 +90,7 @@ class CodePlanes:
                     scales = max(scales, run.scales + run.num_scales)
         if self.like_values:
             codes = [segment.shard_size for segment in self.layout.segments]
-        each = 16 // self.format.scale_dtype.itemsize
-        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // each) * each
+        return tuple(-(-size // 16) * 16 for size in codes), -(-scales // 4) * 4
 
     def _runs_of(self, rank: int) -> tuple[RunList, ...]:
         by_segment, scales = [], 0
@@ -136,9 +106,15 @@ class CodePlanes:
                         f"{name}: rank {rank} holds the elements [{start}, {stop}), which cuts rows of {grid.columns}; "
                         "plan with blocks of whole rows"
                     )
+                first, last = start // grid.columns, stop // grid.columns
+                if not grid.is_whole(first, last):
+                    raise ValueError(
+                        f"{name}: rank {rank} holds the rows [{first}, {last}), which cuts tiles of {grid.tile}; "
+                        "plan with blocks of whole tiles"
+                    )
                 values = offset + start - rank * segment.shard_size
                 run = RowRun(
-                    grid, start // grid.columns, stop // grid.columns, values=values, scales=scales,
+                    grid, first, last, values=values, scales=scales,
                     codes=values if self.like_values else codes, element=offset + start,
                 )  # fmt: skip
                 codes += (run.stop - run.start) * self.format.code_bytes(grid.columns)

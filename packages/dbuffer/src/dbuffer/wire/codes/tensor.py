@@ -1,4 +1,4 @@
-"""A tensor that is codes and scales: what is at rest of a weight that is not trained, or gathered to compute with."""
+"""A tensor that is codes and scales: the form at rest of a weight that is not trained."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""Formats of quantized blocks: FP8, int8, NF4 and NVFP4."""
+"""Formats of quantized blocks: FP8, int8 and NF4."""

@@ -3,9 +3,6 @@
 One byte an element and four a tile: 1.00024 bytes an element with tiles of 128x128, 1.0039 with 32x32. Tiles that are
 square transpose exactly, so one plane of codes serves a matrix and its transpose. With power-of-two scales a value that
 is read back as bf16 is exact; fp32 scales use the range fully but round a second time.
-
-MXFP8 of the OCP microscaling specification is `BlockFP8((1, 32), "e8m0")`, or (32, 1) where a product sums over rows:
-1.031 bytes an element. Codes and scales are those of TransformerEngine and of torchao's RCEIL mode.
 """
 
 from dataclasses import dataclass
@@ -29,28 +26,22 @@ class BlockFP8(BlockFormat):
 
     Args:
         tile: rows and columns that share a scale.
-        scale: "pow2": a power of two, in fp32. "e8m0": a power of two, in one byte. "fp32": what maps the tile's amax
-            to 448.
+        scale: "pow2": a power of two. "fp32": the number that maps the tile's amax to 448.
 
     Raises:
         ValueError: a tile that is not two positive integers, or another kind of scale.
     """
 
     tile: tuple[int, int] = (128, 128)
-    scale: Literal["pow2", "e8m0", "fp32"] = "pow2"
+    scale: Literal["pow2", "fp32"] = "pow2"
 
     def __post_init__(self) -> None:
         tile = tuple(self.tile) if isinstance(self.tile, tuple | list) else ()
         if len(tile) != 2 or any(type(size) is not int or size < 1 for size in tile):
             raise ValueError(f"BlockFP8: tile: expected (rows, columns), integers from 1, got {self.tile!r}")
-        if self.scale not in ("pow2", "e8m0", "fp32"):
-            raise ValueError(f"BlockFP8: scale: expected 'pow2', 'e8m0' or 'fp32', got {self.scale!r}")
+        if self.scale not in ("pow2", "fp32"):
+            raise ValueError(f"BlockFP8: scale: expected 'pow2' or 'fp32', got {self.scale!r}")
         object.__setattr__(self, "tile", tile)
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """fp32, or a byte for e8m0."""
-        return torch.uint8 if self.scale == "e8m0" else torch.float32
 
     @property
     def coder(self) -> "E4M3":

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..noise import Noise
-from ..tiles import Bands, RowRun, Runs, bands_of, chunks_of
+from ..tiles import Bands, RowRun, Runs, chunks_of
 from . import launch
 
 CHUNK = 1 << 17  # elements
@@ -79,26 +79,15 @@ def tiles_of(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
     return flat.narrow(0, run.scales, run.num_scales).view(-1, max(1, run.grid.across))
 
 
-def _factors_of(scales: torch.Tensor, run: RowRun) -> torch.Tensor:
-    """The run's scales in fp32, as (bands, tiles); a code times its scale is its value."""
-    factors = tiles_of(scales, run)
-    return factors.view(torch.float8_e8m0fnu).float() if factors.dtype == torch.uint8 else factors
-
-
 def write_amax(runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.amax`."""
+    """Write the largest magnitude of each tile, NaN where one is NaN, at its scale."""
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
         launch.amax(runs[0].grid.tile, runs, values, out)
         return
     scratch = Scratch(values.device)
     for run in runs:
         largest = tiles_of(out, run).zero_()
-        # Whether a matrix is one tile, and of several rows.
-        whole = run.grid.tile[0] > 1 and run.grid.across == run.grid.bands_per_period == 1
-        for piece in bands_of(run.grid, run.start, run.stop) if whole else ():
-            x = rows_of(values, run.values, run, piece)
-            largest[piece.band] = torch.linalg.vector_norm(x, torch.inf)
-        for chunk in chunks(run) if not whole else ():
+        for chunk in chunks(run):
             x = rows_of(values, run.values, run, chunk)
             x = torch.abs(x, out=scratch.take(x.numel(), x.dtype)).view(chunk.bands, chunk.height, -1)
             rows = x.amax(dim=1) if chunk.height > 1 else x[:, 0]
@@ -132,12 +121,10 @@ def _scale(x: torch.Tensor, chunk: Bands, factors: torch.Tensor, width: int) -> 
         x[:, 0, full * width :].mul_(factors[:, full:])
 
 
-def reciprocal(
-    amax: torch.Tensor, top: float, pow2: bool, of_zero: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(what values are multiplied by, NaN where the amax is not finite; what codes are multiplied by)."""
     up = torch.full_like(amax, top).div_(amax)  # `top / amax` would round twice
-    up.masked_fill_(amax == 0, of_zero).clamp_(max=torch.finfo(torch.float32).max)
+    up.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
     if pow2:
         up.view(torch.int32).bitwise_and_(-0x800000)
     up.masked_fill_(~amax.isfinite(), torch.nan)
@@ -151,24 +138,18 @@ def quantize(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor | None,
     noise: Noise | None,
 ) -> None:
     """`BlockFormat.quantize`."""
     if runs and launch.has_kernels(runs[0].grid.tile, values.device):
-        launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, amax, noise)
+        launch.quantize(runs[0].grid.tile, coder, runs, values, codes, scales, noise)
         return
-    exponents = scales.dtype == torch.uint8
-    if amax is None:
-        amax = torch.empty_like(scales, dtype=torch.float32) if exponents else scales
-        write_amax(runs, values, amax)
+    write_amax(runs, values, scales)
     scratch = Scratch(values.device)
     for run in runs:
-        up, down = reciprocal(
-            tiles_of(amax, run), coder.top, coder.pow2, of_zero=2.0**127 if exponents else 1.0
-        )
-        # A power of two is exact in e8m0; NaN is 255 there.
-        tiles_of(scales, run).copy_(down.to(torch.float8_e8m0fnu).view(torch.uint8) if exponents else down)
+        factors = tiles_of(scales, run)
+        up, down = reciprocal(factors, coder.top, coder.pow2)
+        factors.copy_(down)
         bad = bool(up.isnan().any())
         for chunk in chunks(run):
             source = rows_of(values, run.values, run, chunk)
@@ -189,7 +170,7 @@ def dequantize(
         return
     scratch = Scratch(out.device)
     for run in runs:
-        factors = _factors_of(scales, run)
+        factors = tiles_of(scales, run)
         for chunk in chunks(run):
             target = rows_of(out, run.values, run, chunk)
             x = target if out.dtype == torch.float32 else scratch.take(target.numel())
@@ -211,6 +192,6 @@ def sum_ranks(coder: Coder, runs: Runs, codes: torch.Tensor, scales: torch.Tenso
             for rank, (code, scale) in enumerate(zip(codes, scales, strict=True)):
                 x = scratch.take(total.numel()) if rank else total
                 coder.load(rows_of(code, run.codes, run, chunk), x, scratch)
-                _scale(x, chunk, _factors_of(scale, run), run.grid.tile[1])
+                _scale(x, chunk, tiles_of(scale, run), run.grid.tile[1])
                 if rank:
                     total.add_(x)

@@ -1,7 +1,5 @@
 """Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +55,10 @@ def tables_of(tile: tuple[int, int], runs: Runs, device: torch.device) -> list[T
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
         constants = constants_of(tile)
-        pieces = [row for run in runs for row in _pieces(run, _width(constants))]
+        pieces = [row for run in runs for row in _pieces(run, tile[1])]
         tables = []
         for vector in (True, False):
-            same = [row for row in pieces if vector == (_on_16(row) and _width(constants) % 16 == 0)]
+            same = [row for row in pieces if vector == (_on_16(row) and tile[1] % 16 == 0)]
             if same:
                 tables.append(_table(same, {**constants, "VECTOR": vector}, device))
         kept[device] = tables
@@ -72,8 +70,6 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
     rows, columns = _span(tile[0]), _span(tile[1])
     if tile[0] == 1:
         rows = max(1, _GROUP // columns)
-    elif tile[1] == 1:
-        columns = max(1, _GROUP // rows)
     warps = min(8, max(1, rows * columns // 1024))
     return {
         "TILE_COLUMNS": tile[1],
@@ -82,12 +78,6 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
         "ONE_ROW": tile[0] == 1,
         "num_warps": 1 << (warps.bit_length() - 1),
     }
-
-
-def _width(constants: dict[str, Any]) -> int:
-    """Columns of a row that a program does."""
-    one_column = constants["TILE_COLUMNS"] == 1
-    return int(constants["SPAN_COLUMNS"] if one_column else constants["TILE_COLUMNS"])
 
 
 def _pieces(run: RowRun, width: int) -> list[list[int]]:
@@ -143,7 +133,7 @@ def _as_int16(values: torch.Tensor) -> torch.Tensor:
 
 
 def amax(tile: tuple[int, int], runs: Runs, values: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.amax`."""
+    """`codec.write_amax`."""
     for table in tables_of(tile, runs, values.device):
         _launch(
             "amax_tiles", table, _as_int16(values), out, table.rows, table.piece_of, TYPE=_TYPES[values.dtype]
@@ -157,18 +147,16 @@ def quantize(
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor | None,
     noise: Noise | None,
 ) -> None:
     """`BlockFormat.quantize`."""
     first, second = (0, 0) if noise is None else map(signed, noise.keys())
     for table in tables_of(tile, runs, values.device):
-        known = scales if amax is None else amax
         _launch(
             "quantize_tiles", table,
-            _as_int16(values), codes, scales, known, table.rows, table.piece_of, first, second,
+            _as_int16(values), codes, scales, table.rows, table.piece_of, first, second,
             TYPE=_TYPES[values.dtype], CODE=coder.code, TOP=coder.top, POW2=coder.pow2,
-            GIVEN=amax is not None, RANDOM=noise is not None,
+            RANDOM=noise is not None,
         )  # fmt: skip
 
 
@@ -193,30 +181,27 @@ def sum_ranks(
 
 
 def write_pairs(
-    fmt: Any,  # a `PairFormat`
+    size: int,
     group: int,
     middles: torch.Tensor,
     runs: Runs,
     values: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    amax: torch.Tensor,
 ) -> None:
-    """`BlockFormat.quantize` of four bits: `group` blocks of a row share an amax, which is known; 0: all of a band."""
-    constants = pair_constants(fmt.size)
+    """`BlockFormat.quantize` of four bits: `group` blocks of `size` in a row share an amax, which is in the scales."""
+    constants = pair_constants(size)
     each = constants["BLOCKS"]
-    for table in _flat_tables(
-        fmt, runs, values.device, item=fmt.size, unit=16, each=each, constants=constants
-    ):
+    for table in _flat_tables(size, runs, values.device, item=size, unit=16, each=each, constants=constants):
         _launch(
             "write_pairs", table,
-            _as_int16(values), codes, scales, amax, middles, table.rows, table.piece_of,
-            FORM=fmt.form, MIDDLES=len(fmt.middles), ZERO=fmt.zero, GROUP=group, TYPE=_TYPES[values.dtype],
+            _as_int16(values), codes, scales, middles, table.rows, table.piece_of,
+            MIDDLES=len(middles), GROUP=group, TYPE=_TYPES[values.dtype],
         )  # fmt: skip
 
 
 def read_pairs(
-    fmt: Any,  # a `PairFormat`
+    size: int,
     group: int,
     levels: torch.Tensor,
     runs: Runs,
@@ -224,13 +209,13 @@ def read_pairs(
     scales: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`BlockFormat.dequantize` of four bits; `group` as in `write_pairs`."""
+    """`BlockFormat.dequantize` of four bits; `size` and `group` as in `write_pairs`."""
     constants = {"PAIRS": PAIRS, "num_warps": 4}
-    for table in _flat_tables(fmt, runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
+    for table in _flat_tables(size, runs, out.device, item=2, unit=2, each=PAIRS, constants=constants):
         _launch(
             "read_pairs", table,
             codes, scales, _as_int16(out), levels, table.rows, table.piece_of,
-            FORM=fmt.form, SIZE=fmt.size, GROUP=group, TYPE=_TYPES[out.dtype],
+            SIZE=size, GROUP=group, TYPE=_TYPES[out.dtype],
         )  # fmt: skip
 
 
@@ -242,7 +227,7 @@ def pair_constants(size: int) -> dict[str, Any]:
 
 
 def _flat_tables(
-    fmt: Any,
+    size: int,
     runs: Runs,
     device: torch.device,
     *,
@@ -256,7 +241,7 @@ def _flat_tables(
     Kept by a `RunList`.
 
     Args:
-        fmt: a `PairFormat`.
+        size: elements of a block.
         item: elements of an item.
         unit: columns must be multiples of it to lie on 16 elements.
         each: items that a program does.
@@ -266,9 +251,9 @@ def _flat_tables(
     key = (device, unit)
     if key not in kept:
         by_access: dict[tuple[bool, int], list[RowRun]] = {}
-        for run in itertools.chain.from_iterable(_in_one_band(fmt, run) for run in runs):
+        for run in runs:
             vector = run.grid.columns % unit == run.values % 16 == 0
-            by_access.setdefault((vector, _code_unit(run, fmt.size) if vector else 1), []).append(run)
+            by_access.setdefault((vector, _code_unit(run, size) if vector else 1), []).append(run)
         tables = []
         for (vector, code_unit), same in by_access.items():
             counts = [(run.stop - run.start) * -(-run.grid.columns // item) for run in same]
@@ -276,25 +261,6 @@ def _flat_tables(
             tables += _flat_table(same, counts, each, fixed, device)
         kept[key] = tables
     return list(kept[key])
-
-
-def _in_one_band(fmt: Any, run: RowRun) -> Iterator[RowRun]:
-    """A run, or if bands are taller than a row one for each band, or piece of one."""
-    columns = run.grid.columns
-    if run.grid.tile[0] == 1:
-        yield run
-        return
-    for piece in bands_of(run.grid, run.start, run.stop):
-        for band in range(piece.bands):
-            row = piece.row + band * piece.height
-            yield replace(
-                run,
-                start=run.start + row,
-                stop=run.start + row + piece.height,
-                values=run.values + row * columns,
-                codes=run.codes + row * fmt.code_bytes(columns),
-                scales=run.scales + (piece.band + band) * run.grid.across,
-            )
 
 
 def _code_unit(run: RowRun, size: int) -> int:

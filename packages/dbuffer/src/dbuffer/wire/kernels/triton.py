@@ -4,13 +4,12 @@
 """Triton kernels of the formats; imported only where Triton is to be used.
 
     amax_tiles         a tile, or a few of one row --> its largest magnitude
-    quantize_tiles     values --> codes and scales, in one pass unless the amax is given; random bits by element
+    quantize_tiles     values --> codes and scales, in one pass; random bits by element
     sum_tiles          codes and scales of one rank or several --> values, added in the order of ranks
     write_pairs        values, and the amax of groups of blocks --> four-bit codes, and the blocks' 8-bit scales
     read_pairs         four-bit codes --> values
 
-Of the first three, one program does one tile, or several: tiles of one row below each other, tiles of one column side
-by side; one launch does all runs. Scales are fp32, or the bytes of e8m0, as the type of their buffer says.
+In the first three, a program does one tile, or several tiles of one row below each other; one launch does all runs.
 Every product is rounded separately (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
 and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
 thread touches begins on 16 elements.
@@ -33,13 +32,12 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     columns = tl.load(piece + 3)
     if VECTOR:
         columns = tl.multiple_of(columns, 16)
-    width: tl.constexpr = SPAN_COLUMNS if TILE_COLUMNS == 1 else TILE_COLUMNS
-    across = (columns + width - 1) // width
+    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
     local = program - tl.load(piece + 6)
     band, tile = local // across, local % across
     down, right = tl.arange(0, SPAN_ROWS), tl.arange(0, SPAN_COLUMNS)
-    start = tile * width
-    present = (start + right < columns) & (right < width)
+    start = tile * TILE_COLUMNS
+    present = (start + right < columns) & (right < TILE_COLUMNS)
     if ONE_ROW:
         first = band * SPAN_ROWS
         rows = tl.load(piece + 4) - first
@@ -48,12 +46,8 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr,
     else:
         rows = tl.load(piece + 5)
         first = band * rows
-        if TILE_COLUMNS == 1:
-            scale = band * columns + start + right
-            scale_mask = present
-        else:
-            scale = band * across + tile
-            scale_mask = rows > 0
+        scale = band * across + tile
+        scale_mask = rows > 0
     offset = ((first + down) * columns)[:, None] + (start + right)[None, :]
     mask = (down < rows)[:, None] & present[None, :]
     return piece, offset, mask, scale, scale_mask
@@ -78,39 +72,20 @@ def _read(values, offset, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _amax(x, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
-    """Bits of the largest magnitude of a tile, or of each row or column; any NaN is 0x7FC00000."""
+def _amax(x, ONE_ROW: tl.constexpr):
+    """Bits of the largest magnitude of a tile, or of each row; any NaN is 0x7FC00000."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if ONE_ROW:
-        largest = tl.max(magnitude, 1)
-    elif TILE_COLUMNS == 1:
-        largest = tl.max(magnitude, 0)
-    else:
-        largest = tl.max(tl.max(magnitude, 1), 0)
+    largest = tl.max(magnitude, 1) if ONE_ROW else tl.max(tl.max(magnitude, 1), 0)
     return tl.where(largest > 0x7F800000, 0x7FC00000, largest)
 
 
 @triton.jit
-def _beside(factor, TILE_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr):
+def _beside(factor, ONE_ROW: tl.constexpr):
     """Numbers of tiles in the shape that their elements take."""
     if ONE_ROW:
         return factor[:, None]
-    elif TILE_COLUMNS == 1:
-        return factor[None, :]
     else:
         return factor
-
-
-@triton.jit
-def _scale(where, mask):
-    """Scales, fp32 or e8m0, as fp32."""
-    scale = tl.load(where, mask=mask, other=0)
-    if where.dtype.element_ty == tl.uint8:
-        exponent = scale.to(tl.int32)
-        bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return scale
 
 
 @triton.jit
@@ -124,7 +99,7 @@ def amax_tiles(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
     x = _read(values + _begin(piece, 0, VECTOR), offset, mask, TYPE)
-    bits = _amax(x, TILE_COLUMNS, ONE_ROW)
+    bits = _amax(x, ONE_ROW)
     tl.store(out + tl.load(piece + 2) + scale, bits.to(tl.float32, bitcast=True), mask=scale_mask)
 
 
@@ -160,35 +135,27 @@ def _e4m3(x):
 
 @triton.jit(do_not_specialize=["first", "second"])
 def quantize_tiles(
-    values, codes, scales, amax, table, piece_of, first, second,
+    values, codes, scales, table, piece_of, first, second,
     TILE_COLUMNS: tl.constexpr, SPAN_ROWS: tl.constexpr, SPAN_COLUMNS: tl.constexpr, ONE_ROW: tl.constexpr,
     VECTOR: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, TOP: tl.constexpr, POW2: tl.constexpr,
-    GIVEN: tl.constexpr, RANDOM: tl.constexpr,
+    RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """Write codes and scales of each tile, whose amax is read if GIVEN. Random bits have the keys `first`, `second`."""
+    """Write codes and scales of each tile. Random bits have the keys `first`, `second`."""
     piece, offset, mask, scale, scale_mask = _place(
         table, piece_of, TILE_COLUMNS, SPAN_ROWS, SPAN_COLUMNS, ONE_ROW, VECTOR
     )
     x = _read(values + _begin(piece, 0, VECTOR), offset, mask, TYPE)
     scale += tl.load(piece + 2)
-    if GIVEN:
-        largest = tl.load(amax + scale, mask=scale_mask, other=0.0)
-    else:
-        largest = _amax(x, TILE_COLUMNS, ONE_ROW).to(tl.float32, bitcast=True)
+    largest = _amax(x, ONE_ROW).to(tl.float32, bitcast=True)
     bad = (largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     up = tl.div_rn(TOP, tl.where(bad | (largest == 0.0), TOP, largest))
     up = tl.minimum(up, 3.4028234663852886e38)
-    if scales.dtype.element_ty == tl.uint8:
-        up = tl.where(largest == 0.0, 1.7014118346046923e38, up)
     if POW2:
         up = (up.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     down = tl.div_rn(1.0, up)
     down_bits = tl.where(bad, 0x7FC00000, down.to(tl.int32, bitcast=True))
-    if scales.dtype.element_ty == tl.uint8:
-        tl.store(scales + scale, (down_bits >> 23).to(tl.uint8), mask=scale_mask)
-    else:
-        tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
-    y = tl.where(_beside(bad, TILE_COLUMNS, ONE_ROW), 0.0, x * _beside(up, TILE_COLUMNS, ONE_ROW))
+    tl.store(scales + scale, down_bits.to(tl.float32, bitcast=True), mask=scale_mask)
+    y = tl.where(_beside(bad, ONE_ROW), 0.0, x * _beside(up, ONE_ROW))
     if CODE == 0:
         code = _e4m3(tl.minimum(tl.maximum(y, -TOP), TOP))
     else:
@@ -224,15 +191,15 @@ def sum_tiles(
     )
     codes += _begin(piece, 1, VECTOR)
     scales += tl.load(piece + 2)
-    factor = _beside(_scale(scales + scale, scale_mask), TILE_COLUMNS, ONE_ROW)
+    factor = _beside(tl.load(scales + scale, mask=scale_mask, other=0), ONE_ROW)
     total = _decode(tl.load(codes + offset, mask=mask, other=0), CODE) * factor
     if RANKS > 1:
         far = tl.full((), 1, tl.int64)
         for rank in range(
             1, RANKS
         ):  # known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor
-            factor = _scale(scales + far * scale_stride * rank + scale, scale_mask)
-            factor = _beside(factor, TILE_COLUMNS, ONE_ROW)
+            factor = tl.load(scales + far * scale_stride * rank + scale, mask=scale_mask, other=0)
+            factor = _beside(factor, ONE_ROW)
             code = tl.load(codes + far * code_stride * rank + offset, mask=mask, other=0)
             total += _decode(code, CODE) * factor
     _write(out + _begin(piece, 0, VECTOR) + offset, total, mask, TYPE)
@@ -262,31 +229,20 @@ def _code_row(columns, across, UNIT: tl.constexpr):
 @triton.jit
 def _group(row, block, columns, SIZE: tl.constexpr, GROUP: tl.constexpr):
     """Place of blocks' fp32 scale in a piece."""
-    if GROUP == 0:
-        return row * 0 + block * 0
-    else:
-        return row * ((columns + GROUP * SIZE - 1) // (GROUP * SIZE)) + block // GROUP
-
-
-@triton.jit
-def _outer(amax):
-    """Outer scales of NVFP4."""
-    scale = tl.div_rn(amax, 2688.0)
-    return tl.where(scale < 1.504632769052528e-36, 1.504632769052528e-36, scale)  # NaN stays
+    return row * ((columns + GROUP * SIZE - 1) // (GROUP * SIZE)) + block // GROUP
 
 
 @triton.jit
 def write_pairs(
-    values, codes, scales, amax, middles, table, piece_of,
-    FORM: tl.constexpr, MIDDLES: tl.constexpr, ZERO: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
+    values, codes, scales, middles, table, piece_of,
+    MIDDLES: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write codes, 8-bit scales and amax of BLOCKS blocks of SIZE, over the ends of rows.
+    """Write codes and 8-bit scales of BLOCKS blocks of SIZE, over the ends of rows; scales have their groups' amax.
 
-    FORM: 0 NF4, 1 NVFP4. GROUP blocks of a row share an amax, all blocks of a piece if it is 0. MIDDLES numbers decide
-    between codes; ZERO is the code of 0.
-    SPAN is the power of two from SIZE on. With VECTOR rows and what they begin on are multiples of 16 elements. The
-    bytes of a row's codes, those of its scales and what they begin on are multiples of UNIT.
+    GROUP blocks of a row share an amax. A code is the number of MIDDLES that a scaled value exceeds, 7 for 0.
+    SPAN is the power of two from SIZE on. With VECTOR, row lengths and offsets are multiples of 16 elements. The bytes
+    of a row's codes, the bytes of its scales, and their offsets are multiples of UNIT.
     Columns of the table: where values, codes and scales begin; columns, blocks, the first program.
     """
     program = tl.program_id(0)
@@ -299,37 +255,28 @@ def write_pairs(
     present = index < tl.load(piece + 4).to(tl.int32)
     row, block = (index // across).to(tl.int64), index % across
     group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
-    group = tl.load(amax + group_at, mask=present, other=0.0)
+    group = tl.load(scales + group_at, mask=present, other=0.0)
     bad = (group.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     group_bits = tl.where(bad, 0x7FC00000, group.to(tl.int32, bitcast=True))
-    first = index == 0 if GROUP == 0 else present & (block % GROUP == 0)
-    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=first)
+    tl.store(scales + group_at, group_bits.to(tl.float32, bitcast=True), mask=present & (block % GROUP == 0))
     inside = tl.arange(0, SPAN)
     column = (block * SIZE)[:, None] + inside[None, :]
     mask = present[:, None] & (column < columns) & (inside < SIZE)[None, :]
     x = _read(values + _begin(piece, 0, VECTOR), (row * columns)[:, None] + column, mask, TYPE)
     largest = tl.where(bad, 0.0, tl.max(tl.abs(x), 1))
-    if FORM == 0:  # in 255ths of the group's amax, squared
-        root = tl.sqrt_rn(tl.div_rn(largest, tl.where(bad | (group == 0.0), 1.0, group)))
-        step = tl.minimum(tl.ceil(root * 255.0), 255.0)
-        factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
-        up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
-        up = tl.minimum(up, 3.4028234663852886e38)
-        y = x * up[:, None]
-        code = tl.zeros([BLOCKS, SPAN], tl.int32)
-    else:  # e4m3, in outer scales
-        outer = _outer(tl.where(bad, 0.0, group))
-        scaled = tl.div_rn(tl.div_rn(largest, 6.0), outer)
-        step = tl.where(bad, 0, _e4m3(tl.minimum(tl.maximum(scaled, 0.015625), 448.0)))
-        up = tl.div_rn(tl.div_rn(1.0, outer), _decode(tl.where(bad, 56, step), 0))
-        y = x * up[:, None]
-        code = ((y.to(tl.int32, bitcast=True) >> 31) & 1) * 8
-        y = tl.abs(y)
+    # In 255ths of the group's amax, squared.
+    root = tl.sqrt_rn(tl.div_rn(largest, tl.where(bad | (group == 0.0), 1.0, group)))
+    step = tl.minimum(tl.ceil(root * 255.0), 255.0)
+    factor = step * step * 1.5378700499807768e-05 * tl.where(bad, 0.0, group)
+    up = tl.div_rn(1.0, tl.where(factor == 0.0, 1.0, factor))
+    up = tl.minimum(up, 3.4028234663852886e38)
+    y = x * up[:, None]
+    code = tl.zeros([BLOCKS, SPAN], tl.int32)
     for middle in tl.static_range(MIDDLES):
         code += (y > tl.load(middles + middle)).to(tl.int32)
     # Past the end of a row is the code of zero.
     code = tl.where(bad[:, None], 0, code)
-    code = tl.where(column < columns, code, ZERO)
+    code = tl.where(column < columns, code, 7)
     low, high = tl.split(tl.reshape(code, [BLOCKS, SPAN // 2, 2]))
     half, stride = _code_row(columns, across, UNIT)
     codes += tl.multiple_of(tl.load(piece + 1), UNIT)
@@ -344,8 +291,8 @@ def write_pairs(
 @triton.jit
 def read_pairs(
     codes, scales, out, levels, table, piece_of,
-    FORM: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr,
-    UNIT: tl.constexpr, TYPE: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """Write the values of PAIRS bytes of codes, over the ends of rows. With VECTOR rows have an even number of columns.
 
@@ -371,11 +318,8 @@ def read_pairs(
     step = tl.load(codes + (row * stride + half + block), mask=present, other=0)
     group_at = tl.load(piece + 2) + _group(row, block, columns, SIZE, GROUP)
     group = tl.load(scales + group_at, mask=present, other=0.0)
-    if FORM == 0:
-        step = step.to(tl.float32)
-        factor = step * step * 1.5378700499807768e-05 * group
-    else:
-        factor = _decode(step, 0) * _outer(group)
+    step = step.to(tl.float32)
+    factor = step * step * 1.5378700499807768e-05 * group
     low = tl.load(levels + (byte & 15)) * factor
     high = tl.load(levels + (byte >> 4)) * factor
     out += _begin(piece, 0, VECTOR)

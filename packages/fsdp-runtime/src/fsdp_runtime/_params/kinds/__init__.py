@@ -3,8 +3,6 @@
 subclass   tensor subclasses with FSDP2's all-gather extensions
 on_wire    parameters, or gradients, are quantized for a collective
 at_rest    parameters are kept as codes
-scaled     modules compute with codes
-microscaled  modules compute with MXFP8 codes, of which a gather moves those of its phase
 """
 
 from collections.abc import Iterable
@@ -16,15 +14,12 @@ from ..._plan.group import Request, dtypes_for
 from ..._plan.param import ManagedParam
 from ..group import Group
 from .at_rest import AtRestGroup
-from .microscaled import MicroscaledGroup
 from .on_wire import BlockGradsGroup, OnWireGroup
-from .scaled import ScaledAtRestGroup, ScaledOnWireGroup
 from .subclass import Extension, SubclassGroup
 
 _OF_PLAIN = (Group, OnWireGroup, BlockGradsGroup)  # compute with plain parameters
-_OF_SELECTED = (
-    ScaledAtRestGroup, MicroscaledGroup, ScaledOnWireGroup, AtRestGroup, OnWireGroup, BlockGradsGroup
-)  # fmt: skip  # the first that takes it
+# The first that takes a parameter is its kind.
+_OF_SELECTED = (AtRestGroup, OnWireGroup, BlockGradsGroup)
 
 
 def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:

@@ -176,7 +176,6 @@ class AtRestGroup(OnWireGroup):
     """Parameters are kept as codes, which are gathered as they are. They are not trained."""
 
     holds_values: ClassVar[bool] = False
-    prepare_gathers = None
 
     @classmethod
     def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
@@ -204,8 +203,8 @@ class AtRestGroup(OnWireGroup):
     ) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
         blocks: Any = policy_of(request).at_rest
-        layout = planned(params, request, ALIGNMENT, blocks.tile[0] if blocks.shares_amax else 1)
-        return layout, BlocksAtRest(blocks, read_back=cls.read_back)
+        layout = planned(params, request, ALIGNMENT, blocks.tile[0])
+        return layout, BlocksAtRest(blocks)
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         if is_at_rest(value):  # values of these would be quantized twice

@@ -4,20 +4,17 @@
 `OnWireGroup`       parameters are quantized before a gather, and read back after it
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import dbuffer
 from dbuffer import BlockFormat, BlocksOnWire, CodePlanes, WireForm
 from layout_planner import Layout
 
 from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
 from ..._plan.param import ManagedParam
-from ..._torch.streams import Streams
 from ...quantization import QuantizationPolicy, check_values
 from ..group import Group
 
-MOST_OF_BF16 = 0.55  # of the bytes of a bf16 gather: the most that cut="auto" lets whole tiles take
 Params = Sequence[ManagedParam[Any]]
 
 
@@ -41,35 +38,8 @@ class BlockGradsGroup(Group):
         return planned(params, request, dtypes.alignment, 1), None
 
 
-def share_amax(
-    groups: Iterable[Group], streams: Streams, after: Sequence[Any] | None
-) -> Sequence[Any] | None:
-    """Find the amax of tiles that are cut, where parameters changed: one all-reduce a mesh, on the gathers' stream.
-
-    Args:
-        after: events that must have completed first. Defaults to all work of the current stream.
-
-    Returns:
-        the events that a gather must still wait for.
-    """
-    by_mesh: dict[Any, list[dbuffer.DBuffer]] = {}  # equal ones of units may have separate process groups
-    for group in groups:
-        buffer = group.buffer if isinstance(group, OnWireGroup) and group.shares_amax else None
-        if buffer is not None and dbuffer.needs_amax(buffer):
-            by_mesh.setdefault(buffer.mesh_view, []).append(buffer)
-    if not by_mesh:
-        return after
-    with streams.layer.on(streams.gather, after):
-        for buffers in by_mesh.values():
-            dbuffer.share_amax(buffers)
-    return ()
-
-
 class OnWireGroup(Group):
-    """Parameters are gathered as codes of blocks, which are read back unless modules compute with codes."""
-
-    prepare_gathers: ClassVar[Callable[..., Sequence[Any] | None] | None] = staticmethod(share_amax)
-    read_back: ClassVar[bool] = True  # whether modules compute with values
+    """Parameters are gathered as codes of blocks, and read back."""
 
     @classmethod
     def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
@@ -85,33 +55,10 @@ class OnWireGroup(Group):
 
     @classmethod
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
-        """A layout that cuts no tile, or for `cut="shared"` between any rows."""
+        """A layout that cuts no tile."""
         weights = policy_of(request).weights
         assert weights is not None
-        layout, shared = cls._cut(params, request, weights)
-        return layout, BlocksOnWire(weights, "shared" if shared else "whole", read_back=cls.read_back)
-
-    @classmethod
-    def _cut(cls, params: Params, request: Request, weights: BlockFormat) -> tuple[Layout, bool]:
-        """The layout, and whether it may cut tiles."""
-        cut = policy_of(request).cut
-        if not weights.shares_amax:
-            return planned(params, request, ALIGNMENT, 1), False
-        if cut == "shared":
-            return planned(params, request, ALIGNMENT, 1), True
-        whole = planned(params, request, ALIGNMENT, weights.tile[0])
-        if cut == "whole":
-            return whole, False
-        by_rows = planned(params, request, ALIGNMENT, 1)
-        bf16 = 2 * sum(segment.shard_size for segment in by_rows.segments)
-        row_bytes = CodePlanes(whole, weights).row_bytes
-        shared = row_bytes > MOST_OF_BF16 * bf16 and row_bytes > CodePlanes(by_rows, weights).row_bytes
-        return (by_rows if shared else whole), shared
-
-    @property
-    def shares_amax(self) -> bool:
-        """Whether tiles may be cut, so that their amax must be shared."""
-        return isinstance(self.plan.wire, BlocksOnWire) and self.plan.wire.cut == "shared"
+        return planned(params, request, ALIGNMENT, weights.tile[0]), BlocksOnWire(weights)
 
     @property
     def wire_format(self) -> BlockFormat | None:  # type: ignore[override]
