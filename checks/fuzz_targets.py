@@ -448,7 +448,7 @@ def _no_ranks() -> Iterator[None]:
         raise _WouldStart
 
     with contextlib.ExitStack() as inside:
-        for module in ("launch", "compare", "plan.command"):
+        for module in ("launch", "compare"):
             inside.enter_context(mock.patch(f"fsdp_runtime.train.{module}.start_ranks", start))
         yield
 
@@ -478,11 +478,11 @@ _TRAIN = [
     "--preset tiny --steps 9 --batch 12 --ranks 2 --device cpu", "--resume --out RUN", "verify RUN", "export RUN OUT",
     "--dim 64 --layers 2 --heads 4 --kv-heads 2 --ff-dim 96 --experts 4 --top-k 2 --aux-weight 0.1 --no-tied --ranks 4",
     "--data TEXT --held-out TEXT --dtype uint16 --seq-len 32 --accumulate 2 --lr 0.1 --clip 0 --timeout 9 --late 1",
-    "--tp 2 --ranks 4 --batch 12 --optimizer torch-adamw", "--pp 2 --ranks 4 --accumulate 2 --pp-schedule gpipe",
-    "--hsdp 2 --ranks 4 --cp 2 --quantize fp8 --reduce int8 --block rows:8 --precision bf16",
+    "--ranks 4 --batch 12 --accumulate 3 --optimizer torch-adamw",
+    "--hsdp 2 --ranks 4 --quantize fp8 --reduce int8 --block rows:8 --precision bf16",
     "--resume --out RUN --steps 9 --batch 12 --optimizer muon", "compare --vary system=ddp,one --rounds 1 --ranks 2",
     "compare --vary optimizer=adamw,soap --steps 3", "compare --vary gathers=fp32,int8 --seeds 0,1 --ranks 2",
-    "plan --preset tiny --ranks 8 --memory 1 --data TEXT", "--help", "plan --help",
+    "plan --preset tiny --ranks 8 --data TEXT", "--help", "plan --help",
     "--system fsdp2 --save-every 0 --on-nan skip",
 ]  # fmt: skip
 _PLAN = [
