@@ -5,7 +5,6 @@ import math
 import re
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,14 +33,10 @@ from block_optim import (
     orthogonalize,
     qk_clip_,
 )  # fmt: skip
-from block_optim.adam import launch
-from block_optim.adam.scalars import Hyper
-from block_optim.adam.variants import Variant
 from block_optim.core import device as devices
-from block_optim.core import runs as core_runs
 from layout_planner import Elements, Rows, Tile
 from ragged_shard import RaggedShard, distribute_tensor, held_boxes
-from ragged_shard.testing import OnItsWay, rank_mesh, run_ranks
+from ragged_shard.testing import rank_mesh, run_ranks
 
 ADAMS: tuple[Any, ...] = (AdamW, AdamW8bit)
 ROOTS: tuple[Any, ...] = (Shampoo, SOAP)
@@ -113,22 +108,15 @@ def routed(model=None, **options):
 
 
 def mixed(**options):
-    """Groups of Muon and of AdamW, or of AdamW alone, that differ in an option."""
+    """Groups of AdamW that differ in an option."""
     key, values = options.popitem()
-    names = ("muon", "adamw") if key == "capturable" else ("adamw", "adamw")
-    return [{"params": [p()], "algorithm": n, key: v} for n, v in zip(names, values, strict=True)]
+    return [{"params": [p()], "algorithm": "adamw", key: value} for value in values]
 
 
 def add_groups(first, *others):
     optimizer = Mixed([first])
     for group in others:
         optimizer.add_param_group(group)
-
-
-def on_device(call):
-    """A call with a stand-in for a device."""
-    with devices.stand_in(OnItsWay):
-        return call()
 
 
 def stepped(optimizer, **options):
@@ -142,23 +130,6 @@ def captured(call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "is_capturing", lambda: True)
         call()
-
-
-def launch_often():
-    """A launch of a kernel, captured by one graph more than it has memory for."""
-    kernel, weights, table = mock.MagicMock(), torch.zeros(3, 64), launch.Scalars(torch.device("cpu"), 1)
-    variant = Variant(kernel, {"VECTOR": 1}, 4, 32, 32)
-    row = launch.Row(
-        weights[0], tuple(weights[1:]), core_runs.Run((0,), 64, ()), 0, 1, 64, 64, 64, 0, torch.float32
-    )
-    one = launch.Launch([row], None, variant, variant, capturable=True)
-    for _ in range(launch.CAPTURES + 1):
-        one([torch.zeros(64)], table, None)
-
-
-def launch_first():
-    hyper = Hyper(torch.tensor(0.1), False, 0.9, 0.99, 1e-8, 0.1, False)
-    launch.Scalars(torch.device("cpu"), 1).update([hyper], [torch.tensor(1.0)])
 
 
 def clip(*weights, logits=None, **options):
@@ -195,14 +166,12 @@ def layer():
     return nn.Linear(8, 8)
 
 
-PLAIN_LAST: list[dict[str, Any]] = [{"params": [p()]}, {"params": [p()], "capturable": False}]
-STOCHASTIC: dict[str, Any] = {"stochastic_rounding": True, "dtype": BF16}
 ONE: Table = {
     **{f"{kind.__name__} {option}": (partial(kind, [p()], **{option: True}), ValueError, f"{option}=True")
-       for kind in ADAMS for option in ("amsgrad", "differentiable")},
+       for kind in ADAMS for option in ("amsgrad", "capturable", "differentiable")},
     **{f"{kind.__name__} {option} of a group": (partial(kind, [{"params": [p()], option: True}]), ValueError,
                                                 f"{option}=True")
-       for kind in ADAMS for option in ("amsgrad", "differentiable")},
+       for kind in ADAMS for option in ("amsgrad", "capturable", "differentiable")},
     "another block": (lambda: load(run_of("AdamW8bit").optimizer, run_of("AdamW8bit tiles").optimizer), ValueError,
                       "block='tile:4x8', this optimizer has block='elements:8'"),
     "fp32 states for codes": (lambda: load(run_of("AdamW8bit").optimizer, run_of("AdamW").optimizer), ValueError,
@@ -226,32 +195,9 @@ ONE: Table = {
            ("AdamW", "fused", True), ("AdamW8bit", "block", Elements(16)), ("AdamW8bit", "quantize", False),
            ("AdamW8bit", "min_8bit_numel", 99), ("Muon", "normuon", True), ("Muon", "momentum_dtype", BF16),
            ("Shampoo", "momentum", 0.0), ("SOAP", "max_preconditioner_dim", 8), ("Mixed", "algorithm", "shampoo"))},
-    # -- capturable
-    **{f"capturable {case} {key}": (partial(on_device, partial(run_of, case, **{"capturable": True, **options})),
-                                    ValueError, f"capturable=True with {key}=")
-       for case, key, options in (("Muon", "method", {"method": "gram"}), ("Muon", "stochastic_rounding", STOCHASTIC),
-                                  ("AdamW", "stochastic_rounding", STOCHASTIC))},
-    "capturable 1": (lambda: run_of("AdamW", capturable=1), ValueError, "capturable=1"),
-    **{f"capturable {kind.__name__}": (partial(kind, [("weight", p())], capturable=True), ValueError,
-                                       "weight: capturable=True needs parameters on an accelerator")
-       for kind in (*ADAMS, Muon)},
-    **{f"capturable {kind.__name__}": (partial(kind, [{"params": [p()], "capturable": True}]), ValueError,
-                                       "capturable=True") for kind in ROOTS},
-    "capturable groups": (lambda: on_device(lambda: AdamW(PLAIN_LAST, capturable=True)), ValueError,
-                          "capturable=False in one group"),
-    "capturable algorithms": (lambda: on_device(lambda: Mixed(mixed(capturable=(True, False)))), ValueError,
-                              "capturable differs between algorithms"),
-    "capturable, added": (lambda: on_device(lambda: add_groups(*mixed(capturable=(True, False)))), ValueError,
-                          "capturable differs between algorithms"),
-    "capturable, norm of the host": (lambda: on_device(lambda: stepped(AdamW([p()], capturable=True), grad_norm=1.0)),
-                                     ValueError, "grad_norm: capturable=True needs a tensor"),
-    "capturable, lr of the host": (
-        lambda: stepped(on_device(lambda: AdamW([p()], lr=torch.tensor(0.1), capturable=True))), ValueError,
-        "lr: capturable=True needs a tensor"),
-    "captured without it": (lambda: captured(lambda: stepped(AdamW([p()]))), RuntimeError,
-                            "build it with capturable=True"),
-    "captured too often": (lambda: captured(launch_often), RuntimeError, f"more than {launch.CAPTURES} CUDA graphs"),
-    "captured first": (lambda: captured(launch_first), RuntimeError, "take a step before capturing"),
+    **{f"{kind.__name__} capturable": (partial(kind, [{"params": [p()], "capturable": True}]), ValueError,
+                                       "capturable=True") for kind in (Muon, *ROOTS)},
+    "captured": (lambda: captured(lambda: stepped(AdamW([p()]))), RuntimeError, "step outside the graph"),
     # -- Mixed and routing
     "one cycle of Mixed": (lambda: torch.optim.lr_scheduler.OneCycleLR(run_of("Mixed").optimizer, 0.1, 6), ValueError,
                            "momentum or beta1"),
@@ -510,12 +456,6 @@ def differ(key, values):
     Muon([by_torch(Shard(0), 4, 4)], **{key: values[dist.get_rank() % 2]})
 
 
-def unchecked_norm():
-    run = Run(AdamW, "shard", shapes=((8, 6),), lr=0.1, capturable=True)
-    run.give(0)
-    run.optimizer.step()
-
-
 def cut_logits():
     weight = distribute_tensor(torch.ones(12, 5), world_mesh(), [RaggedShard((0, 1), (1, 0, 59))])
     clip(weight, None, logits=put(torch.ones(4), world_mesh(), [Shard(0)]))
@@ -548,11 +488,6 @@ RANKS: dict[int, Table] = {
         "a partial sum": (awaits_a_reduction, ValueError, "head: a parameter with placements .* awaits a reduction"),
         **{f"{key} differ": (partial(differ, key, values), ValueError, "assign Muon's matrices differently")
            for key, values in {"ns_steps": (4, 5), "ns_coefficients": ("keller", "quintic")}.items()},
-        **{f"capturable exchange, {layout}": (
-            partial(on_device, partial(Run, Muon, layout, shapes=((8, 6),), lr=0.1, capturable=True)), ValueError,
-            "capturable=True: p0 travels between ranks") for layout in ("shard", "replicate")},
-        "capturable check": (lambda: on_device(unchecked_norm), ValueError,
-                             "capturable=True: ranks would agree on non-finite gradients"),
         "logits are cut": (cut_logits, ValueError, "reduce it with MAX"),
         "a group for a mesh": (lambda: run_of("Muon", replicate_mesh=dist.group.WORLD), TypeError,
                                "replicate_mesh=.*: expected a DeviceMesh; .*DeviceMesh.from_group"),
