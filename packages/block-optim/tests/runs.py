@@ -100,13 +100,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 NARROW: dict[str, dict[str, Any]] = {
-    "masters": {"dtype": BF16, "master_weights": True},
     "stochastic rounding": {"dtype": BF16, "stochastic_rounding": True},
 }
 
 
 def run_of(case, layout="plain", mesh_shape=(), **more):
-    """A run of one of `KINDS`, or of one of them in one of the ways of `NARROW`: "AdamW, masters"."""
+    """A run of one of `KINDS`, or of one of them in one of the ways of `NARROW`: "AdamW, stochastic rounding"."""
     name, _, narrow = case.partition(", ")
     kind, options = KINDS[name]
     own = {"shapes": SHAPES, "lr": 0.1, **options, **NARROW.get(narrow, {})}

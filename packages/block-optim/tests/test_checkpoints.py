@@ -33,11 +33,7 @@ CASES = {
     "SOAP overlap": (*ANY, "replicas"),
     "Mixed": ("elements", "shard", "rows"),
     "Mixed 8-bit": ("planned", "whole"),
-    "AdamW, masters": ("elements", "rows", "shard"),
-    "AdamW8bit, masters": ("planned",),
     **{f"Muon, {narrow}": ANY for narrow in NARROW},
-    "Shampoo, masters": ANY,
-    "SOAP, masters": ANY,
 }
 
 
@@ -75,7 +71,7 @@ def load_and_go_on(case, layout, folder, options):
     return (loaded, result) if not dist.get_rank() else None
 
 
-USUAL = ("AdamW, masters", "AdamW8bit tiles", "NorMuon", "SOAP overlap", "Mixed 8-bit", "Shampoo sums")
+USUAL = ("AdamW", "AdamW8bit tiles", "NorMuon", "SOAP overlap", "Mixed 8-bit", "Shampoo sums")
 
 
 # Every second case is saved in torch's flattened form.

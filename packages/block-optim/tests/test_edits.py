@@ -132,12 +132,9 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-@pytest.mark.parametrize(
-    ("case", "more"),
-    [*((case, {}) for case in CASES), ("AdamW", {"dtype": torch.bfloat16, "master_weights": True})],
-)
-def test_states_whose_data_was_swapped_are_used_where_they_are(case, more):
-    run, twin = run_of(case, **more).steps(0, 2), run_of(case, **more).steps(0, 2)
+@every_kind
+def test_states_whose_data_was_swapped_are_used_where_they_are(case):
+    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
     run.optimizer.state_dict()  # waits for what runs next to the step
     old = []
     for state in run.optimizer.state.values():  # as offloaders do

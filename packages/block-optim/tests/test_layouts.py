@@ -44,7 +44,6 @@ CASES = {
         for name in ("AdamW", "Muon", "Shampoo", "SOAP")
         for narrow in NARROW
     },
-    **{f"{name}, masters": ("whole", "rows") for name in ("AdamW fused", "NorMuon", "Mixed")},
     **{f"AdamW8bit, {narrow}": BY_BLOCKS for narrow in NARROW},
 }
 

@@ -350,11 +350,6 @@ def again(case):
     make(case, [("p0", param)]).add_param_group({"params": [("again", param)], "algorithm": "muon"})
 
 
-def with_masters(case):
-    saved, other = (run_of(case, dtype=BF16, **more) for more in ({"master_weights": True}, {}))
-    load(other.optimizer, saved.optimizer)
-
-
 SHAPE = r"its \.data was set"
 EVERY: Table = {  # of a case
     "no such argument": (lambda case: kind_of(case)([("p0", p())], lrr=0.1), TypeError, "KIND.*'lrr'"),
@@ -375,14 +370,10 @@ EVERY: Table = {  # of a case
            "fewer elements": lambda p: torch.zeros(4, 6), "another shape": lambda p: torch.zeros(p.shape[::-1]),
            "another order": lambda p: torch.zeros(p.shape[::-1]).T, "a view": lambda p: p.data.view(p.shape[::-1]),
            "a wider dtype": lambda p: p.data.double()}.items()},
-    "two ways to round": (lambda case: run_of(case, dtype=BF16, stochastic_rounding=True, master_weights=True),
-                          ValueError, "stochastic_rounding=True with master_weights=True: .* choose one"),
     "fp16 rounded": (lambda case: run_of(case, dtype=torch.float16, stochastic_rounding=True), ValueError,
                      "p0: stochastic_rounding is for bf16 .* torch.float16"),
-    "masters loaded": (with_masters, ValueError, "saved with master_weights=True, this optimizer has"),
-    **{f"{key}={value}": (partial(lambda options, case: run_of(case, dtype=BF16, **options), {key: value}), ValueError,
-                          rf"{key}={value!r}: expected True or False$")
-       for key, value in (("stochastic_rounding", 1), ("master_weights", None), ("master_weights", "yes"))},
+    "stochastic_rounding=1": (lambda case: run_of(case, dtype=BF16, stochastic_rounding=1), ValueError,
+                              "stochastic_rounding=1: expected True or False$"),
 }  # fmt: skip
 
 

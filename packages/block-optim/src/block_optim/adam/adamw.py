@@ -32,7 +32,6 @@ class AdamW(BlockOptimizer):
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
             stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
-        master_weights: keep fp32 copies of narrower parameters (state ``master_param``), and round them to nearest.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
@@ -40,7 +39,6 @@ class AdamW(BlockOptimizer):
     """
 
     shared_options = ("fused",)
-    format_options = ("master_weights",)
 
     def __init__(
         self,
@@ -58,7 +56,6 @@ class AdamW(BlockOptimizer):
         fused: bool | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         check_execution(foreach, fused)
@@ -68,7 +65,7 @@ class AdamW(BlockOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
-            "seed": seed, "master_weights": master_weights,
+            "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 

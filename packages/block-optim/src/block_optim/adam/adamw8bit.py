@@ -55,7 +55,7 @@ class AdamW8bit(BlockOptimizer):
             mesh, too; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        stochastic_rounding, seed: as in `AdamW`.
         foreach, fused: have no effect.
         skip_nonfinite: see `BlockOptimizer`.
 
@@ -63,7 +63,7 @@ class AdamW8bit(BlockOptimizer):
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
-    format_options = ("block", "min_8bit_numel", "master_weights")
+    format_options = ("block", "min_8bit_numel")
     requires_blocks = True
 
     def __init__(
@@ -80,7 +80,6 @@ class AdamW8bit(BlockOptimizer):
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         maximize: bool | None = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -94,7 +93,7 @@ class AdamW8bit(BlockOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 

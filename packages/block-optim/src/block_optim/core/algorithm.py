@@ -14,7 +14,7 @@ from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_lr, reject_unsupported
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import BlockRequest, Policy, make_policy
-from block_optim.core.precision import MASTER, check_precision, make_masters
+from block_optim.core.precision import check_precision
 from block_optim.core.snapshot import StateSnapshot
 from layout_planner import Block
 from ragged_shard import DISTRIBUTED
@@ -211,12 +211,7 @@ class Algorithm:
         """
         if self.requires_blocks:
             self.check_blocks(params)
-        if group.get("master_weights") and "master_weights" in self.defaults:
-            make_masters(params)
         self.init_states(group, params)
         for param in params:
-            own = self.state[param.tensor]
-            for key, value in own.items():
+            for key, value in self.state[param.tensor].items():
                 param.check_state(key, value)
-            if param.master is not None:
-                own[MASTER] = param.wrap(param.local)

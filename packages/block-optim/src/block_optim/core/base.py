@@ -19,7 +19,6 @@ from torch.optim.optimizer import ParamsT
 from block_optim.core import device as devices
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients, unscaled
-from block_optim.core.precision import refresh_masters, store_masters
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
 from ragged_shard import is_cpu
@@ -34,9 +33,6 @@ class BlockOptimizer(Stateful):
         params: tensors, named tensors or groups, as torch's optimizers take them; plain, DTensors or RaggedDTensors.
         defaults: the options of a group and their defaults; ``lr`` among them.
         skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
-
-    Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
-    finds them as ``p.local``, and `step` rounds them into the parameters.
 
     A subclass defines `init_states` and `update`, and may override the methods up to `check_blocks` and the attributes.
     Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints, pickling and `Mixed` then work. Its
@@ -135,9 +131,7 @@ class BlockOptimizer(Stateful):
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
             counts = [] if active.found_inf is None else self._host_counts()
             before = torch.stack(counts) if counts else None
-            refresh_masters(self._mastered)
             self.update(active)
-            store_masters(self._mastered)
             if active.found_inf is not None:
                 self._flags.add(active.found_inf, counts, before)
         if not collected.keeps:

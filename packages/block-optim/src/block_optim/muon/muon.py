@@ -59,14 +59,14 @@ class Muon(BlockOptimizer):
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
         cautious_weight_decay: decay only entries that the update shrinks anyway.
-        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16; text in the groups.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        momentum_dtype: None (the parameter's), float32, bfloat16 or float16; text in the groups.
+        stochastic_rounding, seed: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
         replicate_mesh: see `BlockOptimizer`.
         skip_nonfinite: see `BlockOptimizer`.
 
     State: ``momentum_buffer``; with NorMuon ``second_moment``, with
-    stochastic_rounding ``step``, with master_weights ``master_param``.
+    stochastic_rounding ``step``.
 
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
     that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
@@ -80,7 +80,7 @@ class Muon(BlockOptimizer):
         ValueError: an option, a parameter or placements that do not fit; ranks whose assignments differ.
     """
 
-    format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
+    format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding")
     shared_options = ("bucket_bytes", "replicate_mesh")
     divides_copies = True
 
@@ -106,7 +106,6 @@ class Muon(BlockOptimizer):
         momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
         replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
@@ -120,7 +119,7 @@ class Muon(BlockOptimizer):
             "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
             "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 

@@ -92,7 +92,6 @@ class Preconditioned(BlockOptimizer):
         "matrices",
         "factor_dtype",
         "packed",
-        "master_weights",
     )
 
     shared_options: ClassVar[tuple[str, ...]] = ("replicate_mesh",)

@@ -79,7 +79,7 @@ class Shampoo(Preconditioned):
         root_epsilon: the ridge, relative to a factor's norm. None: 1e-5; 1e-3 with ``kl``, whose roots are square.
         factor_dtype: "float32", "bfloat16" or "float64", of factors and roots as they are kept.
         packed: keep the lower triangles of factors and roots only.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        stochastic_rounding, seed: as in `AdamW`.
         replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
@@ -120,7 +120,6 @@ class Shampoo(Preconditioned):
         packed: bool = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
@@ -133,7 +132,7 @@ class Shampoo(Preconditioned):
             "start_preconditioning_step": start_preconditioning_step, "stagger": stagger, "overlap": overlap,
             "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
             "root_method": root_method, "root_epsilon": root_epsilon, "factor_dtype": factor_dtype, "packed": packed,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 

@@ -59,7 +59,7 @@ class SOAP(Preconditioned):
         overlap: refresh during the next forward and backward, in a thread, on CUDA with a separate stream.
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
         packed: keep the lower triangles of factors only.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        stochastic_rounding, seed: as in `AdamW`.
         replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
@@ -88,7 +88,6 @@ class SOAP(Preconditioned):
         packed: bool = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
@@ -98,7 +97,7 @@ class SOAP(Preconditioned):
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
             "matrices": matrices, "precondition_frequency": precondition_frequency,
             "stagger": stagger, "overlap": overlap, "factor_dtype": factor_dtype, "packed": packed,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
