@@ -85,14 +85,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KL-Shampoo": (Shampoo, small(kl=True, root_method="newton", start_preconditioning_step=2)),
     "Shampoo sums": (
         Shampoo,
-        small(betas=(0.9, 1.0), grafting="rmsprop", overlap=True, diagonal_above=10, momentum=0.9),
+        small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10, momentum=0.9),
     ),
     "SOAP": (SOAP, small()),
-    "SOAP overlap": (SOAP, small(overlap=True, stagger=False, diagonal_above=10)),
-    "Mixed": (Mix(("muon", {}), ("soap", small(overlap=True)), ("adamw", {})), {}),
+    "SOAP diagonal": (SOAP, small(stagger=False, diagonal_above=10)),
+    "Mixed": (Mix(("muon", {}), ("soap", small()), ("adamw", {})), {}),
     "Mixed 8-bit": (
         Mix(
-            ("shampoo", small(overlap=True)),
+            ("shampoo", small()),
             ("adamw8bit", {"block": Elements(8), "min_8bit_numel": 1}),
             ("muon", {}),
         ),
@@ -241,9 +241,7 @@ class Run:
         return self
 
     def result(self):
-        """Parameters and states, in full, which are complete."""
-        if hasattr(self.optimizer, "synchronize"):
-            self.optimizer.synchronize()
+        """Parameters and states, in full."""
         assert all((gap == GAP_FILL).all() for gap in self.gaps)
         found = {name: full(p.detach()) for name, p in self.module.named_parameters()}
         for name, p in self.module.named_parameters():

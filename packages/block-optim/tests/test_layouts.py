@@ -36,7 +36,7 @@ CASES = {
     "KL-Shampoo": ("planned", "elements"),
     "Shampoo sums": ("planned", "shard", "replicas"),
     "SOAP": (*ANY, "planned", "replicas"),
-    "SOAP overlap": ("planned", "elements"),
+    "SOAP diagonal": ("planned", "elements"),
     "Mixed": (*ANY, "planned"),
     "Mixed 8-bit": BY_BLOCKS,
     **{

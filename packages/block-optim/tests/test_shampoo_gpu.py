@@ -16,10 +16,9 @@ SHAPE = (200, 96)
 
 
 @pytest.mark.parametrize("kind", [Shampoo, SOAP])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind, overlap):
+def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind):
     grads = gradients(SHAPE, 12)
-    options = {"lr": 0.01, "max_preconditioner_dim": 64, "precondition_frequency": 4, "overlap": overlap}
+    options = {"lr": 0.01, "max_preconditioner_dim": 64, "precondition_frequency": 4}
     cpu, device = parameter(SHAPE), torch.nn.Parameter(parameter(SHAPE).detach().cuda())
     train([cpu], [grads], kind([cpu], **options))
     train([device], [[g.cuda() for g in grads]], kind([device], **options))

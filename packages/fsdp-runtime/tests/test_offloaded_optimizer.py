@@ -27,13 +27,12 @@ BLOCKS = {
     "adamw8bit": lambda groups: block_optim.AdamW8bit(groups, lr=0.01, **EIGHT_BIT),
     "muon": lambda groups: block_optim.Muon(groups, lr=0.01),
     "shampoo": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=2),
-    "overlapped": lambda groups: block_optim.Shampoo(groups, lr=0.01, precondition_frequency=1, overlap=True),
     "soap": lambda groups: block_optim.SOAP(groups, lr=0.01, precondition_frequency=2),
 }
 KINDS = TORCH | BLOCKS
 ALONE = (*TORCH, "adamw", "adamw8bit")
-# Of block_optim's those that update alone, that exchange matrices, and that work next to the step; the others are long.
-SOME = (*TORCH, "adamw8bit", "muon", "overlapped")
+# Of block_optim's one that updates by itself and two that exchange blocks; the others are long.
+SOME = (*TORCH, "adamw8bit", "muon", "shampoo")
 
 
 def device_for(kind):
@@ -199,31 +198,7 @@ def test_what_does_not_apply_is_refused_and_on_the_cpu_it_is_the_optimizer_itsel
     assert other.eq(0.5).all()
 
 
-# -- block_optim's: work next to the steps, states that are replaced ---------------------------------------------------
-
-
-def test_an_optimizer_that_works_next_to_its_steps_may_be_given_after_some(
-    monkeypatch,
-):
-    with device_for("overlapped"):
-        found, sizes, theirs = [], [], block_optim.Shampoo.synchronize
-
-        def synchronize(self):
-            states = [value for value in tensors_in(dict(self.state)) if value.numel() > 1]
-            sizes.append(min(value.untyped_storage().nbytes() for value in states))
-            theirs(self)
-
-        for with_it in (False, True):
-            model, optimizer = prepared("overlapped", False)
-            train(model, optimizer, range(2))
-            if with_it:
-                with monkeypatch.context() as patch:
-                    patch.setattr(block_optim.Shampoo, "synchronize", synchronize)
-                    optimizer = OffloadedOptimizer(optimizer)
-            found.append(train(model, optimizer, range(2, 3)))
-        assert same_bits(*found)
-        assert sizes
-        assert sizes[0] > 0  # its states have not moved yet
+# -- block_optim's: states that are replaced ------------------------------------------------------------------------
 
 
 class Renewing(block_optim.BlockOptimizer):

@@ -89,9 +89,6 @@ class Algorithm:
     def invalidate(self) -> None:
         """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
 
-    def synchronize(self) -> None:
-        """Complete work that runs during forward and backward; called before states are saved, loaded or copied."""
-
     @property
     def supports_found_inf(self) -> bool:
         """Whether `update` obeys ``active.found_inf`` on the device, so that the host does not wait for it.

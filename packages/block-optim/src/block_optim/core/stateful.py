@@ -42,7 +42,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _complete(self) -> None:
         """Bring states to where the last step leaves them."""
-        self.synchronize()
 
     # ---------------------------------------------------------------- groups
 
@@ -221,7 +220,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return dict(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict, after `synchronize`; without states of parameters that have left the groups."""
+        """Torch's state dict, without states of parameters that have left the groups."""
         self._complete()
         self._sync()
         left = {

@@ -187,11 +187,6 @@ class Mixed(BlockOptimizer):
         for algorithm in self._algorithms.values():
             algorithm.invalidate()
 
-    @override
-    def synchronize(self) -> None:
-        for algorithm in self._algorithms.values():
-            algorithm.synchronize()
-
     @property
     @override
     def supports_found_inf(self) -> bool:

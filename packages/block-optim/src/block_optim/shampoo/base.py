@@ -1,8 +1,8 @@
-"""Common part of Shampoo and SOAP: planning, gradients to owners, updates back, and overlapped work.
+"""Common part of Shampoo and SOAP: planning, gradients to owners, updates back.
 
 A subclass's `update` is written with three helpers:
 
-    _gather     results of the last refresh; gradients -> owned runs       one all_reduce, one all_to_all_single
+    _gather     gradients -> owned runs                                    one all_reduce, one all_to_all_single
                 (the rule, on owned runs and blocks)                       nothing
     _scatter    owned runs -> local updates                                one all_to_all_single
     _apply      weight decay, momentum, learning rate, on local elements   nothing
@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from block_optim.shampoo.grid import MATRICES, block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
 from block_optim.shampoo.roots import RootCounts
 from block_optim.shampoo.strips import StripExchange
-from block_optim.shampoo.worker import Worker
 from layout_planner import Block
 
 _LOG = logging.getLogger("block_optim")
@@ -48,7 +47,6 @@ _LOG = logging.getLogger("block_optim")
 LARGEST = 1e15  # gradients are clamped to it: their squares, summed over a block, stay in fp32's range
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-T = TypeVar("T")
 Move = Callable[[Group, Sequence["TensorStep"], list[Tensor]], None]
 Written = Callable[[Sequence["TensorStep"]], list[Tensor]]
 
@@ -101,7 +99,6 @@ class Preconditioned(BlockOptimizer):
     def setup(self) -> None:
         self._plan = Plan()
         self._links: list[StripExchange] | None = None
-        self._worker: Worker | None = None
         self._write = NarrowWriter()
         self._bound = False  # whether blocks have views of the states' memory
         self._told = 0
@@ -123,7 +120,7 @@ class Preconditioned(BlockOptimizer):
             check_range(name, beta, 0.0, 1.0 + 1e-12 if name == "betas[1]" else 1.0)
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
-        for name in ("stagger", "overlap", "packed"):
+        for name in ("stagger", "packed"):
             check_flag(name, group[name])
 
     @override
@@ -244,7 +241,6 @@ class Preconditioned(BlockOptimizer):
         """The owned runs of all gradients; of a parameter that is exchanged, if any rank has a gradient."""
         if not self._bound:
             self._bind_blocks()
-        self.synchronize()
         tensors = {t.number: t for t in self._plan.tensors.values()}
         result: dict[int, Tensor] = {}
         for param, grad in active:
@@ -287,32 +283,10 @@ class Preconditioned(BlockOptimizer):
                 self.clamped_gradients += 1
                 _LOG.warning("%s: a gradient of %.1e was cut to %.0e", work.tensor.param.name, peak, LARGEST)
 
-    # ---------------------------------------------------------------- overlapped work
-
-    def _run_later(
-        self, device: torch.device, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]
-    ) -> None:
-        """Run jobs during the next forward and backward; `commit` their results when the next step begins."""
-        if self._worker is None:
-            self._worker = Worker(device)
-        self._worker.submit(jobs, commit)
-
     @property
     @override
     def supports_found_inf(self) -> bool:
         return True
-
-    @override
-    def step_was_skipped(self) -> None:
-        if self._worker is not None:
-            self._worker.drop()
-
-    @override
-    def synchronize(self) -> None:
-        if self._worker is not None and self._worker.is_busy:
-            if self.state_snapshot.has_moved():
-                self._bind_blocks()
-            self._worker.finish()
 
     def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:
         """Add to the counts of roots, and log failures."""

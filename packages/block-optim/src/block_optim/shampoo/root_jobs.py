@@ -12,7 +12,7 @@ from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
 from block_optim.shampoo.batches import capacity, load_square
 from block_optim.shampoo.plan import SIDES, OwnedBlock
 from block_optim.shampoo.roots import TINY, RootCounts, RootOptions, Roots, inverse_roots
-from block_optim.shampoo.rule import beta2, first_due, is_due, root_options
+from block_optim.shampoo.rule import beta2, is_due, root_options
 
 
 @dataclass
@@ -20,11 +20,10 @@ class RootJob:
     """Roots of factors of one size and kind, of any tensors and sides.
 
     Attributes:
-        group: a parameter group with their options; `run` does not read it, since it may run when these are edited.
+        group: a parameter group with their options.
         items: the blocks and sides.
         dim: size of the factors.
         diagonal: whether they are diagonal.
-        first: whether these are the blocks' first roots.
     """
 
     group: Group
@@ -32,7 +31,6 @@ class RootJob:
     step: int
     dim: int
     diagonal: bool
-    first: bool
     items: Sequence[tuple[OwnedBlock, str]] = ()
 
     def views(self, kind: str) -> list[Tensor]:
@@ -62,12 +60,11 @@ def root_jobs(works: Sequence[TensorStep]) -> list[RootJob]:
     """All roots whose turn it is, equal sizes together."""
     classes: dict[Hashable, tuple[RootJob, list[tuple[OwnedBlock, str]]]] = {}
     for group, step, members in by_step(works):
-        root, how = root_options(group), (beta2(group), group["packed"], group["overlap"])
+        root, how = root_options(group), (beta2(group), group["packed"])
         for block in StepBlocks(members).blocks:
             if is_due(group, block.number, step):
-                first = step == first_due(group, block.number)
                 for side in SIDES:
-                    kind = step, block.dim(side), block.diagonal(side), first
+                    kind = step, block.dim(side), block.diagonal(side)
                     memory = block.tensor.compute, block.tensor.param.device
                     job = RootJob(group, root, *kind)
                     classes.setdefault((root, how, kind, memory), (job, []))[1].append((block, side))

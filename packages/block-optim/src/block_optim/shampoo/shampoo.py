@@ -12,7 +12,6 @@ and for the whole tensor:  D += weight_decay W;  momentum;  W -= lr D.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +68,6 @@ class Shampoo(Preconditioned):
         start_preconditioning_step: until then the update is the grafting method's; without one there is none, and
             statistics are gathered. None: `precondition_frequency`.
         stagger: spread the blocks' turns over the steps.
-        overlap: compute roots during the next forward and backward: in a thread, on CUDA with a separate stream. They
-            are then used from the step after; the numbers are the same on every device.
         grafting: "none", "rmsprop" or "adam". None: "adam", and "none" with ``kl``.
         grafting_beta2: of the grafting method's second moment. None: ``betas[1]``, or 0.999 where that is 1.
         exponent: of both roots. None: 1/4, with ``kl`` 1/2 (which cannot be changed).
@@ -109,7 +106,6 @@ class Shampoo(Preconditioned):
         precondition_frequency: int = 10,
         start_preconditioning_step: int | None = None,
         stagger: bool = True,
-        overlap: bool = False,
         grafting: str | None = None,
         grafting_beta2: float | None = None,
         exponent: float | None = None,
@@ -129,7 +125,7 @@ class Shampoo(Preconditioned):
             "dampening": dampening, "nesterov": nesterov, "max_preconditioner_dim": max_preconditioner_dim,
             "diagonal_above": diagonal_above, "matrices": matrices,
             "precondition_frequency": precondition_frequency,
-            "start_preconditioning_step": start_preconditioning_step, "stagger": stagger, "overlap": overlap,
+            "start_preconditioning_step": start_preconditioning_step, "stagger": stagger,
             "grafting": grafting, "grafting_beta2": grafting_beta2, "exponent": exponent, "kl": kl,
             "root_method": root_method, "root_epsilon": root_epsilon, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed,
@@ -205,14 +201,11 @@ class Shampoo(Preconditioned):
         works = self._gather(active)
         for group, step, members in by_step(works):
             self._accumulate(group, step, members, skip)
-        overlapped = self._refresh(works, skip)  # roots of the whole model together
+        for job in root_jobs(works):  # of the whole model together
+            with unless(skip, job.views("root")):
+                self._put_roots(job, job.run(job.load()))
         for group, step, members in by_step(works):
             self._precondition(group, step, members)
-        if overlapped:
-            device = overlapped[0].views("factor")[0].device
-            self._run_later(
-                device, [partial(_rooted, job, job.load()) for job in overlapped], self._put_roots
-            )
         self._scatter(works)
         self._apply(works, skip, _move, lambda works: _flat(works, "momentum_buffer"))
 
@@ -269,23 +262,9 @@ class Shampoo(Preconditioned):
                 factor.add_(gained)
             batch.put_side("factor", side, factor, group["packed"])
 
-    # ---------------------------------------------------------------- roots
-
-    def _refresh(self, works: Sequence[TensorStep], skip: Tensor | None) -> list[RootJob]:
-        """Compute the roots whose turn it is; returns those that are to be computed during the next forward."""
-        later: list[RootJob] = []
-        for job in root_jobs(works):
-            if job.group["overlap"] and not job.first:
-                later.append(job)
-            else:
-                with unless(skip, job.views("root")):
-                    self._put_roots([(job, job.run(job.load()))])
-        return later
-
-    def _put_roots(self, results: Sequence[tuple[RootJob, Roots]]) -> None:
-        for job, result in results:
-            store_square(job.views("root"), result.roots, job.group["packed"])
-            self._count(result.counts, [job.items[i][0] for i in result.kept])
+    def _put_roots(self, job: RootJob, result: Roots) -> None:
+        store_square(job.views("root"), result.roots, job.group["packed"])
+        self._count(result.counts, [job.items[i][0] for i in result.kept])
 
 
 def _flat(works: Sequence[TensorStep], *names: str) -> list[Tensor]:
@@ -308,7 +287,3 @@ def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> N
         else:
             updates = buffers
     take(weights, updates, group["lr"])
-
-
-def _rooted(job: RootJob, inputs: tuple[Tensor, Tensor]) -> tuple[RootJob, Roots]:
-    return job, job.run(inputs)

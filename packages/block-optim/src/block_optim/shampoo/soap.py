@@ -11,7 +11,6 @@ and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ from block_optim.shampoo.roots import Roots, eigenbases, power_bases
 from block_optim.shampoo.rule import apply_side, outer, side_states, take
 
 _BLOCK_STATES = ("exp_avg", "exp_avg_sq", "factor_rows", "factor_cols", "basis_rows", "basis_cols")
-_Refreshed = tuple[Batch, dict[str, tuple[Roots, Tensor]]]
 
 
 class SOAP(Preconditioned):
@@ -56,7 +54,6 @@ class SOAP(Preconditioned):
         matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
         precondition_frequency: updates from one refresh of a block's bases to the next.
         stagger: spread the blocks' turns over the steps (the first bases are made in the first step).
-        overlap: refresh during the next forward and backward, in a thread, on CUDA with a separate stream.
         factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
         packed: keep the lower triangles of factors only.
         stochastic_rounding, seed: as in `AdamW`.
@@ -83,7 +80,6 @@ class SOAP(Preconditioned):
         matrices: str = "auto",
         precondition_frequency: int = 10,
         stagger: bool = True,
-        overlap: bool = False,
         factor_dtype: torch.dtype | str = "float32",
         packed: bool = True,
         stochastic_rounding: bool = False,
@@ -96,7 +92,7 @@ class SOAP(Preconditioned):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
             "matrices": matrices, "precondition_frequency": precondition_frequency,
-            "stagger": stagger, "overlap": overlap, "factor_dtype": factor_dtype, "packed": packed,
+            "stagger": stagger, "factor_dtype": factor_dtype, "packed": packed,
             "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
@@ -155,12 +151,8 @@ class SOAP(Preconditioned):
                 turn = [b for b in own.blocks if (updates - (b.number if stagger else 0)) % frequency == 0]
                 due += batches(turn)
         for batch in due:
-            if not _group(batch)["overlap"]:
-                with unless(skip, batch.views(*_BLOCK_STATES)):
-                    self._turn([(batch, _refreshed(_load(batch)))])
-        later = [batch for batch in due if _group(batch)["overlap"]]
-        if later:
-            self._run_later(due[0].device, [partial(_turned_by, b, _load(b)) for b in later], self._turn)
+            with unless(skip, batch.views(*_BLOCK_STATES)):
+                self._turn(batch)
 
     def _update_blocks(self, group: Group, step: int, batch: Batch, own: StepBlocks) -> None:
         grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
@@ -209,19 +201,21 @@ class SOAP(Preconditioned):
             batch.put_side("basis", side, result.roots, False)
             self._count_batch(batch, result)
 
-    def _turn(self, results: Sequence[_Refreshed]) -> None:
-        """Put new bases in place: second moments in the new order, first moments turned from the old basis."""
-        for batch, sides in results:
-            first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
-            for side, (result, order) in sides.items():
-                turn = linalg.matmul(result.roots.mT, batch.side("basis", side, False))
-                first = apply_side(first, turn if side == ROWS else turn.mT, side)
-                index = order[:, :, None] if side == ROWS else order[:, None, :]
-                second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
-                batch.put_side("basis", side, result.roots, False)
-                self._count_batch(batch, result)
-            batch.put("exp_avg", first)
-            batch.put("exp_avg_sq", second)
+    def _turn(self, batch: Batch) -> None:
+        """Refresh bases: second moments take the new order, first moments are turned from the old basis."""
+        first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        packed = _group(batch)["packed"]
+        for side in _turned(batch):
+            old = batch.side("basis", side, False)
+            result, order = power_bases(batch.side("factor", side, packed), old)
+            turn = linalg.matmul(result.roots.mT, old)
+            first = apply_side(first, turn if side == ROWS else turn.mT, side)
+            index = order[:, :, None] if side == ROWS else order[:, None, :]
+            second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
+            batch.put_side("basis", side, result.roots, False)
+            self._count_batch(batch, result)
+        batch.put("exp_avg", first)
+        batch.put("exp_avg_sq", second)
 
     def _count_batch(self, batch: Batch, result: Roots) -> None:
         counts = result.without(batch.capacity - len(batch.blocks)).counts
@@ -266,20 +260,3 @@ def _direction(group: Group, updates: int, batch: Batch, grads: Tensor) -> Tenso
     for side, basis in bases.items():
         result = apply_side(result, basis if side == ROWS else basis.mT, side)
     return result
-
-
-def _load(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Copies of what a refresh reads: factors and bases of each side."""
-    packed = _group(batch)["packed"]
-    return {
-        side: (batch.side("factor", side, packed), batch.side("basis", side, False))
-        for side in _turned(batch)
-    }
-
-
-def _refreshed(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Roots, Tensor]]:
-    return {side: power_bases(factor, basis) for side, (factor, basis) in inputs.items()}
-
-
-def _turned_by(batch: Batch, inputs: dict[str, tuple[Tensor, Tensor]]) -> _Refreshed:
-    return batch, _refreshed(inputs)

@@ -40,8 +40,7 @@ class _Bucket:
 class OffloadedStates:
     """The states of an optimizer on a device, in CPU memory between steps.
 
-    Of block_optim's optimizers it uses `step`, `state`, `trained`, `synchronize`, `skip_nonfinite` and
-    state dicts.
+    Of block_optim's optimizers it uses `step`, `state`, `trained`, `skip_nonfinite` and state dicts.
 
     Args:
         optimizer: its states are on the device.
@@ -72,7 +71,6 @@ class OffloadedStates:
             with self._grads_on_device():
                 for _ in self._in_turn() if self._buckets else (None,):
                     optimizer.step(grad_norm=grad_norm)
-                    optimizer.synchronize()
         elif self._is_finite(grad_norm):
             self._step_by_bucket({"grad_norm": 0.0})  # finite: all ranks were asked
         else:
