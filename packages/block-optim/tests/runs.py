@@ -81,14 +81,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon buckets": (Muon, {"nesterov": False, "bucket_bytes": 300, "adjust_lr_fn": "match_rms_adamw"}),
     "NorMuon": (Muon, {"normuon": True, "momentum_dtype": BF16}),
     "NorMuon buckets": (Muon, {"normuon": True, "ns_coefficients": "quintic", "bucket_bytes": 300}),
-    "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9)),
-    "KL-Shampoo": (Shampoo, small(kl=True, root_method="newton", start_preconditioning_step=2)),
+    "Shampoo": (Shampoo, small(betas=(0.9, 0.95))),
     "Shampoo sums": (
         Shampoo,
-        small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10, momentum=0.9),
+        small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10),
     ),
     "SOAP": (SOAP, small()),
-    "SOAP diagonal": (SOAP, small(stagger=False, diagonal_above=10)),
+    "SOAP diagonal": (SOAP, small(diagonal_above=10)),
     "Mixed": (Mix(("muon", {}), ("soap", small()), ("adamw", {})), {}),
     "Mixed 8-bit": (
         Mix(

@@ -33,7 +33,6 @@ CASES = {
     "NorMuon": (*BY_ROWS, "replicas"),
     "NorMuon buckets": BY_ROWS,
     "Shampoo": (*ANY, "planned", "replicas"),
-    "KL-Shampoo": ("planned", "elements"),
     "Shampoo sums": ("planned", "shard", "replicas"),
     "SOAP": (*ANY, "planned", "replicas"),
     "SOAP diagonal": ("planned", "elements"),
