@@ -282,18 +282,18 @@ class MuonSteps:
 
 @recorded_as(
     "shampoo",
-    median=("ms", lambda results, system, refresh: results[system][refresh == "staggered"][0]),
-    largest=("ms", lambda results, system, refresh: results[system][refresh == "staggered"][1]),
+    median=("ms", lambda results, system: results[system][0]),
+    largest=("ms", lambda results, system: results[system][1]),
 )
 class StepProfile:
     """Thread CPU milliseconds of a step, over 50 steps."""
 
-    params = (tuple(optimizers.SHAMPOOS), ("staggered", "together"))
-    param_names = ("system", "refresh")
+    params = (tuple(optimizers.SHAMPOOS),)
+    param_names = ("system",)
     timeout = 3600
 
-    def setup_cache(self) -> dict[str, dict[bool, tuple[float, float]]]:
-        return {system: optimizers.profiles(system) for system in optimizers.SHAMPOOS}
+    def setup_cache(self) -> dict[str, tuple[float, float]]:
+        return {system: optimizers.profile(system) for system in optimizers.SHAMPOOS}
 
 
 @recorded_as("shampoo", state=("bytes/parameter", optimizers.state_bytes))

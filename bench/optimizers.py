@@ -240,30 +240,22 @@ def main_meshes(parser: ArgumentParser, arguments: list[str]) -> int:
 
 # -- shampoo: a small Llama in one process, 1.8M parameters ------------------------------------------------------------
 
-SHAMPOOS: dict[str, dict[str, Any]] = {
-    "shampoo": {"kind": "Shampoo"},
-    "shampoo newton": {"kind": "Shampoo", "root_method": "newton"},
-    "kl": {"kind": "Shampoo", "kl": True},
-    "soap": {"kind": "SOAP"},
-}
+SHAMPOOS = {"shampoo": "Shampoo", "soap": "SOAP"}
 DIM, VOCAB, BLOCK, EVERY, STEPS = 256, 512, 128, 10, 50
 SHAPES = [(VOCAB, DIM), *matrices(DIM, 688), *[(DIM,)] * 5, (VOCAB, DIM)]
 PARAMETERS = sum(map(math.prod, SHAPES))
 
 
-def build(system: str, stagger: bool = True, params: list[Any] | None = None) -> Any:
+def build(system: str, params: list[Any] | None = None) -> Any:
     """An optimizer of the model's shapes, blocks up to 128, roots or bases every 10 steps."""
     import block_optim
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    options = dict(SHAMPOOS[system])
     if params is None:
         params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    kind = getattr(block_optim, options.pop("kind"))
-    return kind(
-        params, max_preconditioner_dim=BLOCK, precondition_frequency=EVERY, stagger=stagger, **options
-    )
+    kind = getattr(block_optim, SHAMPOOS[system])
+    return kind(params, max_preconditioner_dim=BLOCK, precondition_frequency=EVERY)
 
 
 def set_gradients(params: list[Any], generator: Any) -> None:
@@ -276,16 +268,13 @@ def set_gradients(params: list[Any], generator: Any) -> None:
             param.grad = left @ right / 8 + 0.1 * param.grad
 
 
-def profiles(system: str) -> dict[bool, tuple[float, float]]:
-    """Median and largest milliseconds of steps 11 to 50, staggered (True) and with all refreshes together."""
-    steps, before = {}, {}
-    for stagger in (True, False):
-        optimizer = build(system, stagger)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        before[stagger] = partial(set_gradients, params, torch.Generator().manual_seed(0))
-        steps[stagger] = optimizer.step
-    times = interleave(steps, STEPS - EVERY, warm_up=EVERY, before=before)
-    return {stagger: (1e3 * statistics.median(taken), 1e3 * max(taken)) for stagger, taken in times.items()}
+def profile(system: str) -> tuple[float, float]:
+    """Median and largest milliseconds of steps 11 to 50."""
+    optimizer = build(system)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = {system: partial(set_gradients, params, torch.Generator().manual_seed(0))}
+    taken = interleave({system: optimizer.step}, STEPS - EVERY, warm_up=EVERY, before=before)[system]
+    return 1e3 * statistics.median(taken), 1e3 * max(taken)
 
 
 def state_bytes(system: str) -> float:
@@ -294,17 +283,15 @@ def state_bytes(system: str) -> float:
 
 
 def formula(system: str) -> float:
-    """The same by the README's formula: m x n blocks, packed factors; vectors have moments only."""
+    """The same by the README's formula: m x n blocks; vectors have moments only."""
     total = 4 * len(SHAPES)
     for shape in SHAPES:
         if len(shape) < 2:
             total += 8 * shape[0]
             continue
         rows, cols = ([min(BLOCK, size - i) for i in range(0, size, BLOCK)] for size in shape)
-        packed = sum(m * (m + 1) // 2 + n * (n + 1) // 2 for m in rows for n in cols)
         square = sum(m * m + n * n for m in rows for n in cols)
-        moments = {"kl": 1}.get(system, 2) * shape[0] * shape[1]
-        total += 4 * (moments + (packed + square if system == "soap" else 2 * packed))
+        total += 4 * (2 * shape[0] * shape[1] + 2 * square)
     return total / PARAMETERS
 
 
@@ -328,11 +315,11 @@ def main_shampoo(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.parse_args(arguments)
     rows = []
     for system in SHAMPOOS:
-        cells = [f"{value:.0f}" for pair in profiles(system).values() for value in pair]
+        cells = [f"{value:.0f}" for value in profile(system)]
         figures = (f"{state_bytes(system):.2f}", f"{formula(system):.2f}", f"{bytes_sent(system) / 1e6:.2f}")
         rows.append([system, *cells, *figures])
-    header = "; staggered: median ms; largest; together: median ms; largest; bytes a parameter; formula; "
-    print(table([*header.split("; ")[:-1], "sent under Shard(0), MB a step"], rows))
+    header = "; median ms; largest; bytes a parameter; formula; sent under Shard(0), MB a step"
+    print(table(header.split("; "), rows))
 
 
 # -- Muon --------------------------------------------------------------------------------------------------------------

@@ -81,18 +81,17 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon buckets": (Muon, {"nesterov": False, "bucket_bytes": 300, "adjust_lr_fn": "match_rms_adamw"}),
     "NorMuon": (Muon, {"normuon": True, "momentum_dtype": BF16}),
     "NorMuon buckets": (Muon, {"normuon": True, "ns_coefficients": "quintic", "bucket_bytes": 300}),
-    "Shampoo": (Shampoo, small(betas=(0.9, 0.95), momentum=0.9)),
-    "KL-Shampoo": (Shampoo, small(kl=True, root_method="newton", start_preconditioning_step=2)),
+    "Shampoo": (Shampoo, small(betas=(0.9, 0.95))),
     "Shampoo sums": (
         Shampoo,
-        small(betas=(0.9, 1.0), grafting="rmsprop", overlap=True, diagonal_above=10, momentum=0.9),
+        small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10),
     ),
     "SOAP": (SOAP, small()),
-    "SOAP overlap": (SOAP, small(overlap=True, stagger=False, diagonal_above=10)),
-    "Mixed": (Mix(("muon", {}), ("soap", small(overlap=True)), ("adamw", {})), {}),
+    "SOAP diagonal": (SOAP, small(diagonal_above=10)),
+    "Mixed": (Mix(("muon", {}), ("soap", small()), ("adamw", {})), {}),
     "Mixed 8-bit": (
         Mix(
-            ("shampoo", small(overlap=True)),
+            ("shampoo", small()),
             ("adamw8bit", {"block": Elements(8), "min_8bit_numel": 1}),
             ("muon", {}),
         ),
@@ -100,13 +99,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 NARROW: dict[str, dict[str, Any]] = {
-    "masters": {"dtype": BF16, "master_weights": True},
     "stochastic rounding": {"dtype": BF16, "stochastic_rounding": True},
 }
 
 
 def run_of(case, layout="plain", mesh_shape=(), **more):
-    """A run of one of `KINDS`, or of one of them in one of the ways of `NARROW`: "AdamW, masters"."""
+    """A run of one of `KINDS`, or of one of them in one of the ways of `NARROW`: "AdamW, stochastic rounding"."""
     name, _, narrow = case.partition(", ")
     kind, options = KINDS[name]
     own = {"shapes": SHAPES, "lr": 0.1, **options, **NARROW.get(narrow, {})}
@@ -242,9 +240,7 @@ class Run:
         return self
 
     def result(self):
-        """Parameters and states, in full, which are complete."""
-        if hasattr(self.optimizer, "synchronize"):
-            self.optimizer.synchronize()
+        """Parameters and states, in full."""
         assert all((gap == GAP_FILL).all() for gap in self.gaps)
         found = {name: full(p.detach()) for name, p in self.module.named_parameters()}
         for name, p in self.module.named_parameters():

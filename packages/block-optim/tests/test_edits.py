@@ -12,9 +12,6 @@ from block_optim import AdamW, AdamW8bit, Mixed, local_of
 from layout_planner import Elements, Tile
 from ragged_shard.testing import on_ranks, record_collectives
 
-# Two whose roots and bases may be under way.
-every_kind_and_overlapped = pytest.mark.parametrize("case", [*CASES, "Shampoo sums", "SOAP overlap"])
-
 
 def rebuild(run, case, **options):
     """Give a run another optimizer, as it is built after the parameters were changed."""
@@ -69,7 +66,7 @@ def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case):
     assert case != "AdamW" or record.kinds == ["all_reduce"]
 
 
-@every_kind_and_overlapped
+@every_kind
 def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_some(case):
     trained, fresh = run_of(case).steps(0, 3), frozen(case, 1)
     assert fresh.params[1] not in fresh.optimizer.state
@@ -121,7 +118,6 @@ def test_a_removed_state_begins_again(case, how):
 def test_states_that_are_assigned_are_used(case):
     run, donor = run_of(case).steps(0, 2), run_of(case).steps(0, 4)
     run.module.load_state_dict(donor.module.state_dict())
-    donor.optimizer.state_dict()  # waits for what runs next to the step
     for i, (mine, theirs) in enumerate(zip(run.params, donor.params, strict=True)):
         state = copy.deepcopy(donor.optimizer.state[theirs])
         if i:
@@ -132,13 +128,9 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-@pytest.mark.parametrize(
-    ("case", "more"),
-    [*((case, {}) for case in CASES), ("AdamW", {"dtype": torch.bfloat16, "master_weights": True})],
-)
-def test_states_whose_data_was_swapped_are_used_where_they_are(case, more):
-    run, twin = run_of(case, **more).steps(0, 2), run_of(case, **more).steps(0, 2)
-    run.optimizer.state_dict()  # waits for what runs next to the step
+@every_kind
+def test_states_whose_data_was_swapped_are_used_where_they_are(case):
+    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
     old = []
     for state in run.optimizer.state.values():  # as offloaders do
         for value in state.values():
@@ -322,7 +314,7 @@ def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():
         ("Muon", {"ns_coefficients": "quintic", "momentum": 0.5, "nesterov": False}),
         ("Muon", {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "adjust_lr_fn": "spectral_unclamped"}),
         ("Shampoo", {"precondition_frequency": 3, "weight_decay": 0.3}),
-        ("SOAP", {"shampoo_beta": 0.5, "overlap": True}),
+        ("SOAP", {"shampoo_beta": 0.5}),
     ],
 )
 def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
@@ -360,7 +352,7 @@ def test_numpy_numbers_and_tensors_of_one_element_are_learning_rates(case, lr):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@every_kind_and_overlapped
+@every_kind
 def test_it_is_pickled_and_copied_after_all_of_this(case):
     run = run_of(case).steps(0, 3)
     run.params[2].requires_grad_(False)

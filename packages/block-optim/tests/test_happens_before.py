@@ -35,21 +35,15 @@ def test_asking_which_ranks_have_a_gradient_has_an_order(kind):
         assert device.accesses > 100
 
 
-@pytest.mark.parametrize(
-    ("kind", "overlap", "layout"),
-    [
-        *((kind, True, layout) for kind in (Shampoo, SOAP) for layout in ("planned", "elements")),
-        *((SOAP, False, "elements"), (Shampoo, False, "planned")),
-    ],
-)
-def test_refreshes_next_to_the_step_have_an_order(kind, overlap, layout):
-    options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "overlap": overlap, "steps": 3}
+@pytest.mark.parametrize(("kind", "layout"), [(SOAP, "elements"), (Shampoo, "planned")])
+def test_exchanges_of_blocks_have_an_order(kind, layout):
+    options = {"max_preconditioner_dim": 16, "precondition_frequency": 1, "steps": 3}
     assert run(kind, layout, shapes=LARGE, lr=0.01, **options) > 500
 
 
 @pytest.mark.parametrize("kind", [Shampoo, SOAP])
-def test_state_dicts_have_an_order_after_a_refresh_next_to_the_step(kind):
-    options = {"shapes": LARGE, "lr": 0.01, "precondition_frequency": 1, "overlap": True}
+def test_state_dicts_have_an_order_after_a_step(kind):
+    options = {"shapes": LARGE, "lr": 0.01, "precondition_frequency": 1}
     with SimulatedDevice(), simulated_ranks(4):
         run = Run(kind, "planned", (4,), **options).steps(0, 3)
         torch.save(run.optimizer.state_dict(), io.BytesIO())

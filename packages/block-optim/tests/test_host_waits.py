@@ -16,7 +16,7 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         "AdamW", "AdamW fused", "AdamW, stochastic rounding", "AdamW8bit", "Muon", "Muon gram", "NorMuon",
-        "Shampoo sums", "SOAP overlap", "Mixed", "Mixed 8-bit",
+        "Shampoo sums", "SOAP diagonal", "Mixed", "Mixed 8-bit",
     ],
 )  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_no_step_waits_for_the_device_and_a_skipped_one_changes_nothing(case, ho
         *("AdamW", "Muon", "Mixed"),
         *(
             pytest.param(case, marks=pytest.mark.long)
-            for case in ("Muon gram", "Shampoo sums", "SOAP overlap")
+            for case in ("Muon gram", "Shampoo sums", "SOAP diagonal")
         ),
     ],
 )

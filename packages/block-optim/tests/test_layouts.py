@@ -33,10 +33,9 @@ CASES = {
     "NorMuon": (*BY_ROWS, "replicas"),
     "NorMuon buckets": BY_ROWS,
     "Shampoo": (*ANY, "planned", "replicas"),
-    "KL-Shampoo": ("planned", "elements"),
     "Shampoo sums": ("planned", "shard", "replicas"),
     "SOAP": (*ANY, "planned", "replicas"),
-    "SOAP overlap": ("planned", "elements"),
+    "SOAP diagonal": ("planned", "elements"),
     "Mixed": (*ANY, "planned"),
     "Mixed 8-bit": BY_BLOCKS,
     **{
@@ -44,7 +43,6 @@ CASES = {
         for name in ("AdamW", "Muon", "Shampoo", "SOAP")
         for narrow in NARROW
     },
-    **{f"{name}, masters": ("whole", "rows") for name in ("AdamW fused", "NorMuon", "Mixed")},
     **{f"AdamW8bit, {narrow}": BY_BLOCKS for narrow in NARROW},
 }
 

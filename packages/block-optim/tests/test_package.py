@@ -2,14 +2,21 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from runs import put, world_mesh
+from torch.distributed.tensor import Shard
 
 import block_optim
+from ragged_shard import RaggedShard
+from ragged_shard.testing import on_ranks
 
 
 def test_the_installed_version_is_the_modules():
@@ -48,6 +55,19 @@ def test_muon_trains_on_torchs_fully_shard():
     assert all(float(last) < float(first) - 2 for first, last in losses)
     assert "muon: 8 tensors" in done.stdout
     assert len((EXAMPLES / "muon_fsdp2.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the examples are in the checkout only")
+@on_ranks(3)
+def test_qk_clip_of_the_examples_scales_the_rows_of_each_head_on_shards_too():
+    qk_clip_ = runpy.run_path(str(EXAMPLES / "qk_clip.py"))["qk_clip_"]
+    logits = torch.tensor([50.0, 400.0, 100.0, 100.0])
+    placements: list[Any]
+    for placements in ([Shard(0)], [RaggedShard((0, 1), (1, 0, 29))]):
+        w_q, w_k = (put(torch.ones(rows, 5), world_mesh(), placements) for rows in (12, 6))
+        qk_clip_(w_q, w_k, logits, key_heads=2)
+        assert w_q.full_tensor()[:, 0].tolist() == [1.0] * 3 + [0.5] * 3 + [1.0] * 6
+        assert w_k.full_tensor()[:, 0].tolist() == [0.5] * 3 + [1.0] * 3
 
 
 ONE_DEVICE = """

@@ -1,18 +1,14 @@
-"""Weights narrower than fp32: worked on in fp32, rounded once; stochastic rounding and masters of every optimizer."""
+"""Weights narrower than fp32: updated in fp32 and rounded once, by every optimizer; stochastic rounding."""
 
-import copy
 import logging
 
 import pytest
 import runs
 import torch
-import torch.distributed as dist
-from runs import same, tensors
+from runs import tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from block_optim import AdamW, Muon, qk_clip_
 from block_optim.core.rounding import CHUNK, Rounder
-from ragged_shard.testing import on_ranks
 
 SHAPES = ((24, 16), (13, 8), (3, 8, 6))
 BF16 = torch.bfloat16
@@ -60,8 +56,7 @@ def test_a_step_of_bf16_weights_is_that_of_fp32_ones_rounded_once(name, lr):
 
 @every_kind
 def test_weights_rounded_at_random_decay_by_what_nearest_rounding_would_lose(name):
-    plain = {"momentum": 0.0, "nesterov": False} if name == "Shampoo" else {}
-    run = run_of(name, shapes=((64, 64),), stochastic_rounding=True, **plain)
+    run = run_of(name, shapes=((64, 64),), stochastic_rounding=True)
     run.params[0].data.fill_(1)
     for _ in range(25):
         run.params[0].grad = torch.zeros_like(run.params[0])
@@ -70,92 +65,13 @@ def test_weights_rounded_at_random_decay_by_what_nearest_rounding_would_lose(nam
 
 
 @every_kind
-def test_masters_make_the_run_one_of_fp32_weights_to_the_bit(name):
-    narrow, wide = run_of(name, master_weights=True), run_of(name, dtype=torch.float32)
-    for p, w in zip(narrow.params, wide.params, strict=True):
-        w.data.copy_(p.data)
-    for w, p in zip(wide.params, narrow.params, strict=True):
-        w.data.copy_(p.data)
-        narrow.optimizer.state[p]["master_param"].copy_(w.data)
-    for number in range(6):
-        for run in (narrow, wide):
-            give_bf16(run, number)
-            run.optimizer.step()
-    for p, w in zip(narrow.params, wide.params, strict=True):
-        state = dict(narrow.optimizer.state[p])
-        assert torch.equal(state.pop("master_param"), w)
-        assert torch.equal(p, w.bfloat16())
-        same(state, wide.optimizer.state[w])
-
-
-@every_kind
-def test_writes_between_steps_go_into_the_masters_and_nothing_else_does(name):
-    run = run_of(name, master_weights=True).steps(0, 2)
-    weight = run.params[0]
-    before = run.optimizer.state[weight]["master_param"].clone()
-    with torch.no_grad():
-        weight[0] = 3.0
-        weight.data[1, 2] = -2.0  # does not count in the tensor's version
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.0
-    run.step(2)
-    before[0], before[1, 2] = 3.0, -2.0
-    assert torch.equal(run.optimizer.state[weight]["master_param"], before)
-    assert torch.equal(weight, before.bfloat16())
-
-
-def test_qk_clip_reaches_the_masters():
-    weight = torch.nn.Parameter(torch.ones(4, 3, dtype=BF16))
-    optimizer = Muon([weight], lr=0.0, master_weights=True)
-    qk_clip_(weight, None, torch.tensor([400.0, 1.0]), tau=100.0)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert weight[:, 0].tolist() == [0.5, 0.5, 1.0, 1.0]
-
-
-@every_kind
-def test_masters_are_copied_counted_and_reset_with_the_other_states(name):
-    run = run_of(name, master_weights=True).steps(0, 2)
-    copied = copy.deepcopy(run)
-    assert copied.optimizer.state_bytes() == run.optimizer.state_bytes()
-    assert run.optimizer.state_bytes()["master_param"] == 4 * sum(p.numel() for p in run.params)
-    same(copied.steps(2, 3).result(), run.steps(2, 3).result())
-    empty = {"state": {}, "param_groups": run.optimizer.state_dict()["param_groups"]}
-    run.optimizer.load_state_dict(empty)
-    for p in run.params:
-        assert torch.equal(run.optimizer.state[p]["master_param"], p.detach().float())
-
-
-@on_ranks(3)
-def test_masters_move_on_ranks_that_have_no_gradient_but_others_have():
-    run = run_of("Muon", "elements", master_weights=True).steps(0, 1)
-    run.give(1)
-    for p in run.params if dist.get_rank() else ():
-        p.grad = None
-    run.optimizer.step()
-    result = run.result()
-    for name, _ in run.module.named_parameters():
-        assert torch.equal(result[name], result[f"{name} master_param"].bfloat16())
-        assert not torch.equal(result[name], tensors(SHAPES, 0, BF16)[int(name[1:])])
-
-
-@every_kind
-def test_fp32_parameters_are_the_same_with_and_without(name):
-    choices: tuple[dict[str, bool], ...] = ({}, {"stochastic_rounding": True}, {"master_weights": True})
-    runs = [run_of(name, dtype=torch.float32, **choice) for choice in choices]
+def test_stochastic_rounding_leaves_fp32_parameters_as_they_are(name):
+    plain, rounded = (run_of(name, dtype=torch.float32, stochastic_rounding=on) for on in (False, True))
     for number in range(2):
-        for run in runs:
+        for run in (plain, rounded):
             give_bf16(run, number)
             run.optimizer.step()
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run.params, runs[0].params, strict=True))
-
-
-def test_fp32_parameters_next_to_narrow_ones_have_no_masters():
-    wide, narrow = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = AdamW([wide, narrow], master_weights=True)
-    assert "master_param" not in optimizer.state[wide]
-    assert optimizer.state[narrow]["master_param"].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(rounded.params, plain.params, strict=True))
 
 
 @every_kind

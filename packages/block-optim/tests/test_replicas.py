@@ -19,7 +19,7 @@ from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ra
 
 WIDE = ((64, 32), (32, 64))
 ELEMENTS = 2 * 64 * 32
-OPTIONS: dict[str, dict[str, Any]] = {"AdamW8bit": {"block": Elements(16)}, "Shampoo": {"momentum": 0.0}}
+OPTIONS: dict[str, dict[str, Any]] = {"AdamW8bit": {"block": Elements(16)}}
 
 
 def cost(name, layout):

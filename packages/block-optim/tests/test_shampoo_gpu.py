@@ -5,7 +5,7 @@ import torch
 from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
-from block_optim.shampoo.roots import RootOptions, inverse_roots
+from block_optim.shampoo.roots import inverse_roots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,10 +16,9 @@ SHAPE = (200, 96)
 
 
 @pytest.mark.parametrize("kind", [Shampoo, SOAP])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind, overlap):
+def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind):
     grads = gradients(SHAPE, 12)
-    options = {"lr": 0.01, "max_preconditioner_dim": 64, "precondition_frequency": 4, "overlap": overlap}
+    options = {"lr": 0.01, "max_preconditioner_dim": 64, "precondition_frequency": 4}
     cpu, device = parameter(SHAPE), torch.nn.Parameter(parameter(SHAPE).detach().cuda())
     train([cpu], [grads], kind([cpu], **options))
     train([device], [[g.cuda() for g in grads]], kind([device], **options))
@@ -29,7 +28,7 @@ def test_a_run_on_the_device_follows_the_run_on_the_cpu(kind, overlap):
 
 @pytest.mark.parametrize("kind", [Shampoo, SOAP])
 def test_the_bits_do_not_depend_on_how_many_blocks_a_process_has(kind):
-    options = {"lr": 0.01, "max_preconditioner_dim": 32, "precondition_frequency": 3, "stagger": False}
+    options = {"lr": 0.01, "max_preconditioner_dim": 32, "precondition_frequency": 3}
     many = [torch.nn.Parameter(parameter((96, 64), seed).detach().cuda()) for seed in range(5)]
     grads = [[g.cuda() for g in gradients((96, 64), 8, seed)] for seed in range(5)]
     one = torch.nn.Parameter(many[3].detach().clone())
@@ -38,11 +37,10 @@ def test_the_bits_do_not_depend_on_how_many_blocks_a_process_has(kind):
     assert torch.equal(one.detach(), many[3].detach())
 
 
-@pytest.mark.parametrize("method", ["eigh", "newton"])
-def test_roots_are_close_to_fp64(method):
+def test_roots_are_close_to_fp64():
     grads = torch.randn(3, 128, 160, generator=torch.Generator().manual_seed(0)).cuda()
     factors = grads @ grads.mT
-    found = inverse_roots(factors, RootOptions(0.25, method), last=torch.zeros_like(factors))
+    found = inverse_roots(factors, 1e-5, last=torch.zeros_like(factors))
     for matrix, root in zip(factors.double(), found.roots, strict=True):
         values, vectors = torch.linalg.eigh(matrix)
         wanted = (vectors * (values + 1e-5 * matrix.norm()).pow(-0.25)) @ vectors.mT

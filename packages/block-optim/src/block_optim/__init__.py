@@ -6,10 +6,9 @@ from block_optim.core._torch_compat import local_of
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
-from block_optim.ema.ema import EMA
+from block_optim.ema import EMA
 from block_optim.muon.muon import Muon
 from block_optim.muon.newton_schulz import orthogonalize
-from block_optim.muon.qk_clip import qk_clip_
 from block_optim.routing.mixed import Mixed
 from block_optim.routing.recipe import Recipe, block_policy_for
 from block_optim.routing.routes import mixed_optimizer_for
@@ -33,5 +32,4 @@ __all__ = [
     "local_of",
     "mixed_optimizer_for",
     "orthogonalize",
-    "qk_clip_",
 ]

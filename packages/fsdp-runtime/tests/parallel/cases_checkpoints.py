@@ -144,7 +144,7 @@ def checkpoint_adamw(fsdp: Any) -> Outcome:
 
 NOT_FSDP2 = "block-optim's `test_fsdp2.py`"
 # A pipeline's stage would number its blocks by itself, and so refresh them at other turns.
-TURNS: dict[str, Any] = {"max_preconditioner_dim": 8, "precondition_frequency": 2, "stagger": False}
+TURNS: dict[str, Any] = {"max_preconditioner_dim": 8, "precondition_frequency": 2}
 
 
 @case(SECTION, "Muon and AdamW by `mixed_optimizer_for`", bound=0.0, only_ours=NOT_FSDP2)

@@ -25,24 +25,20 @@ class AdamW(BlockOptimizer):
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        amsgrad, differentiable: False; not supported otherwise.
+        amsgrad, capturable, differentiable: False; not supported otherwise.
         maximize: ascend.
         fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster kernel.
         foreach: has no effect: torch's for-loop and foreach implementations have the same numbers.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
             stay exact.
         seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
-        capturable: let CUDA graphs capture `step`: step counts are on the device, and a tensor lr is read there. Not
-            for parameters on the CPU, nor with stochastic_rounding.
-        master_weights: keep fp32 copies of narrower parameters (state ``master_param``), and round them to nearest.
         skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
         ValueError: an option or parameter that does not fit, named.
     """
 
-    shared_options = ("fused", "capturable")
-    format_options = ("master_weights",)
+    shared_options = ("fused",)
 
     def __init__(
         self,
@@ -55,22 +51,21 @@ class AdamW(BlockOptimizer):
         *,
         maximize: bool | None = False,
         foreach: bool | None = None,
+        capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
-        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
-        check_flag("capturable", capturable)
         check_execution(foreach, fused)
-        reject_unsupported({"amsgrad": amsgrad, "differentiable": differentiable}, ())
-        self.fused, self.capturable = bool(fused), capturable
+        refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
+        reject_unsupported(refused, ())
+        self.fused = bool(fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
-            "seed": seed, "master_weights": master_weights, "capturable": capturable,
+            "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -82,7 +77,7 @@ class AdamW(BlockOptimizer):
 
     @override
     def setup(self) -> None:
-        self._rule = AdamWRule(fused=self.fused, capturable=self.capturable)
+        self._rule = AdamWRule(fused=self.fused)
 
     @override
     def check_options(self, group: Group) -> None:

@@ -16,7 +16,7 @@ from block_optim.core.base import BlockOptimizer
 from block_optim.core.device import has_fused_adamw, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
-from block_optim.core.options import check_count, check_execution, check_flag, reject_unsupported
+from block_optim.core.options import check_count, check_execution, reject_unsupported
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
 
@@ -48,14 +48,14 @@ class AdamW8bit(BlockOptimizer):
 
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
-        lr, betas, eps, weight_decay, amsgrad, maximize, differentiable: as in `AdamW`.
+        lr, betas, eps, weight_decay, amsgrad, maximize, capturable, differentiable: as in `AdamW`.
         block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global shape
             only, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
             one process, DDP, FSDP2 and fsdp-runtime. Where torch's Shard cuts the last dimension, they follow from the
             mesh, too; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding, seed, master_weights, capturable: as in `AdamW`.
+        stochastic_rounding, seed: as in `AdamW`.
         foreach, fused: have no effect.
         skip_nonfinite: see `BlockOptimizer`.
 
@@ -63,8 +63,7 @@ class AdamW8bit(BlockOptimizer):
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
     """
 
-    shared_options = ("capturable",)
-    format_options = ("block", "min_8bit_numel", "master_weights")
+    format_options = ("block", "min_8bit_numel")
     requires_blocks = True
 
     def __init__(
@@ -81,23 +80,20 @@ class AdamW8bit(BlockOptimizer):
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         maximize: bool | None = False,
         foreach: bool | None = None,
+        capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
-        check_flag("capturable", capturable)
         check_execution(foreach, fused)
-        reject_unsupported({"amsgrad": amsgrad, "differentiable": differentiable}, ())
-        self.capturable = capturable
+        refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
+        reject_unsupported(refused, ())
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
-            "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -115,8 +111,8 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def setup(self) -> None:
-        self._wide = AdamWRule(fused=has_fused_adamw, capturable=self.capturable)
-        self._narrow = QuantizedRule(capturable=self.capturable)
+        self._wide = AdamWRule(fused=has_fused_adamw)
+        self._narrow = QuantizedRule()
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._earlier: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._chosen: dict[torch.Tensor, bool] = {}

@@ -37,7 +37,6 @@ class RunSlice:
     Attributes:
         kind: which of the step's rates.
         origin: for stochastic rounding; None: to nearest.
-        options: in a capturable step the number of its options, by which fused calls are shared; else -1.
     """
 
     def __init__(
@@ -47,10 +46,8 @@ class RunSlice:
         lists: tuple[Tensors, Tensors, Tensors],
         counter: torch.Tensor,
         origin: Origin | None,
-        options: int = -1,
     ) -> None:
         self.run, self.kind, self.counter, self.origin = run, kind, counter, origin
-        self.options = options
         self.numel = run.numel
         self.bounds: tuple[int, int] | None = None
         if len(run.members) > 1 or not lists[0][run.members[0]].is_contiguous():
@@ -153,8 +150,6 @@ class ListKernel:
         self.kinds = [s.kind for s in batch.slices]
         self.roots = batch.like("roots")
         self.single = len(batch.slices) == 1 and is_cpu(batch.params[0].device)
-        self.capturable = batch.slices[0].options >= 0
-        self.updates = batch.like("updates") if self.capturable else []
 
     @staticmethod
     def over(slices: list[RunSlice], grad_dtype: torch.dtype) -> "list[ListKernel]":
@@ -172,13 +167,7 @@ class ListKernel:
         batch = self.batch
         chosen = [step.rates[kind] for kind in self.kinds]
         params, grads = batch.load(step, [hyper.maximize for hyper, _ in chosen])
-        if self.capturable:
-            lists = (params, grads, batch.firsts, batch.seconds, self.roots)
-            for tensors, update, (_, rates) in zip(
-                zip(*lists, strict=True), self.updates, chosen, strict=True
-            ):
-                _step_one(*tensors, rates, update)
-        elif self.single:
+        if self.single:
             _step_one(params[0], grads[0], batch.firsts[0], batch.seconds[0], self.roots[0], chosen[0][1])
         else:
             _step_list(params, grads, batch.firsts, batch.seconds, self.roots, [r for _, r in chosen])
@@ -192,18 +181,14 @@ def _step_one(
     second: torch.Tensor,
     root: torch.Tensor,
     rates: Rates,
-    update: torch.Tensor | None = None,
 ) -> None:
-    """The ops for one slice; with scratch for the ``update`` if the step size is on the device."""
+    """The ops for one slice."""
     if rates.decay is not None:
         param.mul_(rates.decay)
     first.lerp_(grad, rates.first)
     second.mul_(rates.beta2).addcmul_(grad, grad, value=rates.second)
     torch.sqrt(second, out=root).div_(rates.root).add_(rates.eps)
-    if update is None:
-        param.addcdiv_(first, root, value=-rates.step_size)
-    else:
-        param.addcdiv_(torch.mul(first, -rates.step_size, out=update), root)
+    param.addcdiv_(first, root, value=-rates.step_size)
 
 
 def _step_list(
@@ -236,8 +221,8 @@ class FusedKernel:
         device, dtype = slices[0].param.device, slices[0].first.dtype
         narrow = slices[0].param.dtype != dtype or grad_dtype != dtype
         kernels = []
-        for shared in dict.fromkeys(_shared(s) for s in slices):
-            same = [s for s in slices if _shared(s) == shared]
+        for kind in dict.fromkeys(s.kind for s in slices):
+            same = [s for s in slices if s.kind == kind]
             tails = [s.range(s.numel - s.numel % VECTOR, s.numel) for s in same if s.numel % VECTOR]
             bodies = [s.range(0, s.numel - s.numel % VECTOR) for s in same if s.numel >= VECTOR]
             if not is_cpu(device):
@@ -273,11 +258,6 @@ class FusedKernel:
         if self.tails is not None:
             self.tails.store([params, grads, batch.firsts, batch.seconds])
         batch.store()
-
-
-def _shared(s: RunSlice) -> tuple[bool, int]:
-    """Equal for slices that share a fused call."""
-    return (True, s.options) if s.options >= 0 else (False, s.kind)
 
 
 class _Tails:

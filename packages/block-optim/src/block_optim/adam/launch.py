@@ -5,9 +5,6 @@ Stretches that kernels can read 8 or 16 bytes at a time are launched together, a
 rows       a table of addresses, shapes and keys, one row a stretch, on the device; made once
 scalars    a row for each class of parameters, worked out on the device from step counts that live there
 flag       whether to skip, on the device too
-
-A CUDA graph repeats a launch with the memory that it was captured with, so a capturable launch writes the addresses of
-gradients to the table in every step, from host memory that is kept and never written again.
 """
 
 import itertools
@@ -18,14 +15,11 @@ import torch
 
 from block_optim.adam.scalars import Hyper
 from block_optim.adam.variants import VECTOR, Variant
-from block_optim.core import device as devices
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
-from ragged_shard import CPU, is_cpu
 
 # Bytes to which parameters, gradients and moments are aligned for accesses of that width; half as many for codes.
 ALIGNMENT = 16
-CAPTURES = 16  # CUDA graphs that may capture a launch
 
 VariantOf = Callable[[bool, bool], Variant]
 
@@ -71,31 +65,17 @@ class Scalars:
         self.rates = torch.zeros(kinds, 8, dtype=torch.float32, device=device)
         self._options: torch.Tensor | None = None
         self._seen: list[Hyper] | None = None
-        self._was_captured = False
 
     def update(self, hypers: list[Hyper], counters: list[torch.Tensor]) -> None:
         """Fill the table for the counts, which are 0-d and on the device."""
         torch.stack(counters, out=self.counts)
-        on_host = [h.on_host for h in hypers]
-        self._was_captured |= devices.is_capturing()
-        if on_host != self._seen:
-            if self._was_captured:  # a graph reads this table
-                raise RuntimeError(
-                    "a CUDA graph captures a step whose options no step had before, or had captured one with others: "
-                    "take a step before capturing, and change nothing but an lr that is a tensor"
-                )
-            rows = [[*_fixed(h), h.beta1, h.beta2, h.lr, float(h.lr_in_fp32)] for h in on_host]
+        if hypers != self._seen:
+            rows = [[*_fixed(h), h.beta1, h.beta2, h.lr, float(h.lr_in_fp32)] for h in hypers]
             self._options = torch.tensor(rows, dtype=torch.float64).to(self._device, non_blocking=True)
             self.rates[:, :5].copy_(self._options[:, :5])
             self.rates[:, 7].copy_(self._options[:, 6])
-            self._seen = on_host
+            self._seen = hypers
         assert self._options is not None
-        for i, hyper in enumerate(hypers):
-            if isinstance(hyper.lr, torch.Tensor):
-                self._options[i, 9].copy_(hyper.lr)
-                if hyper.weight_decay != 0:
-                    lr = hyper.lr if hyper.lr_in_fp32 else hyper.lr.double()
-                    self.rates[i, 0].copy_(1 - lr * hyper.weight_decay)
         eps, (beta1, beta2, lr, narrow) = self._options[:, 5], self._options[:, 7:].unbind(1)
         counts = self.counts.double()
         correction = 1 - beta1**counts
@@ -120,7 +100,6 @@ class Launch:
         seed: of stochastic rounding.
         variant: the kernel if gradients are at multiples of `ALIGNMENT` bytes, and
         scalar: where one does not.
-        capturable: whether CUDA graphs may capture the launch.
     """
 
     def __init__(
@@ -129,7 +108,6 @@ class Launch:
         seed: int | None,
         variant: Variant,
         scalar: Variant,
-        capturable: bool = False,
     ) -> None:
         self.rows = rows
         self._device = rows[0].param.device
@@ -139,28 +117,6 @@ class Launch:
         self._no_flag = torch.zeros((), dtype=torch.float32, device=self._device)
         self._addresses: list[int] = []
         self._variant = variant
-        self._capturable = capturable
-        self._captured: list[
-            torch.Tensor
-        ] = []  # host memory for the addresses of gradients, for each capture
-        if capturable:
-            pin = not is_cpu(self._device)
-            self._captured = list(
-                torch.zeros(CAPTURES, len(rows), dtype=torch.int64, device=CPU, pin_memory=pin).unbind()
-            )
-        self._num_captured = 0
-
-    def _host_addresses(self, addresses: list[int]) -> torch.Tensor:
-        """The addresses as a tensor, in memory that a graph may read again if one is being captured."""
-        value = torch.tensor(addresses)
-        if not (self._capturable and devices.is_capturing()):
-            return value
-        if self._num_captured == CAPTURES:
-            raise RuntimeError(
-                f"more than {CAPTURES} CUDA graphs capture this optimizer's step; build another one"
-            )
-        self._num_captured += 1
-        return self._captured[self._num_captured - 1].copy_(value)
 
     def _make(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table of rows, and the row of each program."""
@@ -186,11 +142,11 @@ class Launch:
         for row in self.rows:
             first = grads[row.run.members[0]]
             addresses.append(first.data_ptr() + row.start * first.element_size())
-        if self._capturable or addresses != self._addresses:
+        if addresses != self._addresses:
             self._addresses = addresses
             self._variant = self._variants[any(a % ALIGNMENT for a in addresses)]
             table, _ = self._make(self._variant.per_program)
-            table[:, 1].copy_(self._host_addresses(addresses), non_blocking=True)
+            table[:, 1].copy_(torch.tensor(addresses), non_blocking=True)
         variant = self._variant
         table, row_of = self._make(variant.per_program)
         with torch.accelerator.device_index(self._device.index):  # Triton launches on the current one
@@ -206,19 +162,16 @@ class Launch:
             )
 
 
-def launches_of(
-    rows: list[Row], seed: int | None, variant: VariantOf, *, capturable: bool = False
-) -> list[Launch]:
+def launches_of(rows: list[Row], seed: int | None, variant: VariantOf) -> list[Launch]:
     """The launches for rows of one kind: those that are aligned, and those that are not.
 
     Args:
         variant: the variant for rows that are aligned, and whose rows have a single tile.
-        capturable: whether CUDA graphs may capture the launches.
     """
     result = []
     for aligned, single in itertools.product((True, False), repeat=2):
         chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
         if chosen:
             variants = variant(aligned, single), variant(False, single)
-            result.append(Launch(chosen, seed, *variants, capturable))
+            result.append(Launch(chosen, seed, *variants))
     return result

@@ -9,7 +9,6 @@ import torch
 from block_optim.adam.launch import Launch, Scalars
 from block_optim.adam.scalars import Hyper, Rates
 from block_optim.core import _torch_compat as compat
-from block_optim.core import device as devices
 from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Group, Param
 from block_optim.core.runs import find_runs
@@ -62,11 +61,6 @@ class Counts:
             self._versions = [compat.version_of(b) for b in self._buffers]
         return counts
 
-    def add_on_device(self, counters: list[torch.Tensor] | None) -> None:
-        """Count a step for some parameters (None: for all) without knowing their counts."""
-        for buffer in self._buffers if counters is None else counters:
-            buffer.add_(1)
-
     def roll_back(self, counters: list[torch.Tensor] | None, skipped: torch.Tensor) -> None:
         """Roll back the last step's count if ``skipped`` is 1."""
         for buffer in self._buffers if counters is None else counters:
@@ -112,14 +106,11 @@ class StepPlan(Generic[EntryT]):
     """Prepared calls that update the parameters of a rule that have gradients, as long as their addresses stay.
 
     Parameters share a kernel call if they are of one class: of groups with equal options, and of equal step counts.
-    In a capturable step, whose counts the host does not know, each parameter is a class.
     A subclass prepares its calls in `_build` and makes them in `_run`.
     """
 
-    def __init__(
-        self, entries: dict[torch.Tensor, EntryT], counts: Counts, active: StepGradients, capturable: bool
-    ) -> None:
-        self.version, self.capturable = active.version, capturable
+    def __init__(self, entries: dict[torch.Tensor, EntryT], counts: Counts, active: StepGradients) -> None:
+        self.version = active.version
         self.positions = [i for i, p in enumerate(active.params) if p.tensor in entries]
         self.entries = [entries[active.params[i].tensor] for i in self.positions]
         self.locals = [active.locals[i] for i in self.positions]
@@ -155,20 +146,12 @@ class StepPlan(Generic[EntryT]):
         grads = [active.grads[i] for i in self.positions]
         for i, buffer in self.odd:
             grads[i] = buffer.copy_(grads[i])
-        hypers = [Hyper.of(group, capturable=self.capturable) for group in self.groups]
-        if self.capturable:
-            self.counts.add_on_device(self.counters)
-            self._prepare_apart(grads)
-            chosen = [(hypers[g], e.step) for g, e in zip(self.group_of, self.entries, strict=True)]
-            rates = [(hyper, hyper.rates_on_device(step)) for hyper, step in chosen]
-        else:
-            counts = self.counts.add(self.counters, self.slots)
-            self._prepare(counts, hypers, grads)
-            rates = [
-                (hypers[self.group_of[i]], hypers[self.group_of[i]].rates(counts[i])) for i in self.samples
-            ]
+        hypers = [Hyper.of(group) for group in self.groups]
+        counts = self.counts.add(self.counters, self.slots)
+        self._prepare(counts, hypers, grads)
+        rates = [(hypers[self.group_of[i]], hypers[self.group_of[i]].rates(counts[i])) for i in self.samples]
         self._run(Step(grads, rates, active.keeps, active.found_inf))
-        if active.found_inf is not None and (self.capturable or self.counts.on_device):
+        if active.found_inf is not None and self.counts.on_device:
             self.counts.roll_back(self.counters, active.found_inf)
 
     def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
@@ -182,14 +165,6 @@ class StepPlan(Generic[EntryT]):
                 )
                 odd.append((i, buffer))
         return odd
-
-    def _prepare_apart(self, grads: list[torch.Tensor]) -> None:
-        """Build the calls once, with a class for each parameter."""
-        if self.pattern is None:
-            self.classes = list(enumerate(self.group_of))
-            self.samples = list(range(len(self.entries)))
-            self._build(self.classes, grads)
-            self.pattern = "apart"
 
     def _prepare(self, counts: list[float], hypers: list[Hyper], grads: list[torch.Tensor]) -> None:
         """Rebuild the calls when parameters can no longer share them, or newly can."""
@@ -213,9 +188,7 @@ class Rule(Generic[EntryT]):
     A subclass makes their states in `init_states`, finds them in `_entry`, and plans a step in `_plan_of`.
     """
 
-    def __init__(self, *, capturable: bool = False) -> None:
-        self._capturable = capturable
-        self._captured: list[StepPlan[EntryT]] = []  # their tables and scratch are in CUDA graphs
+    def __init__(self) -> None:
         self._entries: dict[torch.Tensor, EntryT] = {}
         self._counts = Counts([])
         self._plan: StepPlan[EntryT] | None = None
@@ -244,8 +217,6 @@ class Rule(Generic[EntryT]):
         plan = self._plan
         if plan is None or plan.version != active.version or plan.rounding != rounding_of(plan.groups):
             plan = self._plan = self._plan_of(active)
-        if devices.is_capturing() and plan not in self._captured:
-            self._captured.append(plan)
         plan.step(active)
 
 

@@ -45,13 +45,10 @@ class AdamWRule(Rule[Moments]):
     Args:
         fused: torch's fused kernel and its numbers, instead of the op list and those of torch's for-loop and foreach;
             or the devices on which.
-        capturable: keep step counts on the parameters' device, and never read them.
     """
 
-    def __init__(
-        self, *, fused: bool | Callable[[torch.device], bool] = False, capturable: bool = False
-    ) -> None:
-        super().__init__(capturable=capturable)
+    def __init__(self, *, fused: bool | Callable[[torch.device], bool] = False) -> None:
+        super().__init__()
         self._fused = fused
 
     @override
@@ -61,7 +58,7 @@ class AdamWRule(Rule[Moments]):
             chosen = [p for p in params if (p.device, _state_dtype(p)) == (device, dtype)]
             space = FlatSpace([p.local for p in chosen])
             first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
-            on_device = self._capturable or (self._is_fused(device) and not is_cpu(device))
+            on_device = self._is_fused(device) and not is_cpu(device)
             steps = torch.zeros(len(chosen), dtype=torch.float32, device=device if on_device else CPU)
             for param, m, v, step in zip(chosen, first, second, steps.unbind(), strict=True):
                 state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
@@ -74,7 +71,7 @@ class AdamWRule(Rule[Moments]):
         return self._fused(device) if callable(self._fused) else self._fused
 
     def _plan_of(self, active: StepGradients) -> "_Plan":
-        return _Plan(self._entries, self._counts, active, self._capturable, self._is_fused)
+        return _Plan(self._entries, self._counts, active, self._is_fused)
 
 
 def _state_dtype(param: Param) -> torch.dtype:
@@ -90,10 +87,9 @@ class _Plan(StepPlan[Moments]):
         entries: dict[torch.Tensor, Moments],
         counts: Counts,
         active: StepGradients,
-        capturable: bool,
         fused: Callable[[torch.device], bool],
     ) -> None:
-        super().__init__(entries, counts, active, capturable)
+        super().__init__(entries, counts, active)
         self.fused = fused
         self.kernels: list[Kernel] = []
         self.gaps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -116,8 +112,7 @@ class _Plan(StepPlan[Moments]):
             i = run.members[0]
             local, origin = self.locals[i], origins[i]
             seed = None if origin is None else origin.seed
-            kind, options = self.classes.index(keys[i]), self.group_of[i] if self.capturable else -1
-            result = RunSlice(run, kind, lists, self.entries[i].step, origin, options)
+            result = RunSlice(run, self.classes.index(keys[i]), lists, self.entries[i].step, origin)
             batches.setdefault((local.device, local.dtype, grads[i].dtype, seed), []).append(result)
         self.kernels, self.launches = [], []
         for (device, dtype, grad_dtype, seed), slices in batches.items():
@@ -126,7 +121,7 @@ class _Plan(StepPlan[Moments]):
             if fused and narrow and slices[0].first.dtype == torch.float32 and has_triton(device):
                 rows = [row for s in slices for row in _rows(s, grad_dtype)]
                 variant = partial(wide_variant, Types(dtype, grad_dtype, seed is not None))
-                launches = launches_of(rows, seed, variant, capturable=self.capturable)
+                launches = launches_of(rows, seed, variant)
                 self.launches.append((Scalars(device, len(self.classes)), launches))
             else:
                 self.kernels += (FusedKernel if fused else ListKernel).over(slices, grad_dtype)

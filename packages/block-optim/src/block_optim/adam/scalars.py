@@ -6,8 +6,7 @@ that rounding the double gives what fp32 arithmetic gives.
 """
 
 import ctypes
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -24,25 +23,23 @@ class Rates:
         beta1, beta2, eps: as given.
         step_size: lr / (1 - beta1^step).
         root: sqrt(1 - beta2^step), which divides the root of the second moment.
-
-    In a capturable step `step_size` and `root` are 0-d tensors on the device, and `decay` too if the rate is one.
     """
 
-    decay: Any
+    decay: float | None
     beta1: float
     beta2: float
     first: float
     second: float
     eps: float
-    step_size: Any
-    root: Any
+    step_size: float
+    root: float
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """A group's options as plain values: equal ones may share a kernel call. Capturable: ``lr`` may be a tensor."""
+    """A group's options as plain values: equal ones may share a kernel call."""
 
-    lr: Any
+    lr: float
     lr_in_fp32: bool
     beta1: float
     beta2: float
@@ -51,11 +48,11 @@ class Hyper:
     maximize: bool
 
     @staticmethod
-    def of(group: Group, *, capturable: bool = False) -> "Hyper":
-        """Read a group. A tensor lr is read here, and on CUDA waited for, unless the step is capturable."""
+    def of(group: Group) -> "Hyper":
+        """Read a group. A tensor lr is read here, and on CUDA waited for."""
         lr, (beta1, beta2) = group["lr"], group["betas"]
         return Hyper(
-            lr if capturable else float(lr),
+            float(lr),
             isinstance(lr, torch.Tensor) and lr.dtype == torch.float32,
             float(beta1),
             float(beta2),
@@ -85,22 +82,6 @@ class Hyper:
             step_size,
             correction2**0.5,
         )
-
-    def rates_on_device(self, step: torch.Tensor) -> Rates:
-        """`rates` of a step number that is on the device, by ops on the device, with the same roundings."""
-        count = step.double()
-        correction, root = 1 - self.beta1**count, (1 - self.beta2**count).sqrt()
-        fixed = self.on_host.rates(1)
-        if not isinstance(self.lr, torch.Tensor):
-            return replace(fixed, step_size=self.lr / correction, root=root)
-        lr = self.lr if self.lr_in_fp32 else self.lr.double()
-        decay = None if self.weight_decay == 0 else 1 - lr * self.weight_decay
-        return replace(fixed, decay=decay, step_size=lr / correction.to(lr.dtype), root=root)
-
-    @property
-    def on_host(self) -> "Hyper":
-        """The options without a rate that is a tensor."""
-        return replace(self, lr=0.0) if isinstance(self.lr, torch.Tensor) else self
 
 
 def fp32(value: float) -> float:

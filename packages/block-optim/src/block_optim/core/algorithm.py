@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from block_optim.core import device as devices
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_capturable, check_lr, reject_unsupported
+from block_optim.core.options import check_lr, reject_unsupported
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import BlockRequest, Policy, make_policy
-from block_optim.core.precision import MASTER, check_precision, make_masters
+from block_optim.core.precision import check_precision
 from block_optim.core.snapshot import StateSnapshot
 from layout_planner import Block
 from ragged_shard import DISTRIBUTED
@@ -37,7 +36,6 @@ class Algorithm:
     shared_options: ClassVar[tuple[str, ...]] = ()
     requires_blocks: ClassVar[bool] = False
     divides_copies: ClassVar[bool] = False
-    capturable: bool = False
     replicate_mesh: DeviceMesh | None = None
     defaults: dict[str, Any]
     state: Any
@@ -90,9 +88,6 @@ class Algorithm:
 
     def invalidate(self) -> None:
         """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
-
-    def synchronize(self) -> None:
-        """Complete work that runs during forward and backward; called before states are saved, loaded or copied."""
 
     @property
     def supports_found_inf(self) -> bool:
@@ -177,7 +172,6 @@ class Algorithm:
         group["lr"] = check_lr(group["lr"])
         reject_unsupported(group, self.defaults)
         self.check_options(group)
-        check_capturable(group, self.capturable)
         self.check_group(group, params)
         if "stochastic_rounding" in self.defaults:
             check_precision(group, params)
@@ -212,19 +206,9 @@ class Algorithm:
         Raises:
             ValueError: a parameter that does not fit, or a state that is not placed as it is.
         """
-        for param in params if self.capturable else ():
-            if not devices.runs_ahead(param.device):
-                raise ValueError(
-                    f"{param.name}: capturable=True needs parameters on an accelerator, this one is on the CPU"
-                )
         if self.requires_blocks:
             self.check_blocks(params)
-        if group.get("master_weights") and "master_weights" in self.defaults:
-            make_masters(params)
         self.init_states(group, params)
         for param in params:
-            own = self.state[param.tensor]
-            for key, value in own.items():
+            for key, value in self.state[param.tensor].items():
                 param.check_state(key, value)
-            if param.master is not None:
-                own[MASTER] = param.wrap(param.local)

@@ -19,7 +19,6 @@ from torch.optim.optimizer import ParamsT
 from block_optim.core import device as devices
 from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients, unscaled
-from block_optim.core.precision import refresh_masters, store_masters
 from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
 from ragged_shard import is_cpu
@@ -35,9 +34,6 @@ class BlockOptimizer(Stateful):
         defaults: the options of a group and their defaults; ``lr`` among them.
         skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
 
-    Where ``defaults`` has ``master_weights``, a group may ask for fp32 copies of its narrow parameters: `update` then
-    finds them as ``p.local``, and `step` rounds them into the parameters.
-
     A subclass defines `init_states` and `update`, and may override the methods up to `check_blocks` and the attributes.
     Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints, pickling and `Mixed` then work. Its
     constructor passes ``params`` on as they are: `Mixed` calls it with None, to have the algorithm alone.
@@ -49,8 +45,6 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
-        capturable: whether CUDA graphs can capture `step`: step counts and the count of skipped steps are then on the
-            device, and a step in which the host would have to read them or a flag raises.
         divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
             mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
@@ -77,7 +71,6 @@ class BlockOptimizer(Stateful):
     def _reset(self) -> None:
         self._collector = Collector()
         self._skipped = 0
-        self._skipped_on_device: torch.Tensor | None = None  # of a capturable optimizer
         self._flags = PendingFlags()
         self._cut_groups: list[dist.ProcessGroup] | None = None
         self._check = GradientCheck()
@@ -86,9 +79,6 @@ class BlockOptimizer(Stateful):
     def _bind(self) -> None:
         self._collector.forget()
         self._cut_groups = None
-        if self.capturable and self._skipped_on_device is None and self._params:
-            device = next(iter(self._params)).device
-            self._skipped_on_device = torch.zeros((), dtype=torch.float32, device=device)
         super()._bind()
 
     # ---------------------------------------------------------------- step
@@ -97,8 +87,7 @@ class BlockOptimizer(Stateful):
     def skipped_steps(self) -> int:
         """Steps skipped because of non-finite gradients, since construction. On CUDA: waits for the device."""
         self._read_flags(wait=True)
-        counted = self._skipped_on_device
-        return self._skipped + (0 if counted is None else int(counted))
+        return self._skipped
 
     def _read_flags(self, *, wait: bool = False) -> None:
         for _ in range(self._flags.skipped(wait=wait)):
@@ -119,13 +108,10 @@ class BlockOptimizer(Stateful):
 
         Communicates: the agreement on non-finite gradients (see the class), and what `update` communicates.
         """
-        if devices.is_capturing() and not self.capturable:
+        if devices.is_capturing():
             raise RuntimeError(
-                f"a CUDA graph captures a step of {type(self).__name__}: build it with capturable=True"
+                f"a CUDA graph captures a step of {type(self).__name__}, which reads the device; step outside the graph"
             )
-        for group in self.param_groups if self.capturable else ():
-            if isinstance(group["lr"], torch.Tensor):
-                check_on_device("lr", group["lr"])
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -140,19 +126,13 @@ class BlockOptimizer(Stateful):
             self._count_skip(active)
         else:
             scale = getattr(self, "grad_scale", None)
-            if self.capturable and scale is not None:
-                check_on_device("grad_scale", scale)
             if scale is not None and active.grads:
                 active = unscaled(active, scale if devices.runs_ahead(scale.device) else float(scale))
             active.found_inf = flag if isinstance(flag, torch.Tensor) else None
-            counts = [] if active.found_inf is None or self.capturable else self._host_counts()
+            counts = [] if active.found_inf is None else self._host_counts()
             before = torch.stack(counts) if counts else None
-            refresh_masters(self._mastered)
             self.update(active)
-            store_masters(self._mastered)
-            if self._skipped_on_device is not None and active.found_inf is not None:
-                self._skipped_on_device.add_(active.found_inf != 0)
-            elif active.found_inf is not None:
+            if active.found_inf is not None:
                 self._flags.add(active.found_inf, counts, before)
         if not collected.keeps:
             collected.grads = []
@@ -163,23 +143,13 @@ class BlockOptimizer(Stateful):
     ) -> bool | torch.Tensor:
         """Whether to skip this step; identical on every rank. A 0-d tensor if the flag is on the device."""
         own: torch.Tensor | None = getattr(self, "found_inf", None)
-        if self.capturable and own is not None:
-            check_on_device("found_inf", own)
-            return own
         if own is None and not self.skip_nonfinite:
             return False
         if own is None and grad_norm is not None:
-            if self.capturable:
-                check_on_device("grad_norm", grad_norm)
             finite = norm_is_finite(grad_norm)
             return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
         if self._cut_groups is None:
             self._cut_groups = cut_groups(self.trained)
-        if self.capturable and self._cut_groups:
-            raise ValueError(
-                "capturable=True: ranks would agree on non-finite gradients by a collective; give "
-                "step(grad_norm=...) or build the optimizer with skip_nonfinite=False"
-            )
         device = next(iter(self._params)).device
         check = self._check
         # Ranks agree on found_inf, too: torch asks the mesh of one gradient, and others may be cut over further ranks.
@@ -204,9 +174,3 @@ class BlockOptimizer(Stateful):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "skip_nonfinite": self.skip_nonfinite}
-
-
-def check_on_device(name: str, value: torch.Tensor | float) -> None:
-    """Raise ValueError unless a value that a capturable step uses is on the device: a graph would keep the host's."""
-    if not isinstance(value, torch.Tensor) or not devices.runs_ahead(value.device):
-        raise ValueError(f"{name}: capturable=True needs a tensor on the device, got {value!r}")

@@ -46,7 +46,7 @@ def runs_ahead(device: torch.device) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether the ops of this thread go into a CUDA graph instead of to the device."""
+    """Whether a CUDA graph captures the ops of this thread."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

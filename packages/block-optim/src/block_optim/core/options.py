@@ -14,6 +14,7 @@ EXECUTION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 _NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False, None),
     "differentiable": (False, None),
+    "capturable": (False, None),
     "maximize": (False, None),
     "decoupled_weight_decay": (True, None),
 }
@@ -34,20 +35,6 @@ def check_execution(foreach: Any, fused: Any) -> None:
             check_flag(name, value)
     if foreach and fused:
         raise ValueError("foreach=True with fused=True: choose one")
-
-
-def check_capturable(group: Mapping[str, Any], own: bool) -> None:
-    """Raise ValueError if a group's ``capturable`` is not the optimizer's, or if another option excludes it."""
-    value = group.get("capturable")
-    if value is not None and bool(value) != own:
-        raise ValueError(
-            f"capturable={value!r} in one group: this optimizer has capturable={own}; AdamW, AdamW8bit and Muon take "
-            "it as an option of the whole optimizer, the others do not support it"
-        )
-    if own and group.get("stochastic_rounding"):
-        raise ValueError(
-            "capturable=True with stochastic_rounding=True: its random bits follow the host's step count"
-        )
 
 
 def name_dtype(name: str, group: dict[str, Any]) -> None:

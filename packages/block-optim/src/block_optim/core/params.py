@@ -45,7 +45,6 @@ class Param:
         start: the first element of this rank's run in the flattened global tensor, or None where its elements are
             not one run (a `Shard(1)`, say).
         local_shape: of this rank's elements when the optimizer was given the parameter.
-        master: this rank's elements in fp32, with ``master_weights``; see `core.precision`.
         states: its entry of `optimizer.state` as `init_states` made it; None: it has no states.
         replicas: the mesh whose ranks divide the work on it where each of them holds all of it; None: they do not.
     """
@@ -55,7 +54,6 @@ class Param:
         "_layout",
         "group",
         "local_shape",
-        "master",
         "mesh",
         "name",
         "placements",
@@ -76,7 +74,6 @@ class Param:
         self.tensor, self.name, self.replicas = tensor, name, replicas
         self.group: Group = {} if group is None else group
         self.shape = torch.Size(tensor.shape)
-        self.master: torch.Tensor | None = None
         self.states: Any = None
         self._holding: Holding | None = None
         self.mesh: DeviceMesh | None = None
@@ -94,8 +91,8 @@ class Param:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements: plain, detached, the parameter's own memory or its master's. May be empty."""
-        return local_of(self.tensor).detach() if self.master is None else self.master
+        """This rank's elements: plain, detached, the parameter's own memory. May be empty."""
+        return local_of(self.tensor).detach()
 
     @property
     def numel(self) -> int:

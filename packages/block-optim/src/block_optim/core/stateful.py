@@ -22,7 +22,6 @@ from block_optim.core.algorithm import Algorithm
 from block_optim.core.load import own_values, put_values
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
 from block_optim.core.params import Group, Param
-from block_optim.core.precision import MASTER
 from block_optim.core.snapshot import StateSnapshot, same_objects
 
 
@@ -31,7 +30,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
-        self._mastered: list[Param] = []  # of these, those that have an fp32 copy
         self._frozen: list[torch.Tensor] = []  # those that have no states
         self._look: list[
             Any
@@ -44,7 +42,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _complete(self) -> None:
         """Bring states to where the last step leaves them."""
-        self.synchronize()
 
     # ---------------------------------------------------------------- groups
 
@@ -186,7 +183,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def _make_states(self, params: list[Param]) -> None:
         """Make the states of parameters; values that the user put into their place are copied into them."""
         assigned = {p.tensor: self.state.pop(p.tensor) for p in params if self.state.get(p.tensor)}
-        masters = [p.master for p in params]
         try:
             for group, members in _by_group(params):
                 self._algorithm_of(group).make_states(group, members)
@@ -195,9 +191,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
                     own = self.state[p.tensor]
                     put_values(own, own_values(p.name, own, assigned[p.tensor]))
         except BaseException:
-            for p, master in zip(params, masters, strict=True):
+            for p in params:
                 self.state.pop(p.tensor, None)
-                p.master = master
             self.state.update(assigned)
             raise
         for p in params:
@@ -211,10 +206,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self._frozen = [p.tensor for p in self.members if p.states is None]
         self._look = self._members()
         self.state_snapshot = StateSnapshot(self.trained)
-        for param in self.trained:
-            if MASTER in param.states:
-                param.master = local_of(param.states[MASTER])
-        self._mastered = [param for param in self.trained if param.master is not None]
         self.invalidate()
 
     # ---------------------------------------------------------------- state
@@ -229,7 +220,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return dict(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict, after `synchronize`; without states of parameters that have left the groups."""
+        """Torch's state dict, without states of parameters that have left the groups."""
         self._complete()
         self._sync()
         left = {
@@ -290,7 +281,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         except BaseException:
             for param in frozen:
                 del self.state[param.tensor]
-                param.states = param.master = None
+                param.states = None
             raise
         for tensor in [p.tensor for p in trained]:
             if tensor in values:

@@ -26,7 +26,7 @@ from block_optim.muon.normuon import RowScaling
 
 _LOG = logging.getLogger("block_optim")
 
-LearningRate = float | torch.Tensor  # a tensor is on the CPU, or in a capturable step on the device
+LearningRate = float | torch.Tensor  # a tensor is on the CPU
 
 
 class Bucket:
@@ -171,7 +171,6 @@ class Bucket:
         if not runs:
             return
         decay = lr * self.group["weight_decay"]
-        on_device = isinstance(lr, torch.Tensor) and self.group["capturable"]
         by_ratio: dict[tuple[float, bool], list[LocalRun]] = defaultdict(list)
         for run in runs:
             m = self._layout.matrices[run.number].matrix
@@ -179,41 +178,33 @@ class Bucket:
             by_ratio[ratio, is_narrow(run.local.dtype)].append(run)
         received = self._rows is not None and not own  # second moments, too
         for (ratio, narrow), members in by_ratio.items():
-            alpha = -lr * ratio if on_device else float(-lr * ratio)
+            alpha = float(-lr * ratio)
             for portion in portions(self._skip, members, lambda run: run.local.nbytes):
                 written = [run.local for run in portion] + [run.rows for run in portion if received]
                 with unless(self._skip, written):
                     self._apply(portion, alpha, decay, narrow)
 
-    def _apply(
-        self, runs: Sequence[LocalRun], alpha: LearningRate, decay: LearningRate, narrow: bool
-    ) -> None:
-        weights, on_device = [run.local for run in runs], isinstance(alpha, torch.Tensor)
+    def _apply(self, runs: Sequence[LocalRun], alpha: float, decay: LearningRate, narrow: bool) -> None:
+        weights = [run.local for run in runs]
         if narrow:  # decayed and added to in fp32, and rounded once, wherever they are cut
             weights = self._layout.buffers("apply", runs, torch.float32)
             foreach_copy_(weights, [run.local for run in runs])
         if self.group["cautious_weight_decay"]:
-            self._decay_cautiously(runs, weights, decay if on_device else float(decay))
+            self._decay_cautiously(runs, weights, float(decay))
         else:
-            foreach_mul_(weights, 1 - decay if on_device else float(1 - decay))
+            foreach_mul_(weights, float(1 - decay))
         updates = [run.packed for run in runs] if self._rows is None else self._rows.scaled(runs)
         if updates[0].dtype != weights[0].dtype:  # on CUDA, mixed dtypes would be a kernel a tensor
             copies = self._layout.buffers("rescaled", runs, weights[0].dtype)
             foreach_copy_(copies, updates)
             updates = copies
-        if on_device:  # the updates are this step's copies
-            foreach_mul_(updates, alpha)
-            foreach_add_(weights, updates)
-        else:
-            foreach_add_(weights, updates, alpha=alpha)
+        foreach_add_(weights, updates, alpha=alpha)
         if narrow:
             for run, wide in zip(runs, weights, strict=True):
                 step = 0 if run.param.steps is None else int(run.param.steps)
                 self._write(run.param.param, wide, run.local, run.low, step)
 
-    def _decay_cautiously(
-        self, runs: Sequence[LocalRun], weights: list[torch.Tensor], amount: LearningRate
-    ) -> None:
+    def _decay_cautiously(self, runs: Sequence[LocalRun], weights: list[torch.Tensor], amount: float) -> None:
         """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
         factors = self._layout.buffers("decay", runs, torch.float32)
         for factor, run, weight in zip(factors, runs, weights, strict=True):

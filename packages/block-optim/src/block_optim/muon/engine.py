@@ -165,7 +165,7 @@ class MuonEngine:
             for portion in portions(gradients.found_inf, some, lambda p: p.momentum.nbytes):
                 with unless(gradients.found_inf, [p.momentum for p in portion]):
                     update_momenta(portion, mu, scratch)
-        rates = {id(g): g["lr"] if g["capturable"] else _on_host(g["lr"]) for g in self._groups}
+        rates = {id(g): _on_host(g["lr"]) for g in self._groups}
         run_pipeline(self._buckets, active, rates, gradients.found_inf)
         for i in active:  # release the gradients
             self._locals[i].grad = self._locals[i].local

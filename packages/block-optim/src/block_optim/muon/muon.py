@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.core import device as devices
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import (
@@ -60,16 +59,14 @@ class Muon(BlockOptimizer):
         normuon_beta2: decay of the second moments.
         normuon_eps: added to their roots.
         cautious_weight_decay: decay only entries that the update shrinks anyway.
-        momentum_dtype: None (the parameter's, fp32 with masters), float32, bfloat16 or float16; text in the groups.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        momentum_dtype: None (the parameter's), float32, bfloat16 or float16; text in the groups.
+        stochastic_rounding, seed: as in `AdamW`.
         bucket_bytes: about what an owner receives at a time; three such buckets are in memory.
-        capturable: let CUDA graphs capture `step`; a tensor lr is read on the device, and its product with an update is
-            rounded before it is added. For matrices that are whole on a rank, with method="standard", not on the CPU.
         replicate_mesh: see `BlockOptimizer`.
         skip_nonfinite: see `BlockOptimizer`.
 
     State: ``momentum_buffer``; with NorMuon ``second_moment``, with
-    stochastic_rounding ``step``, with master_weights ``master_param``.
+    stochastic_rounding ``step``.
 
     `step` communicates, for each process group over which matrices are cut: an all_reduce of one byte a parameter
     that is exchanged (does any rank have a gradient for it), and for each bucket an ``all_to_all_single`` there
@@ -83,8 +80,8 @@ class Muon(BlockOptimizer):
         ValueError: an option, a parameter or placements that do not fit; ranks whose assignments differ.
     """
 
-    format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding", "master_weights")
-    shared_options = ("bucket_bytes", "replicate_mesh", "capturable")
+    format_options = ("momentum_dtype", "normuon", "matrices", "stochastic_rounding")
+    shared_options = ("bucket_bytes", "replicate_mesh")
     divides_copies = True
 
     def __init__(
@@ -109,24 +106,20 @@ class Muon(BlockOptimizer):
         momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         bucket_bytes: int = 32 << 20,
         replicate_mesh: DeviceMesh | None = None,
-        capturable: bool = False,
         skip_nonfinite: bool = True,
     ) -> None:
         check_count("bucket_bytes", bucket_bytes)
-        check_flag("capturable", capturable)
         self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
-        self.bucket_bytes, self.capturable = bucket_bytes, capturable
+        self.bucket_bytes = bucket_bytes
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "method": method, "matrices": matrices, "batched": batched, "normuon": normuon,
             "normuon_beta2": normuon_beta2, "normuon_eps": normuon_eps,
             "cautious_weight_decay": cautious_weight_decay, "momentum_dtype": momentum_dtype,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
-            "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -140,7 +133,6 @@ class Muon(BlockOptimizer):
     @override
     def setup(self) -> None:
         self._engine: MuonEngine | None = None
-        self._captured: list[MuonEngine] = []  # their buffers are in CUDA graphs
         self._fell_back = 0
         self._bound = False
 
@@ -154,8 +146,6 @@ class Muon(BlockOptimizer):
         if engine is None or not engine.fits(self.trained):
             self._fell_back = self.fallbacks
             engine = self._engine = MuonEngine(self.trained, self.bucket_bytes)
-            if self.capturable:
-                check_stays(engine.assignment)
         elif not self._bound:
             engine.bind()
         self._bound = True
@@ -175,10 +165,6 @@ class Muon(BlockOptimizer):
         resolve(group["ns_coefficients"], group["ns_steps"])
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUST)
         check_choice("method", group["method"], METHODS)
-        if self.capturable and group["method"] != "standard":
-            raise ValueError(
-                f"capturable=True with method={group['method']!r}: the host checks the Gram form's results"
-            )
         if "dampening" in group:
             raise ValueError(
                 f"dampening={group['dampening']!r}: SGD's option, and its momentum_buffer is a sum, 1 / (1 - momentum) "
@@ -221,20 +207,7 @@ class Muon(BlockOptimizer):
 
     @override
     def update(self, active: StepGradients) -> None:
-        engine = self._build()
-        if devices.is_capturing() and engine not in self._captured:
-            self._captured.append(engine)
-        engine.step(active)
-
-
-def check_stays(assignment: Assignment) -> None:
-    """Raise ValueError if a matrix of a capturable optimizer would be exchanged."""
-    moved = [m.name for domain in assignment.domains for m in domain.matrices if m.bytes_sent]
-    if moved:
-        raise ValueError(
-            f"capturable=True: {moved[0]} travels between ranks, which cannot be captured; keep matrices whole "
-            "with Muon.block_policy(), or leave capturable out"
-        )
+        self._build().step(active)
 
 
 def check_matrices(param: Param) -> None:

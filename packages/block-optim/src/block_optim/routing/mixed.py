@@ -126,12 +126,6 @@ class Mixed(BlockOptimizer):
                 self._enter(group)
         used = {group["algorithm"] for group in self.param_groups}
         self._algorithms = {name: each for name, each in self._algorithms.items() if name in used}
-        capturable = {name: algorithm.capturable for name, algorithm in self._algorithms.items()}
-        if len(set(capturable.values())) > 1:
-            raise ValueError(
-                f"capturable differs between algorithms: {capturable}; a CUDA graph captures all or none"
-            )
-        self.capturable = True in capturable.values()
         super()._read_groups()
         self._share()
 
@@ -192,11 +186,6 @@ class Mixed(BlockOptimizer):
         self._share()
         for algorithm in self._algorithms.values():
             algorithm.invalidate()
-
-    @override
-    def synchronize(self) -> None:
-        for algorithm in self._algorithms.values():
-            algorithm.synchronize()
 
     @property
     @override

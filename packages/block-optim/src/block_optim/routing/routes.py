@@ -107,7 +107,6 @@ def mixed_optimizer_for(
             "maximize",
             "stochastic_rounding",
             "seed",
-            "master_weights",
         )
         shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     groups: dict[Any, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
-"""Common part of Shampoo and SOAP: planning, gradients to owners, updates back, and overlapped work.
+"""Common part of Shampoo and SOAP: planning, gradients to owners, updates back.
 
 A subclass's `update` is written with three helpers:
 
-    _gather     results of the last refresh; gradients -> owned runs       one all_reduce, one all_to_all_single
+    _gather     gradients -> owned runs                                    one all_reduce, one all_to_all_single
                 (the rule, on owned runs and blocks)                       nothing
     _scatter    owned runs -> local updates                                one all_to_all_single
     _apply      weight decay, momentum, learning rate, on local elements   nothing
@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,33 +24,21 @@ from typing_extensions import override
 from block_optim.core import device as devices
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import (
-    check_betas,
-    check_choice,
-    check_count,
-    check_flag,
-    check_range,
-    name_dtype,
-)
+from block_optim.core.options import check_betas, check_count, check_range
 from block_optim.core.params import Group, Param
 from block_optim.core.precision import NarrowWriter, is_narrow
-from block_optim.core.skip import portions, unless
 from block_optim.shampoo.batches import Batch
-from block_optim.shampoo.grid import MATRICES, block_of, grid_of
+from block_optim.shampoo.grid import block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
 from block_optim.shampoo.roots import RootCounts
 from block_optim.shampoo.strips import StripExchange
-from block_optim.shampoo.worker import Worker
 from layout_planner import Block
 
 _LOG = logging.getLogger("block_optim")
 
 LARGEST = 1e15  # gradients are clamped to it: their squares, summed over a block, stay in fp32's range
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-T = TypeVar("T")
 Move = Callable[[Group, Sequence["TensorStep"], list[Tensor]], None]
-Written = Callable[[Sequence["TensorStep"]], list[Tensor]]
 
 
 @dataclass
@@ -86,15 +74,7 @@ class StepBlocks:
 class Preconditioned(BlockOptimizer):
     """Base of Shampoo and SOAP; not for direct use. A subclass defines `_make_state` and `update`."""
 
-    format_options: ClassVar[tuple[str, ...]] = (
-        "max_preconditioner_dim",
-        "diagonal_above",
-        "matrices",
-        "factor_dtype",
-        "packed",
-        "master_weights",
-    )
-
+    format_options: ClassVar[tuple[str, ...]] = ("max_preconditioner_dim", "diagonal_above")
     shared_options: ClassVar[tuple[str, ...]] = ("replicate_mesh",)
     divides_copies = True
 
@@ -102,10 +82,9 @@ class Preconditioned(BlockOptimizer):
     def setup(self) -> None:
         self._plan = Plan()
         self._links: list[StripExchange] | None = None
-        self._worker: Worker | None = None
         self._write = NarrowWriter()
         self._bound = False  # whether blocks have views of the states' memory
-        self._told = 0
+        self._logged = 0
         self.root_counts = RootCounts()
         self.clamped_gradients = 0  # on CPU; those that a device clamps are not counted
 
@@ -113,9 +92,6 @@ class Preconditioned(BlockOptimizer):
 
     @override
     def check_options(self, group: Group) -> None:
-        name_dtype("factor_dtype", group)
-        check_choice("factor_dtype", group["factor_dtype"], tuple(_DTYPES))
-        check_choice("matrices", group["matrices"], MATRICES)
         for name in ("max_preconditioner_dim", "diagonal_above", "precondition_frequency"):
             check_count(name, group[name])
         if group["max_preconditioner_dim"] < 2:
@@ -124,8 +100,6 @@ class Preconditioned(BlockOptimizer):
             check_range(name, beta, 0.0, 1.0 + 1e-12 if name == "betas[1]" else 1.0)
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
-        for name in ("stagger", "overlap", "packed"):
-            check_flag(name, group[name])
 
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
@@ -139,7 +113,7 @@ class Preconditioned(BlockOptimizer):
             tensor.bind(state)
             self._fresh(tensor)
         self._links = None
-        self._tell_cost()
+        self._log_cost()
 
     @override
     def invalidate(self) -> None:
@@ -175,11 +149,11 @@ class Preconditioned(BlockOptimizer):
         updates between ranks that divide the work on what each of them holds."""
         return sum(exchange.bytes_per_step for exchange in self._exchanges())
 
-    def _tell_cost(self) -> None:
+    def _log_cost(self) -> None:
         cost = sum(exchange.bytes_per_step for exchange in self._exchanges() if not exchange.copies)
-        if cost <= self._told:
+        if cost <= self._logged:
             return
-        self._told = cost
+        self._logged = cost
         if not devices.is_first_rank():
             return
         moving = [t for t in self._plan.tensors.values() if t.moves and not t.holding.copies]
@@ -204,24 +178,20 @@ class Preconditioned(BlockOptimizer):
                 {w.tensor.number: w.local_update for w in members},
             )
 
-    def _apply(self, works: Iterable[TensorStep], skip: Tensor | None, move: Move, written: Written) -> None:
+    def _apply(self, works: Iterable[TensorStep], move: Move) -> None:
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
 
         Args:
             works: what to apply.
-            skip: as in `StepGradients.found_inf`.
             move: updates local weights, flat and in the compute dtype, of works of one group.
-            written: the states of works that ``move`` writes.
         """
         for group, step, members in by_step(works):
-            for portion in portions(skip, members, lambda w: w.local_update.nbytes):
-                weights = [w.tensor.param.local.view(-1) for w in portion]
-                with unless(skip, [*weights, *written(portion)]):
-                    wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, portion, strict=True)]
-                    move(group, portion, wide)
-                    for work, weight, moved in zip(portion, weights, wide, strict=True):
-                        if is_narrow(weight.dtype):
-                            self._write(work.tensor.param, moved, weight, 0, step)
+            weights = [w.tensor.param.local.view(-1) for w in members]
+            wide = [weight.to(w.tensor.compute) for weight, w in zip(weights, members, strict=True)]
+            move(group, members, wide)
+            for work, weight, moved in zip(members, weights, wide, strict=True):
+                if is_narrow(weight.dtype):
+                    self._write(work.tensor.param, moved, weight, 0, step)
 
     def _exchanges(self) -> list[StripExchange]:
         if self._links is None:
@@ -245,7 +215,6 @@ class Preconditioned(BlockOptimizer):
         """The owned runs of all gradients; of a parameter that is exchanged, if any rank has a gradient."""
         if not self._bound:
             self._bind_blocks()
-        self.synchronize()
         tensors = {t.number: t for t in self._plan.tensors.values()}
         result: dict[int, Tensor] = {}
         for param, grad in active:
@@ -288,33 +257,6 @@ class Preconditioned(BlockOptimizer):
                 self.clamped_gradients += 1
                 _LOG.warning("%s: a gradient of %.1e was cut to %.0e", work.tensor.param.name, peak, LARGEST)
 
-    # ---------------------------------------------------------------- overlapped work
-
-    def _run_later(
-        self, device: torch.device, jobs: list[Callable[[], T]], commit: Callable[[list[T]], None]
-    ) -> None:
-        """Run jobs during the next forward and backward; `commit` their results when the next step begins."""
-        if self._worker is None:
-            self._worker = Worker(device)
-        self._worker.submit(jobs, commit)
-
-    @property
-    @override
-    def supports_found_inf(self) -> bool:
-        return True
-
-    @override
-    def step_was_skipped(self) -> None:
-        if self._worker is not None:
-            self._worker.drop()
-
-    @override
-    def synchronize(self) -> None:
-        if self._worker is not None and self._worker.is_busy:
-            if self.state_snapshot.has_moved():
-                self._bind_blocks()
-            self._worker.finish()
-
     def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:
         """Add to the counts of roots, and log failures."""
         self.root_counts += counts
@@ -344,8 +286,3 @@ def by_step(works: Iterable[TensorStep]) -> list[tuple[Group, int, list[TensorSt
     for work in works:
         result[id(work.tensor.group), work.step].append(work)
     return [(members[0].tensor.group, step, members) for (_, step), members in result.items()]
-
-
-def state_dtype(tensor: TensorPlan) -> torch.dtype:
-    """Dtype of stored factors and roots: the option's, but fp64 for fp64 parameters."""
-    return torch.float64 if tensor.compute == torch.float64 else _DTYPES[tensor.group["factor_dtype"]]

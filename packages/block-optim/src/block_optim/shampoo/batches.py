@@ -32,10 +32,6 @@ class Batch:
         """(capacity, rows, cols) of a state of the parameter's shape."""
         return self.matrices(block.views[name] for block in self.blocks)
 
-    def views(self, *names: str) -> list[Tensor]:
-        """The blocks' memory of states, as far as there are any of these names."""
-        return [block.views[name] for block in self.blocks for name in names if name in block.views]
-
     def put(self, name: str, values: Tensor) -> None:
         """Write a state of the parameter's shape back."""
         foreach_copy_([b.views[name] for b in self.blocks], list(values[: len(self.blocks)]))
@@ -48,14 +44,14 @@ class Batch:
         """Whether the factors of a side are diagonal."""
         return self.blocks[0].diagonal(side)
 
-    def side(self, kind: str, side: str, packed: bool) -> Tensor:
+    def side(self, kind: str, side: str) -> Tensor:
         """Factors, roots or bases of one side: (capacity, d, d), or (capacity, d) where they are diagonal."""
         views = [block.views[f"{kind}_{side}"] for block in self.blocks]
-        return load_square(views, self.dim(side), self.diagonal(side), packed, self.capacity, self.compute)
+        return load_square(views, self.dim(side), self.diagonal(side), self.capacity, self.compute)
 
-    def put_side(self, kind: str, side: str, values: Tensor, packed: bool) -> None:
+    def put_side(self, kind: str, side: str, values: Tensor) -> None:
         """Write them back."""
-        store_square([block.views[f"{kind}_{side}"] for block in self.blocks], values, packed)
+        store_square([block.views[f"{kind}_{side}"] for block in self.blocks], values)
 
 
 def batches(blocks: Iterable[OwnedBlock]) -> list[Batch]:
@@ -91,20 +87,14 @@ def gather(views: Sequence[Tensor], count: int, rows: int, cols: int, dtype: tor
 
 
 def load_square(
-    views: Sequence[Tensor], dim: int, diagonal: bool, packed: bool, count: int, compute: torch.dtype
+    views: Sequence[Tensor], dim: int, diagonal: bool, count: int, compute: torch.dtype
 ) -> Tensor:
-    """(count, d, d) of flat states that are matrices, packed or not, or (count, d) of diagonal ones."""
+    """(count, d, d) of flat states that are matrices, or (count, d) of diagonal ones."""
     if diagonal:
         return gather([v[None] for v in views], count, 1, dim, compute)[:, 0]
-    if packed:
-        flat = gather([v[None] for v in views], count, 1, views[0].numel(), compute)[:, 0]
-        return linalg.unpack(flat, dim)
     return gather([v.view(dim, dim) for v in views], count, dim, dim, compute)
 
 
-def store_square(views: Sequence[Tensor], values: Tensor, packed: bool) -> None:
+def store_square(views: Sequence[Tensor], values: Tensor) -> None:
     """Write (count, d, d) or (count, d) back; further ones are dropped."""
-    values = values[: len(views)]
-    if values.dim() == 3:
-        values = linalg.pack(values) if packed else values.reshape(len(views), -1)
-    foreach_copy_(list(views), list(values))
+    foreach_copy_(list(views), list(values[: len(views)].flatten(1)))

@@ -13,8 +13,8 @@
 | tensor | matrices |
 | --- | --- |
 | 2-D | itself |
-| 3-D | stacked experts, one for each index of the first dimension; "flatten": a convolution, as below |
-| 4-D and more | convolution: the first dimension by all others, flattened; "stack": the last two of each |
+| 3-D | stacked experts, one for each index of the first dimension |
+| 4-D and more | convolution: the first dimension by all others, flattened |
 | 0-d, 1-D, a matrix of one row or one column | none: element by element |
 
 A dimension above `diagonal_above` (a vocabulary) has diagonal factors; a matrix where both are so large goes element
@@ -28,8 +28,6 @@ from functools import cached_property
 from typing import Any
 
 from layout_planner import Elements, Tile
-
-MATRICES = ("auto", "stack", "flatten")
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def grid_of(shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | None:
     """The grid that options give a tensor, by the table above; None where it goes element by element."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
-    how = options["matrices"]
-    if len(shape) == 2 or how == "stack" or (how == "auto" and len(shape) == 3):
+    if len(shape) <= 3:
         batch, rows, cols = math.prod(shape[:-2]), shape[-2], shape[-1]
     else:
         batch, rows, cols = 1, shape[0], math.prod(shape[1:])

@@ -7,12 +7,9 @@ A rank works on the blocks it owns, and their number changes with the world size
            powers one row at a time, since vector code and the scalar code for what is left over differ in an ulp
     else   one batched call over a number of matrices that depends on their size alone, filled up where there are
            fewer (which kernel cuBLAS and cuSOLVER choose depends on the batch)
-
-Factors are symmetric and may be stored packed, the lower triangle row by row: d(d+1)/2 elements.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -127,39 +124,6 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
     out = empty_batch(len(matrices), rows, cols, dtype=first.dtype, device=first.device)
     for into, matrix in zip(out, matrices, strict=True):
         into.copy_(matrix)
-    return out
-
-
-def packed_numel(dim: int, packed: bool) -> int:
-    """Elements that one symmetric matrix takes."""
-    return dim * (dim + 1) // 2 if packed else dim * dim
-
-
-@cache
-def _triangle(dim: int, device: torch.device) -> Tensor:
-    """Index of each packed element in the full matrix, flattened."""
-    rows, cols = torch.tril_indices(dim, dim, device=device).unbind()
-    return rows.mul(dim).add(cols)
-
-
-@cache
-def _mirror(dim: int, device: torch.device) -> Tensor:
-    """Index of the packed element of each element of the full matrix."""
-    index = torch.arange(dim, device=device)
-    low, high = torch.minimum(index[:, None], index), torch.maximum(index[:, None], index)
-    return (high * (high + 1) // 2 + low).reshape(-1)
-
-
-def pack(batch: Tensor) -> Tensor:
-    """(k, d, d) -> (k, d(d+1)/2): the lower triangles."""
-    return batch.reshape(batch.shape[0], -1).index_select(1, _triangle(batch.shape[1], batch.device))
-
-
-def unpack(packed: Tensor, dim: int) -> Tensor:
-    """(k, d(d+1)/2) -> (k, d, d), symmetric."""
-    out = empty_batch(packed.shape[0], dim, dim, dtype=packed.dtype, device=packed.device)
-    flat = packed.index_select(1, _mirror(dim, packed.device))
-    out.copy_(flat.view(-1, dim, dim))
     return out
 
 

@@ -1,18 +1,19 @@
-"""Shampoo's options where they depend on others, and its arithmetic on batches of blocks. No state, no communication.
+"""Which roots are due in a step, and Shampoo's arithmetic on batches of blocks. No state, no communication.
 
 When a block's turn comes, by its number, the step and the options, is the same at every world size:
 
-    frequency 4, start 8, staggered; the block's phase is its number modulo 4
+    frequency 4; the block's phase is its number modulo 4
 
-    step        1  2  3  4  5  6  7  8  9 10 11 12 13
-    phase 0                       (8)           x
-    phase 1              x           x              x        a quarter of the blocks in each step
-    phase 2                 x           x
-    phase 3                    x           x
-                                  ^ start: every block has a root by now
-
-    not staggered: all blocks at 8, 12, 16 ...
+    step        1  2  3  4  5  6  7  8  9
+    phase 0              x           x
+    phase 1     x           x           x        a quarter of the blocks in each step
+    phase 2        x           x
+    phase 3           x           x
+                         ^ the first preconditioned step: every block has a root
 """
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,21 +21,12 @@ from torch import Tensor
 from block_optim.core._torch_compat import foreach_add_, foreach_sub_
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
-from block_optim.shampoo.batches import Batch
-from block_optim.shampoo.plan import COLS, ROWS, Size, TensorPlan
-from block_optim.shampoo.roots import TINY, RootOptions
+from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
+from block_optim.shampoo.batches import Batch, capacity, load_square
+from block_optim.shampoo.plan import COLS, ROWS, SIDES, OwnedBlock, Size, TensorPlan
+from block_optim.shampoo.roots import EXPONENT, TINY, RootCounts, Roots, inverse_roots
 
 GRAFTING = ("none", "rmsprop", "adam")
-
-
-def root_options(group: Group) -> RootOptions:
-    """Exponent, method and ridge of a group's roots. Raises ValueError if they do not fit each other."""
-    exponent, epsilon = group["exponent"], group["root_epsilon"]
-    if exponent is None:  # by order: 1 / (2 * 2) for matrices, and 1/2 for KL, whose factors are covariances
-        exponent = 0.5 if group["kl"] else 0.25
-    if epsilon is None:
-        epsilon = 1e-3 if group["kl"] else 1e-5
-    return RootOptions(float(exponent), group["root_method"], epsilon)
 
 
 def beta1(group: Group) -> float:
@@ -49,50 +41,96 @@ def beta2(group: Group) -> float:
 
 def second_beta(group: Group) -> float:
     """Decay of elementwise second moments."""
-    if group["grafting_beta2"] is not None:
-        return float(group["grafting_beta2"])
     return beta2(group) if beta2(group) < 1 or group["grafting"] == "none" else 0.999
 
 
-def first_preconditioned(group: Group) -> int:
-    """The first step that preconditions."""
-    start: int | None = group["start_preconditioning_step"]
-    return group["precondition_frequency"] if start is None else start
-
-
-def first_due(group: Group, number: int) -> int:
-    """The first step at which a block's roots are computed, by its number.
-
-    Staggered: in its phase, within the `precondition_frequency` steps up to the first preconditioned one; at that one
-    if this is before step 1.
-    """
-    start = first_preconditioned(group)
-    step = start - (start - number) % group["precondition_frequency"]
-    return step if group["stagger"] and step >= 1 else start
-
-
 def is_due(group: Group, number: int, step: int) -> bool:
-    """Whether a block's roots are computed in this step (counted from 1)."""
-    first = first_due(group, number)
-    if step <= first:
-        return step == first
-    phase = number if group["stagger"] else first_preconditioned(group)
-    return bool((step - phase) % group["precondition_frequency"] == 0)
+    """Whether the roots or bases of a block with this number are computed in this step (counted from 1)."""
+    return bool((step - number) % group["precondition_frequency"] == 0)
 
 
-def side_states(tensor: TensorPlan, kind: str, packed: bool, diagonal: bool = True) -> dict[str, Size]:
+def side_states(tensor: TensorPlan, kind: str, diagonal: bool = True) -> dict[str, Size]:
     """States of one kind; without `diagonal` only for the sides whose factors are full."""
 
     def size_of(side: str, is_diagonal: bool) -> Size:
         def size(rows: int, cols: int) -> int:
             dim = rows if side == ROWS else cols
-            return dim if is_diagonal else linalg.packed_numel(dim, packed)
+            return dim if is_diagonal else dim * dim
 
         return size
 
     grid = tensor.grid_of_blocks
     sides = {ROWS: grid.diagonal_rows, COLS: grid.diagonal_cols}
     return {f"{kind}_{side}": size_of(side, d) for side, d in sides.items() if diagonal or not d}
+
+
+# ---- roots
+
+
+@dataclass
+class RootJob:
+    """Roots of factors of one size and kind, of any tensors and sides.
+
+    Attributes:
+        group: a parameter group with their options.
+        step: their step number.
+        dim: size of the factors.
+        diagonal: whether they are diagonal.
+        items: the blocks and sides.
+    """
+
+    group: Group
+    step: int
+    dim: int
+    diagonal: bool
+    items: Sequence[tuple[OwnedBlock, str]] = ()
+
+    def views(self, kind: str) -> list[Tensor]:
+        """The blocks' states of a kind: "factor" or "root"."""
+        return [block.views[f"{kind}_{side}"] for block, side in self.items]
+
+    def run(self) -> Roots:
+        """The roots of the corrected factors; where one cannot be computed, the last one."""
+        size = linalg.chunk_size(self.dim, self.dim)
+        count = capacity(len(self.items), size, self.views("factor")[0].device)
+        compute = self.items[0][0].tensor.compute
+        factors, last = (
+            load_square(self.views(kind), self.dim, self.diagonal, count, compute)
+            for kind in ("factor", "root")
+        )
+        if (beta := beta2(self.group)) < 1:
+            factors /= 1 - beta**self.step
+        roots = diagonal_roots if self.diagonal else inverse_roots
+        return roots(factors, self.group["root_epsilon"], last=last).without(len(factors) - len(self.items))
+
+
+def root_jobs(works: Sequence[TensorStep]) -> list[RootJob]:
+    """All roots whose turn it is, equal sizes together."""
+    classes: dict[Hashable, tuple[RootJob, list[tuple[OwnedBlock, str]]]] = {}
+    for group, step, members in by_step(works):
+        for block in StepBlocks(members).blocks:
+            if is_due(group, block.number, step):
+                for side in SIDES:
+                    kind = step, block.dim(side), block.diagonal(side)
+                    how = group["root_epsilon"], beta2(group), block.tensor.compute, block.tensor.param.device
+                    classes.setdefault((how, kind), (RootJob(group, *kind), []))[1].append((block, side))
+    return [
+        replace(job, items=chunk)
+        for job, items in classes.values()
+        for chunk in linalg.chunks(items, linalg.chunk_size(job.dim, job.dim))
+    ]
+
+
+def diagonal_roots(factors: Tensor, epsilon: float, *, last: Tensor) -> Roots:
+    """Inverse roots of diagonal factors (k, d), by the rules for full ones."""
+    scale = linalg.norms(factors[:, None])
+    finite, zero = scale.isfinite(), scale.isfinite() & (scale < TINY)
+    safe = torch.where(finite & ~zero, scale, torch.ones_like(scale))[:, None]
+    unit, sizes = factors / safe, linalg.power(safe, -EXPONENT)
+    result = linalg.power(unit.clamp(min=0) + epsilon, -EXPONENT) * sizes
+    result = torch.where(zero[:, None], torch.ones_like(result), torch.where(finite[:, None], result, last))
+    kept = [i for i, ok in enumerate(finite.tolist()) if not ok]
+    return Roots(result, RootCounts(len(factors), 0, len(kept), int(zero.sum())), kept)
 
 
 # ---- arithmetic
@@ -103,7 +141,8 @@ def outer(grads: Tensor, side: str, diagonal: bool) -> Tensor:
     if diagonal:
         squares = grads * grads
         return linalg.row_sums(squares) if side == ROWS else linalg.col_sums(squares)
-    return linalg.matmul(grads, grads.mT) if side == ROWS else linalg.matmul(grads.mT, grads)
+    product = linalg.matmul(grads, grads.mT) if side == ROWS else linalg.matmul(grads.mT, grads)
+    return product.tril() + product.tril(-1).mT  # exactly symmetric, which a product is not
 
 
 def apply_side(values: Tensor, matrix: Tensor, side: str) -> Tensor:
@@ -111,26 +150,6 @@ def apply_side(values: Tensor, matrix: Tensor, side: str) -> Tensor:
     if matrix.dim() == 2:
         return values * (matrix[:, :, None] if side == ROWS else matrix[:, None, :])
     return linalg.matmul(matrix, values) if side == ROWS else linalg.matmul(values, matrix)
-
-
-def whitened(group: Group, step: int, batch: Batch, grads: Tensor) -> dict[str, Tensor]:
-    """The gradient for each factor: whitened on the other side by S^-1/2.
-
-    Until a block has roots, the other factor counts as isotropic, of the size that makes both equal:
-    S = sqrt(mean G^2) I.
-    """
-    ready = [step > first_due(group, block.number) for block in batch.blocks]
-    result = {}
-    for side, other in ((ROWS, COLS), (COLS, ROWS)):
-        result[side] = apply_side(grads, batch.side("root", other, group["packed"]), other)
-    if not all(ready):
-        rms = linalg.norms(grads) / (batch.rows * batch.cols) ** 0.5
-        scale = torch.where(rms > TINY, rms, torch.ones_like(rms)).sqrt().reciprocal()
-        plain = grads * scale[:, None, None]
-        padded = [*ready, *[True] * (batch.capacity - len(ready))]
-        mask = torch.tensor(padded, device=grads.device)[:, None, None]
-        result = {side: torch.where(mask, values, plain) for side, values in result.items()}
-    return result
 
 
 def _graft(group: Group, step: int, filtered: Tensor, second: Tensor) -> Tensor:
@@ -146,10 +165,10 @@ def direction(group: Group, step: int, batch: Batch, filtered: Tensor) -> Tensor
         filtered = filtered / (1 - beta**step)
     grafting = group["grafting"] != "none"
     graft = _graft(group, step, filtered, batch.state("exp_avg_sq")) if grafting else None
-    if step < first_preconditioned(group):
+    if step < group["precondition_frequency"]:
         return torch.zeros_like(filtered) if graft is None else graft
-    result = apply_side(filtered, batch.side("root", ROWS, group["packed"]), ROWS)
-    result = apply_side(result, batch.side("root", COLS, group["packed"]), COLS)
+    result = apply_side(filtered, batch.side("root", ROWS), ROWS)
+    result = apply_side(result, batch.side("root", COLS), COLS)
     if graft is not None:
         size = linalg.norms(result)
         ratio = torch.where(size > 0, linalg.norms(graft) / size, torch.zeros_like(size))

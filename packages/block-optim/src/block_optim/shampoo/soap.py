@@ -11,7 +11,6 @@ and for the whole tensor:  W -= lr D;  W -= lr weight_decay W.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,16 +28,12 @@ from block_optim.core._torch_compat import (
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_mesh, check_range
 from block_optim.core.params import Group
-from block_optim.core.skip import unless
 from block_optim.shampoo import linalg
-from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, state_dtype
+from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step
 from block_optim.shampoo.batches import Batch, batches, store_square
 from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
-from block_optim.shampoo.rule import apply_side, outer, side_states, take
-
-_BLOCK_STATES = ("exp_avg", "exp_avg_sq", "factor_rows", "factor_cols", "basis_rows", "basis_cols")
-_Refreshed = tuple[Batch, dict[str, tuple[Roots, Tensor]]]
+from block_optim.shampoo.rule import apply_side, is_due, outer, side_states, take
 
 
 class SOAP(Preconditioned):
@@ -53,13 +48,9 @@ class SOAP(Preconditioned):
         shampoo_beta: of the factors. None: ``betas[1]``.
         max_preconditioner_dim: the largest block.
         diagonal_above: dimensions larger than this are not rotated.
-        matrices: "auto", "stack" or "flatten": how tensors of three dimensions and more are seen (docs/shampoo.md).
-        precondition_frequency: updates from one refresh of a block's bases to the next.
-        stagger: spread the blocks' turns over the steps (the first bases are made in the first step).
-        overlap: refresh during the next forward and backward, in a thread, on CUDA with a separate stream.
-        factor_dtype: "float32", "bfloat16" or "float64", of the factors as they are kept; bases are fp32.
-        packed: keep the lower triangles of factors only.
-        stochastic_rounding, seed, master_weights: as in `AdamW`.
+        precondition_frequency: updates from one refresh of a block's bases to the next; the blocks' turns are spread
+            over the steps, and the first bases are made in the first one.
+        stochastic_rounding, seed: as in `AdamW`.
         replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
@@ -80,15 +71,9 @@ class SOAP(Preconditioned):
         shampoo_beta: float | None = None,
         max_preconditioner_dim: int = 1024,
         diagonal_above: int = 65536,
-        matrices: str = "auto",
         precondition_frequency: int = 10,
-        stagger: bool = True,
-        overlap: bool = False,
-        factor_dtype: torch.dtype | str = "float32",
-        packed: bool = True,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        master_weights: bool = False,
         replicate_mesh: DeviceMesh | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
@@ -96,9 +81,8 @@ class SOAP(Preconditioned):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
-            "matrices": matrices, "precondition_frequency": precondition_frequency,
-            "stagger": stagger, "overlap": overlap, "factor_dtype": factor_dtype, "packed": packed,
-            "stochastic_rounding": stochastic_rounding, "seed": seed, "master_weights": master_weights,
+            "precondition_frequency": precondition_frequency, "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
 
@@ -116,11 +100,8 @@ class SOAP(Preconditioned):
         for name in ("exp_avg", "exp_avg_sq"):
             tensor.add_owned(state, name, tensor.compute)
         if tensor.grid is not None:
-            packed = tensor.group["packed"]
-            factors = side_states(tensor, "factor", packed, diagonal=False)
-            tensor.add_blocks(state, factors, state_dtype(tensor))
-            bases = side_states(tensor, "basis", False, diagonal=False)
-            tensor.add_blocks(state, bases, tensor.compute)
+            for kind in ("factor", "basis"):
+                tensor.add_blocks(state, side_states(tensor, kind, diagonal=False), tensor.compute)
         return state
 
     def _fresh(self, tensor: TensorPlan) -> None:
@@ -129,39 +110,25 @@ class SOAP(Preconditioned):
                 view = block.views.get(f"basis_{side}")
                 if view is not None:
                     eye = torch.eye(block.dim(side), dtype=view.dtype, device=view.device)
-                    store_square([view], eye[None], False)
+                    store_square([view], eye[None])
 
     # ---------------------------------------------------------------- the step
 
     @override
     def update(self, active: StepGradients) -> None:
         works = self._gather(active)
-        self._precondition(works, active.found_inf)
-        self._scatter(works)
-        moving = [w for w in works if w.step > 1]
-        self._apply(moving, active.found_inf, _move, lambda works: [])
-
-    def _precondition(self, works: Sequence[TensorStep], skip: Tensor | None) -> None:
-        """Write the updates, advance the states, and refresh the bases whose turn it is."""
         due: list[Batch] = []
         for group, step, members in by_step(works):
-            updates = step - 1
-            self._elementwise(group, updates, [w for w in members if w.tensor.grid is None], skip)
+            self._elementwise(group, step - 1, [w for w in members if w.tensor.grid is None])
             own = StepBlocks(members)
             for batch in batches(own.blocks):
-                with unless(skip, batch.views(*_BLOCK_STATES)):
-                    self._update_blocks(group, step, batch, own)
+                self._update_blocks(group, step, batch, own)
             if step > 1:
-                frequency, stagger = group["precondition_frequency"], group["stagger"]
-                turn = [b for b in own.blocks if (updates - (b.number if stagger else 0)) % frequency == 0]
-                due += batches(turn)
+                due += batches(b for b in own.blocks if is_due(group, b.number, step - 1))
         for batch in due:
-            if not _group(batch)["overlap"]:
-                with unless(skip, batch.views(*_BLOCK_STATES)):
-                    self._turn([(batch, _refreshed(_load(batch)))])
-        later = [batch for batch in due if _group(batch)["overlap"]]
-        if later:
-            self._run_later(due[0].device, [partial(_turned_by, b, _load(b)) for b in later], self._turn)
+            self._turn(batch)
+        self._scatter(works)
+        self._apply([w for w in works if w.step > 1], _move)
 
     def _update_blocks(self, group: Group, step: int, batch: Batch, own: StepBlocks) -> None:
         grads, targets = batch.matrices(own.grads(batch)), own.updates(batch)
@@ -174,9 +141,7 @@ class SOAP(Preconditioned):
         for target in targets:
             target.zero_()
 
-    def _elementwise(
-        self, group: Group, updates: int, works: Sequence[TensorStep], skip: Tensor | None
-    ) -> None:
+    def _elementwise(self, group: Group, updates: int, works: Sequence[TensorStep]) -> None:
         """Adam, where there is nothing to rotate."""
         if updates == 0:
             for work in works:
@@ -188,41 +153,41 @@ class SOAP(Preconditioned):
         firsts = [local_of(s["exp_avg"]).view(-1) for s in states]
         seconds = [local_of(s["exp_avg_sq"]).view(-1) for s in states]
         grads = [w.grad for w in works]
-        with unless(skip, [*firsts, *seconds]):
-            foreach_lerp_(firsts, grads, 1 - group["betas"][0])
-            foreach_mul_(seconds, group["betas"][1])
-            foreach_addcmul_(seconds, grads, grads, 1 - group["betas"][1])
+        foreach_lerp_(firsts, grads, 1 - group["betas"][0])
+        foreach_mul_(seconds, group["betas"][1])
+        foreach_addcmul_(seconds, grads, grads, 1 - group["betas"][1])
         for work, first, second in zip(works, firsts, seconds, strict=True):
             work.update.copy_(_adam(group, updates, first, second))
 
     def _accumulate(self, group: Group, batch: Batch, grads: Tensor) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         for side in _turned(batch):
-            factor = batch.side("factor", side, group["packed"])
+            factor = batch.side("factor", side)
             factor.mul_(beta).add_(outer(grads, side, False), alpha=1 - beta)
-            batch.put_side("factor", side, factor, group["packed"])
+            batch.put_side("factor", side, factor)
 
     # ---------------------------------------------------------------- bases
 
     def _first_bases(self, group: Group, batch: Batch) -> None:
         for side in _turned(batch):
-            result = eigenbases(batch.side("factor", side, group["packed"]), batch.side("basis", side, False))
-            batch.put_side("basis", side, result.roots, False)
+            result = eigenbases(batch.side("factor", side), batch.side("basis", side))
+            batch.put_side("basis", side, result.roots)
             self._count_batch(batch, result)
 
-    def _turn(self, results: Sequence[_Refreshed]) -> None:
-        """Put new bases in place: second moments in the new order, first moments turned from the old basis."""
-        for batch, sides in results:
-            first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
-            for side, (result, order) in sides.items():
-                turn = linalg.matmul(result.roots.mT, batch.side("basis", side, False))
-                first = apply_side(first, turn if side == ROWS else turn.mT, side)
-                index = order[:, :, None] if side == ROWS else order[:, None, :]
-                second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
-                batch.put_side("basis", side, result.roots, False)
-                self._count_batch(batch, result)
-            batch.put("exp_avg", first)
-            batch.put("exp_avg_sq", second)
+    def _turn(self, batch: Batch) -> None:
+        """Refresh bases: second moments take the new order, first moments are turned from the old basis."""
+        first, second = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        for side in _turned(batch):
+            old = batch.side("basis", side)
+            result, order = power_bases(batch.side("factor", side), old)
+            turn = linalg.matmul(result.roots.mT, old)
+            first = apply_side(first, turn if side == ROWS else turn.mT, side)
+            index = order[:, :, None] if side == ROWS else order[:, None, :]
+            second = torch.gather(second, 1 if side == ROWS else 2, index.expand_as(second))
+            batch.put_side("basis", side, result.roots)
+            self._count_batch(batch, result)
+        batch.put("exp_avg", first)
+        batch.put("exp_avg_sq", second)
 
     def _count_batch(self, batch: Batch, result: Roots) -> None:
         counts = result.without(batch.capacity - len(batch.blocks)).counts
@@ -234,10 +199,6 @@ def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> N
     if group["weight_decay"]:
         keep = 1 - group["lr"] * group["weight_decay"]
         foreach_mul_(weights, keep.to(weights[0].device).reshape(()) if isinstance(keep, Tensor) else keep)
-
-
-def _group(batch: Batch) -> Group:
-    return batch.blocks[0].tensor.group
 
 
 def _turned(batch: Batch) -> list[str]:
@@ -253,7 +214,7 @@ def _adam(group: Group, updates: int, first: Tensor, second: Tensor) -> Tensor:
 
 def _direction(group: Group, updates: int, batch: Batch, grads: Tensor) -> Tensor:
     """Adam's step in the basis, turned back; advances the moments."""
-    bases = {side: batch.side("basis", side, False) for side in _turned(batch)}
+    bases = {side: batch.side("basis", side) for side in _turned(batch)}
     turned = grads
     for side, basis in bases.items():
         turned = apply_side(turned, basis.mT if side == ROWS else basis, side)
@@ -267,20 +228,3 @@ def _direction(group: Group, updates: int, batch: Batch, grads: Tensor) -> Tenso
     for side, basis in bases.items():
         result = apply_side(result, basis if side == ROWS else basis.mT, side)
     return result
-
-
-def _load(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Copies of what a refresh reads: factors and bases of each side."""
-    packed = _group(batch)["packed"]
-    return {
-        side: (batch.side("factor", side, packed), batch.side("basis", side, False))
-        for side in _turned(batch)
-    }
-
-
-def _refreshed(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Roots, Tensor]]:
-    return {side: power_bases(factor, basis) for side, (factor, basis) in inputs.items()}
-
-
-def _turned_by(batch: Batch, inputs: dict[str, tuple[Tensor, Tensor]]) -> _Refreshed:
-    return batch, _refreshed(inputs)

@@ -311,8 +311,6 @@ class _OffloadedStates:
         optimizer = self._optimizer()
         if optimizer is None or self._hooks:
             return 0
-        if hasattr(optimizer, "synchronize"):  # block_optim's may work on states next to the step
-            optimizer.synchronize()
         copies: dict[int, HostCopy] = {}
         for tensor in tensors_in(list(optimizer.state.values())):
             if is_cpu(tensor.device) and tensor.device not in devices:

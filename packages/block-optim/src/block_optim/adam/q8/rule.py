@@ -69,8 +69,9 @@ class QuantizedRule(Rule[Codes]):
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
-        on_device = self._capturable or has_triton(device)
-        steps = torch.zeros(len(params), dtype=torch.float32, device=device if on_device else CPU).unbind()
+        steps = torch.zeros(
+            len(params), dtype=torch.float32, device=device if has_triton(device) else CPU
+        ).unbind()
         for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             stop = starts[i] + counts[i]
             wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in (first, second)]
@@ -100,7 +101,7 @@ class QuantizedRule(Rule[Codes]):
         )
 
     def _plan_of(self, active: StepGradients) -> "_Plan":
-        return _Plan(self._entries, self._counts, active, self._capturable)
+        return _Plan(self._entries, self._counts, active)
 
 
 @dataclass
@@ -125,16 +126,13 @@ class _Call:
 class _Plan(StepPlan[Codes]):
     """Tile steps, or launches of a kernel, over stretches over runs."""
 
-    def __init__(
-        self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients, capturable: bool
-    ) -> None:
-        super().__init__(entries, counts, active, capturable)
+    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients) -> None:
+        super().__init__(entries, counts, active)
         self.calls: list[_Call] = []
 
     def _run(self, step: Step) -> None:
         if self.calls:
-            # Only stochastic rounding reads the counts, which a capturable optimizer refuses.
-            counts = [0 if self.capturable else round(float(self.entries[i].step)) for i in self.samples]
+            counts = [round(float(self.entries[i].step)) for i in self.samples]
             for call in self.calls:
                 tensors = call.tiles.tensors
                 with unless(step.found_inf, [tensors.param, *tensors.codes, *tensors.scales]):
@@ -214,7 +212,7 @@ class _Plan(StepPlan[Codes]):
         result: list[Launch] = []
         for (tile, seed, dtypes), chosen in rows.items():
             variant = partial(quantized_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
-            result += launches_of(chosen, seed, variant, capturable=self.capturable)
+            result += launches_of(chosen, seed, variant)
         return result
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
