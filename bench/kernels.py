@@ -36,12 +36,12 @@ from typing import Any
 
 import torch
 
-from block_optim import orthogonalize
+from block_optim.muon.newton_schulz import orthogonalize
 from dbuffer import BlockFP8, BlockInt8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table, table_of, timer_of
-from .optimizers import LLAMAS, OFF, flops_of
+from .optimizers import LLAMAS, flops_of, unchecked
 
 SMS, CLOCK, BANDWIDTH = 132, 1.98e9, 4.8e12
 ISSUE, INTEGER, SPECIAL = 128, 64, 16  # lanes' instructions a cycle and multiprocessor
@@ -65,13 +65,13 @@ class Case:
     """A representative.
 
     Attributes:
-        tile: of 8-bit states; None for fp32 moments.
+        tile: of 8-bit states.
         dtypes: of parameters and gradients, "fp32" or "bf16".
         scalar: for addresses that are not aligned.
     """
 
     name: str
-    tile: tuple[int, int] | None
+    tile: tuple[int, int]
     dtypes: tuple[str, str]
     rounds: bool = False
     scalar: bool = False
@@ -80,20 +80,16 @@ class Case:
     @property
     def variant(self) -> Any:
         """What `Launch` would compile."""
-        from block_optim.adam.q8.variants import quantized_variant
-        from block_optim.adam.variants import Types, wide_variant
+        from block_optim.adam.q8.variants import Types, quantized_variant
 
         named = {"fp32": torch.float32, "bf16": torch.bfloat16}
         param, grad = (named[d] for d in self.dtypes)
-        types = Types(param, grad, self.rounds)
-        if self.tile is None:
-            return wide_variant(types, not self.scalar)
-        return quantized_variant(self.tile, types, not self.scalar, self.single)
+        return quantized_variant(self.tile, Types(param, grad, self.rounds), not self.scalar, self.single)
 
     @property
     def pointers(self) -> dict[str, str]:
         """Types of the kernels' arguments."""
-        types = dict.fromkeys(("rates", "counts", "flag"), "*fp32") | {"table": "*i64", "row_of": "*i32"}
+        types = dict.fromkeys(("rates", "counts"), "*fp32") | {"table": "*i64", "row_of": "*i32"}
         for state in ("first", "second"):
             types |= {f"{state}_values": "*fp32", f"{state}_base": "*i32", f"{state}_limit": "*i32"}
         return types
@@ -102,13 +98,12 @@ class Case:
     def data_bytes(self) -> tuple[int, int]:
         """Bytes an element of tensors that are read and of those that are written, codes aside."""
         param, grad = (4 if d == "fp32" else 2 for d in self.dtypes)
-        return param + grad + (8 if self.tile is None else 0), param + (8 if self.tile is None else 0)
+        return param + grad, param
 
     @property
     def bytes_moved(self) -> float:
         """Bytes an element, each tensor read and written once; scales included."""
-        codes = 0.0 if self.tile is None else 4 + 16 / (self.tile[0] * self.tile[1])
-        return sum(self.data_bytes) + codes
+        return sum(self.data_bytes) + 4 + 16 / (self.tile[0] * self.tile[1])
 
 
 @dataclass(frozen=True)
@@ -179,8 +174,8 @@ def wire_cases() -> list[WireCase]:
     return [WireCase(f"{way} {n}", way == "encode", fmt) for n, fmt in wire_formats().items() for way in ways]
 
 
-def _case(name: str, tile: tuple[int, int] | None, *dtypes: str, **options: Any) -> Case:
-    return Case(name, tile, (dtypes[0], dtypes[-1]), single=tile is not None and tile[0] == 1, **options)
+def _case(name: str, tile: tuple[int, int], *dtypes: str, **options: Any) -> Case:
+    return Case(name, tile, (dtypes[0], dtypes[-1]), single=tile[0] == 1, **options)
 
 
 CASES = (
@@ -194,9 +189,6 @@ CASES = (
     _case("tile:32x32 bf16", (32, 32), "bf16"),
     _case("tile:128x128 fp32", (128, 128), "fp32"),
     _case("tile:128x128 bf16", (128, 128), "bf16"),
-    _case("fp32 moments, bf16", None, "bf16"),
-    _case("fp32 moments, bf16 stochastic", None, "bf16", rounds=True),
-    _case("fp32 moments, bf16, fp32 gradients", None, "bf16", "fp32"),
 )
 
 
@@ -387,8 +379,8 @@ def main_kernels(parser: ArgumentParser, arguments: list[str]) -> None:
 Call = Callable[[], Any]
 Calls = dict[str, Call]
 Row = dict[str, Any]
-STEPS = tuple(case for case in CASES if case.tile and not case.scalar and len(set(case.dtypes)) == 1)
-OURS = ("block_optim, standard", "block_optim", "dbuffer")
+STEPS = tuple(case for case in CASES if not case.scalar and len(set(case.dtypes)) == 1)
+OURS = ("block_optim", "dbuffer")
 STACKS = ((1, 16, 16), (1, 4, 16), (1, 56, 16), (8, 4, 4))  # matrices, rows, columns, in units
 
 
@@ -502,24 +494,19 @@ def others(case: str, missing: dict[str, str], *args: Any) -> Calls:
 
 def newton_schulz(device: str, tiny: bool) -> Iterator[Row]:
     """Rows of an 8B model's matrices, and of a stack of small ones."""
-    unit, half = unit_of(device, tiny), torch.float16 if device == "cuda" else torch.float32
-    large, products = 32 * unit, {}
-    for dtype in (torch.bfloat16, half):
-        a = torch.randn(large, large, device=device).to(dtype)
-        products[f"product, {str(dtype)[6:]}"] = partial(torch.mm, a, a, out=torch.empty_like(a))
-    same, other = products
+    unit, same = unit_of(device, tiny), "product, bfloat16"
+    large = 32 * unit
+    a = torch.randn(large, large, device=device).bfloat16()
+    product = partial(torch.mm, a, a, out=torch.empty_like(a))
     function = getattr(importlib.import_module("torch.optim._muon"), "_zeropower_via_newtonschulz", None)
     for n, rows, columns in STACKS:
-        stack = torch.randn(n, rows * unit, columns * unit, device=device).bfloat16()
-        flops = partial(flops_of, rows * unit, columns * unit, stack.device)
-        standard, gram = n * flops("standard"), n * flops("gram")
-        turns = {name: Turn(call, 2.0 * large**3, name) for name, call in products.items()}
-        turns["block_optim, standard"] = Turn(partial(orthogonalize, stack), standard, same)
-        if gram < standard:  # else it is not used
-            turns["block_optim, gram"] = Turn(partial(orthogonalize, stack, method="gram"), gram, other)
+        matrices = list(torch.randn(n, rows * unit, columns * unit, device=device).bfloat16())
+        flops = n * flops_of(rows * unit, columns * unit, matrices[0].device)
+        turns = {same: Turn(product, 2.0 * large**3, same)}
+        turns["block_optim"] = Turn(lambda own=matrices: [orthogonalize(m) for m in own], flops, same)
         if function is not None:  # a private function of torch, which some releases lack
-            matrices = list(stack.clone())  # it normalizes bf16 matrices in place
-            turns["torch.optim.Muon's"] = Turn(partial(_each, function, matrices), standard, same)
+            copies = [m.clone() for m in matrices]  # it normalizes bf16 matrices in place
+            turns["torch.optim.Muon's"] = Turn(partial(_each, function, copies), flops, same)
         yield from rated("Newton-Schulz", f"{n} x {rows * unit}x{columns * unit}", turns, device)
 
 
@@ -545,7 +532,7 @@ def adamw_steps(device: str, tiny: bool, missing: dict[str, str]) -> Iterator[Ro
     for case in STEPS:
         tile: Any = case.tile
         block = Elements(tile[1]) if case.single else Tile(*tile)
-        optimizer = AdamW8bit(params(case), block=block, stochastic_rounding=case.rounds, **OFF)
+        optimizer = unchecked(AdamW8bit, params(case), block=block, stochastic_rounding=case.rounds)
         calls: Calls = {"block_optim": optimizer.step}
         calls |= others(case.name, missing, partial(params, case), case)
         nbytes = case.bytes_moved * sum(param.numel() for param in optimizer.param_groups[0]["params"])

@@ -30,7 +30,13 @@ from . import measure
 from .measure import fake_ranks, interleave, launch, medians_ms, options_of, record, table, table_of
 from .models import WORKLOADS, groups_of
 
-OFF: dict[str, Any] = {"skip_nonfinite": False}
+
+def unchecked(kind: Any, *args: Any, **options: Any) -> Any:
+    """An optimizer that does not check whether gradients are finite."""
+    optimizer = kind(*args, **options)
+    optimizer.skip_nonfinite = False
+    return optimizer
+
 
 # -- optimizer: a sharded model, rank 0 of 64 --------------------------------------------------------------------------
 
@@ -95,12 +101,12 @@ def measure_steps(rounds: int) -> dict[str, float]:
             for p in params:
                 p.grad = p.grad.with_local(p.grad.to_local().detach())
 
-        fused, new = partial(AdamW, fused=True, **OFF), "ours, AdamW fused, ragged, new gradients"
+        fused, new = partial(unchecked, AdamW, fused=True), "ours, AdamW fused, ragged, new gradients"
         add("ours, AdamW fused, ragged", fused, forms["ragged"])
         params = add(new, fused, forms["ragged"])
         checked = partial(AdamW, fused=True)
         add("ours, AdamW fused, ragged, checked", checked, forms["ragged"], grad_norm=1.0)
-        add("ours, AdamW, ragged", partial(AdamW, **OFF), forms["ragged"])
+        add("ours, AdamW, ragged", partial(unchecked, AdamW), forms["ragged"])
         add("ours, AdamW fused, DTensor", fused, forms["DTensor"])
         add("ours, AdamW fused, plain", fused, forms["plain"])
         for kind in ("fused", "foreach"):
@@ -112,7 +118,7 @@ def measure_steps(rounds: int) -> dict[str, float]:
         add(FLAT, partial(torch.optim.AdamW, fused=True), [("flat", flat)])
         for block in (Elements(256), Tile(32, 32)):
             kept.append(sharded(mesh, AdamW8bit.block_policy(block=block)))
-            make = partial(AdamW8bit, block=block, **OFF)
+            make = partial(unchecked, AdamW8bit, block=block)
             add(f"ours, AdamW8bit {block}, ragged", make, kept[-1]["ragged"])
         if importlib.util.find_spec("torchao") is not None:
             from torchao.optim import AdamW8bit as TorchAO
@@ -168,7 +174,7 @@ def measure_plain(rounds: int) -> list[list[str]]:
     rows = []
     for kind, (peer, own) in kinds.items():
         makers = {"torch.optim.Muon" if kind == "Muon" else "torchao's": peer}
-        makers |= {"ours": partial(own, **OFF), "ours, checked": own}
+        makers |= {"ours": partial(unchecked, own), "ours, checked": own}
         steps = {name: make(plain_parameters(kind), lr=1e-3).step for name, make in makers.items()}
         times = interleave(steps, rounds)
         for name, taken in times.items():
@@ -380,7 +386,7 @@ class AllGatherMuon:
         self.momenta = [torch.zeros_like(p) for p in params]
 
     def step(self) -> None:
-        from block_optim import orthogonalize
+        from block_optim.muon.newton_schulz import orthogonalize
 
         with torch.no_grad():
             for p, m in zip(self.params, self.momenta, strict=True):
@@ -416,11 +422,9 @@ def build_muon(
         params = [nn.Parameter(put(w, where)) for w, where in zip(weights, placements, strict=True)]
     for param, grad, placement in zip(params, grads, placements, strict=True):
         param.grad = put(grad, placement)
-    kind: Any = {FULL: AllGatherMuon, PLAIN: torch.optim.Muon}.get(system, Muon)
-    options: dict[str, Any] = {"bucket_bytes": 1 << 16} if kind is Muon else {}
-    if system == DIVIDED:
-        options |= {"replicate_mesh": mesh}
-    return params, kind(params, lr=lr, **options)
+    small: Any = type("SmallBuckets", (Muon,), {"bucket_bytes": 1 << 16})
+    kind: Any = {FULL: AllGatherMuon, PLAIN: torch.optim.Muon}.get(system, small)
+    return params, kind(params, lr=lr, **({"replicate_mesh": mesh} if system == DIVIDED else {}))
 
 
 def muon_on_rank(request: dict[str, Any]) -> dict[str, list[float]]:
@@ -434,9 +438,7 @@ def muon_on_rank(request: dict[str, Any]) -> dict[str, list[float]]:
     steps = {system: optimizer.step for system, (_, optimizer) in built.items()}
     times = interleave(steps, request["rounds"], warm_up=1, timer=measure.wall_and_cpu)
     exact = {}
-    everything = sum(
-        flops_of(rows, columns, torch.device("cpu"), "standard") for rows, columns in MUON_SHAPES
-    )
+    everything = sum(flops_of(rows, columns, torch.device("cpu")) for rows, columns in MUON_SHAPES)
     with torch.no_grad():
         for system, (_, optimizer) in built.items():
             with record_collectives() as sent:
@@ -497,7 +499,7 @@ def plan_of(model: str, world_size: int) -> Any:
             shape = torch.Size((rows, columns))
             whole = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(columns, 1))
             params.append(nn.Parameter(whole))
-        (domain,) = Muon(params, momentum_dtype=torch.bfloat16).assignment.domains
+        (domain,) = Muon(params).assignment.domains
     return domain
 
 
@@ -541,12 +543,12 @@ def plans_table(
     return table_of("Muon's step on fully_shard, simulated ranks", text, header, rows, exact=True)
 
 
-def flops_of(rows: int, columns: int, device: Any, method: Any) -> int:
+def flops_of(rows: int, columns: int, device: Any) -> int:
     """FLOPs of one matrix, as Muon plans with them."""
     from block_optim import Muon
 
     matrix = nn.Parameter(torch.empty(rows, columns, device=device))
-    return Muon([matrix], method=method).assignment.domains[0].matrices[0].flops
+    return Muon([matrix]).assignment.domains[0].matrices[0].flops
 
 
 def main_muon(parser: ArgumentParser, arguments: list[str]) -> int:

@@ -55,8 +55,8 @@ class Mix:
         parts = [(named[i :: len(self.choices)], *choice) for i, choice in enumerate(self.choices)]
         return [{"params": some, "algorithm": name, **own, **options} for some, name, own in parts if some]
 
-    def __call__(self, named, lr=0.1, skip_nonfinite=True, **options):
-        return Mixed(self.groups(named, **options), lr=lr, skip_nonfinite=skip_nonfinite)
+    def __call__(self, named, lr=0.1, **options):
+        return Mixed(self.groups(named, **options), lr=lr)
 
     def block_policy(self, **options):
         policies = [ALGORITHMS[name].block_policy(**own) for name, own in self.choices]
@@ -68,19 +68,22 @@ def small(**options):
     return {"max_preconditioner_dim": 4, "precondition_frequency": 2, **options}
 
 
+class SmallBuckets(Muon):
+    """Muon whose transfers take several buckets."""
+
+    bucket_bytes = 300
+
+
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (AdamW, {}),
     "AdamW fused": (AdamW, {"fused": True}),
     "AdamW8bit": (AdamW8bit, {"min_8bit_numel": 1, "block": Elements(8)}),
     "AdamW8bit tiles": (AdamW8bit, {"min_8bit_numel": 10, "block": Tile(4, 8)}),
     "Muon": (Muon, {}),
-    "Muon gram": (
-        Muon,
-        {"method": "gram", "ns_coefficients": "polar_express", "cautious_weight_decay": True},
-    ),
-    "Muon buckets": (Muon, {"nesterov": False, "bucket_bytes": 300, "adjust_lr_fn": "match_rms_adamw"}),
-    "NorMuon": (Muon, {"normuon": True, "momentum_dtype": BF16}),
-    "NorMuon buckets": (Muon, {"normuon": True, "ns_coefficients": "quintic", "bucket_bytes": 300}),
+    "Muon cautious": (Muon, {"ns_coefficients": "polar_express", "cautious_weight_decay": True}),
+    "Muon buckets": (SmallBuckets, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
+    "NorMuon": (Muon, {"normuon": True}),
+    "NorMuon buckets": (SmallBuckets, {"normuon": True, "ns_coefficients": "quintic"}),
     "Shampoo": (Shampoo, small(betas=(0.9, 0.95))),
     "Shampoo sums": (
         Shampoo,
@@ -193,8 +196,9 @@ class Run:
     between = torch.nan  # in the gaps of gradients
 
     def __init__(
-        self, kind, layout="plain", mesh_shape=(), *, shapes, seed=0, cuts=0, dtype=torch.float32, **options
-    ):
+        self, kind, layout="plain", mesh_shape=(), *, shapes, seed=0, cuts=0, dtype=torch.float32,
+        skip_nonfinite=True, **options,
+    ):  # fmt: skip
         self.layout, self.shapes, self.seed, self.cuts, self.dtype = layout, shapes, seed, cuts, dtype
         self.mesh: Any = None if layout in ("plain", "replicas") else world_mesh(*mesh_shape)
         self.units = self._planned_units(kind, options) if layout == "planned" else [None] * len(shapes)
@@ -206,6 +210,7 @@ class Run:
             self.module.register_parameter(f"p{i}", torch.nn.Parameter(weight))
         self.params = list(self.module.parameters())
         self.optimizer = kind(list(self.module.named_parameters()), **options)
+        self.optimizer.skip_nonfinite = skip_nonfinite
 
     def _planned_units(self, kind, options):
         policy = kind.block_policy(**options)

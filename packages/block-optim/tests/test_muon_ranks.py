@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import MATRICES, STACKS, Allocations, Run, full, put, same, tensors, world_mesh
+from runs import MATRICES, STACKS, Allocations, Run, SmallBuckets, full, put, same, tensors, world_mesh
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,16 +22,16 @@ def trained(layout="plain", mesh_shape=(), shapes=MATRICES + STACKS, **options):
 @on_ranks(4)
 def test_fused_rows_and_replicated_meshes_give_the_same_bits():
     """Per-head and fused views cut anywhere, and two-axis meshes."""
-    options = {"shapes": ((24, 6), (24, 10)), "matrices": "rows:6,3,3*2"}
+    options = {"shapes": ((24, 6), (24, 10)), "matrices": (12, 6, 6)}
     expected = trained(**options)
     for layout in ("elements", "rows", "shard"):
         same(trained(layout, **options), expected)
         same(trained(layout, (2, 2), **options), expected)
 
 
-def counted(layout, options):
+def counted(layout):
     shapes = MATRICES + STACKS
-    run = Run(Muon, layout, shapes=shapes, lr=0.1, skip_nonfinite=False, **options).steps(0, 1)
+    run = Run(SmallBuckets, layout, shapes=shapes, lr=0.1, skip_nonfinite=False).steps(0, 1)
     with record_collectives() as record, Allocations() as spy:
         run.optimizer.step()
     exchanged = [event for event in record.events if event.kind == "all_to_all"]
@@ -48,7 +48,7 @@ def counted(layout, options):
 
 @pytest.mark.parametrize("layout", ["elements", "rows", "shard"])
 def test_bytes_are_twice_what_owners_do_not_hold_and_nothing_is_allocated(layout):
-    results = run_ranks(3, counted, layout, {"bucket_bytes": 2000})
+    results = run_ranks(3, counted, layout)
     assignment = results[0][2]
     assert all(r[2] == assignment for r in results)
     assert (
@@ -68,7 +68,7 @@ def test_bytes_are_twice_what_owners_do_not_hold_and_nothing_is_allocated(layout
 
 
 def test_whole_matrices_are_computed_where_they_are_and_no_collective_is_issued():
-    for sent, _, assignment, calls, other, _ in run_ranks(3, counted, "whole", {}):
+    for sent, _, assignment, calls, other, _ in run_ranks(3, counted, "whole"):
         assert (sent, calls, other) == (0, 0, [])
         assert assignment.bytes_moved == 0
 
@@ -95,6 +95,12 @@ def test_whole_matrices_need_gradients_only_where_they_are():
         assert torch.equal(found[i], twin.detach())
 
 
+class OneMatrix(Muon):
+    """Muon with one matrix of 8 x 8 an owner in a bucket."""
+
+    bucket_bytes = 8 * 8 * 2
+
+
 class Ops(TorchDispatchMode):
     """The order of exchanges and of matrix products."""
 
@@ -110,7 +116,7 @@ class Ops(TorchDispatchMode):
 
 @on_ranks(3)
 def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
-    run = Run(Muon, "shard", shapes=[(8, 8)] * 12, bucket_bytes=8 * 8 * 2, skip_nonfinite=False)
+    run = Run(OneMatrix, "shard", shapes=[(8, 8)] * 12, skip_nonfinite=False)
     run.give(0)
     with Ops() as ops:
         run.optimizer.step()

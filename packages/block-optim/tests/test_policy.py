@@ -55,9 +55,8 @@ def test_without_units_every_matrix_is_kept_whole_and_experts_one_by_one():
     assert policy("experts", torch.zeros(3, 6, 4)) == Rows(6)
     assert policy("conv", torch.zeros(8, 4, 3, 3)) == Whole()
     assert policy("bias", torch.zeros(6)) is None
-    assert Muon.block_policy(matrices="heads:3")("w", torch.zeros(6, 4)) == Rows(2)
-    assert Muon.block_policy(matrices="rows:4,1,1")("w", torch.zeros(6, 4)) == Rows(6)
-    assert Muon.block_policy(matrices="rows:1,2*2")("w", torch.zeros(6, 4)) == Rows(6)
+    assert Muon.block_policy(matrices=(2, 2, 2))("w", torch.zeros(6, 4)) == Rows(2)
+    assert Muon.block_policy(matrices=(4, 1, 1))("w", torch.zeros(6, 4)) == Rows(6)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 7, 64])
@@ -99,7 +98,7 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     model = Model(dim=64, vocabulary=96)
     options: dict[str, Any] = {
         "others": "adamw8bit",
-        "overrides": {"qkv": {"matrices": "heads:4"}, r"up\.weight": "adamw8bit"},
+        "overrides": {"qkv": {"matrices": (4,) * 4}, r"up\.weight": "adamw8bit"},
     }
     policy = block_policy_for(model, adamw8bit={"block": Tile(8, 8)}, **options)
     blocks = {name: policy(name, p) for name, p in model.named_parameters()}

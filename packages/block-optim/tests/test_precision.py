@@ -22,12 +22,8 @@ def _quiet(caplog):
 
 
 def run_of(name, layout="plain", dtype=BF16, shapes=SHAPES, **options):
-    wide = (
-        {"momentum_dtype": torch.float32, "cautious_weight_decay": name == "NorMuon"}
-        if "Muon" in name
-        else {}
-    )
-    own = {"shapes": shapes, "dtype": dtype, "lr": 0.02, "weight_decay": 0.1, **wide}
+    cautious = {"cautious_weight_decay": True} if name == "NorMuon" else {}
+    own = {"shapes": shapes, "dtype": dtype, "lr": 0.02, "weight_decay": 0.1, **cautious}
     return runs.run_of(name, layout, **{**own, **options})
 
 
@@ -39,7 +35,10 @@ def give_bf16(run, number):
 
 @pytest.mark.parametrize(
     ("name", "lr"),
-    [*((name, 0.02) for name in NAMES), *((name, torch.tensor(0.02)) for name in ("AdamW", "Muon", "SOAP"))],
+    [
+        *((name, 0.02) for name in NAMES if "Muon" not in name),
+        *((name, torch.tensor(0.02)) for name in ("AdamW", "SOAP")),
+    ],
 )
 def test_a_step_of_bf16_weights_is_that_of_fp32_ones_rounded_once(name, lr):
     options = {"lr": lr, "weight_decay": 0.4}
@@ -74,17 +73,6 @@ def test_stochastic_rounding_leaves_fp32_parameters_as_they_are(name):
     assert all(torch.equal(a, b) for a, b in zip(rounded.params, plain.params, strict=True))
 
 
-@every_kind
-def test_seeds_give_other_bits(name):
-    def trained(seed):
-        run = run_of(name, shapes=((64, 8),), stochastic_rounding=True)
-        run.optimizer.param_groups[0]["seed"] = seed
-        return run.steps(0, 3).params[0]
-
-    assert torch.equal(trained(1), trained(1))
-    assert not torch.equal(trained(1), trained(2))
-
-
 # The GPU's NaN, the CPU's, the smallest and the largest payloads; infinities; the largest finite number and zeros.
 EXTREMES = (0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7F800000, 0x7F7F0000, 0)
 
@@ -95,7 +83,7 @@ def with_both_signs(bits):
 
 def rounded(bits, step=1):
     out = torch.zeros(len(bits), dtype=torch.bfloat16)
-    Rounder(len(bits), bits.device)(bits.clone().view(torch.float32), out, 0, "w", step, 0)
+    Rounder(len(bits), bits.device)(bits.clone().view(torch.float32), out, "w", step, 0)
     return out
 
 
@@ -122,10 +110,10 @@ def test_a_long_stretch_gets_the_bits_of_its_pieces_and_small_buffers_are_enough
     wide = torch.randn(CHUNK + 100, generator=torch.Generator().manual_seed(0))
     start = (1 << 32) - 50  # the lower half of the index begins again within
     whole, pieces = torch.zeros(2, len(wide), dtype=torch.bfloat16).unbind()
-    Rounder(len(wide), wide.device)(wide.clone(), whole, 7, "w", 3, start)
+    Rounder(len(wide), wide.device)(wide.clone(), whole, "w", 3, start)
     small = Rounder(1000, wide.device)
     for low in range(0, len(wide), 70_001):
-        small(wide[low : low + 70_001].clone(), pieces[low : low + 70_001], 7, "w", 3, start + low)
+        small(wide[low : low + 70_001].clone(), pieces[low : low + 70_001], "w", 3, start + low)
     assert torch.equal(whole, pieces)
     assert ((whole.float() - wide).abs() <= wide.abs() / 128).all()  # a neighbor of bf16
     assert not torch.equal(whole, wide.bfloat16())

@@ -8,7 +8,6 @@ from block_optim.core.gradients import StepGradients
 from block_optim.core.params import Param
 from block_optim.ema import EMA
 from block_optim.muon.muon import Muon
-from block_optim.muon.newton_schulz import orthogonalize
 from block_optim.routing.mixed import Mixed
 from block_optim.routing.recipe import Recipe, block_policy_for
 from block_optim.routing.routes import mixed_optimizer_for
@@ -31,5 +30,4 @@ __all__ = [
     "block_policy_for",
     "local_of",
     "mixed_optimizer_for",
-    "orthogonalize",
 ]

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from block_optim.core._torch_compat import foreach_lerp_, local_of
-from block_optim.core.load import own_values, put_values
 from block_optim.core.options import check_choice, check_count, check_flag, check_range
 from block_optim.core.params import Param
 from block_optim.core.rounding import CHUNK, Rounder
+from block_optim.core.stateful import own_values, put_values
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -103,7 +103,7 @@ class EMA:
         chunks = (t.view(-1).split(rounder.numel) for t in (average, weight))
         for old, new in zip(*chunks, strict=True):
             wide = old.float().lerp_(new.float(), share)
-            rounder(wide, old, 0, param.name, self.updates, first)
+            rounder(wide, old, param.name, self.updates, first)
             first += wide.numel()
 
     def _share(self) -> float:

@@ -1,18 +1,36 @@
-"""AdamW with fp32 states over flat runs."""
+"""AdamW with fp32 states: torch's functions over this rank's elements.
+
+The functions are elementwise, so an element's numbers do not depend on where its tensor is cut. torch's fused CPU
+kernel rounds the last elements of a tensor, fewer than a vector, in another way: it gets whole vectors only.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.adam.rule import AdamWRule
+from block_optim.core._torch_compat import foreach_copy_, local_of
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_execution, check_flag, check_range, reject_unsupported
 from block_optim.core.params import Group, Param
+from block_optim.core.rounding import NarrowWriter
+from block_optim.core.runs import FlatSpace
+from block_optim.core.scratch import chunk_on
+from ragged_shard import CPU, is_cpu
+
+# Elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work.
+VECTOR = 16
+
+_ADAMW: Callable[..., None] = adamw
 
 
 class AdamW(BlockOptimizer):
-    """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101), one kernel over each flat run of parameters.
+    """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101) on this rank's elements of sharded parameters.
 
     Gives torch's numbers bit by bit, wherever tensors are cut: those of its for-loop and foreach implementations, or
     with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter),
@@ -27,12 +45,10 @@ class AdamW(BlockOptimizer):
         weight_decay: decoupled.
         amsgrad, capturable, differentiable: False; not supported otherwise.
         maximize: ascend.
-        fused: torch's fused kernel. On CUDA the host then waits for nothing; on CPU it is the faster kernel.
+        fused: torch's fused kernel.
         foreach: has no effect: torch's for-loop and foreach implementations have the same numbers.
         stochastic_rounding: round bf16 parameters up or down at random, to the nearer neighbour more often; fp32 ones
-            stay exact.
-        seed: for stochastic_rounding; its random bits depend on seed, parameter name, step and element only.
-        skip_nonfinite: see `BlockOptimizer`.
+            stay exact. The random bits depend on parameter name, step and element only.
 
     Raises:
         ValueError: an option or parameter that does not fit, named.
@@ -55,8 +71,6 @@ class AdamW(BlockOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         stochastic_rounding: bool = False,
-        seed: int = 0,
-        skip_nonfinite: bool = True,
     ) -> None:
         check_execution(foreach, fused)
         refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -65,19 +79,12 @@ class AdamW(BlockOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize, "fused": self.fused, "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
         }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
-
-    @property
-    @override
-    def supports_found_inf(self) -> bool:
-        """True: both kernels check `found_inf` on the device, so the step does not synchronize."""
-        return True
+        super().__init__(params, defaults)
 
     @override
     def setup(self) -> None:
-        self._rule = AdamWRule(fused=self.fused)
+        self._moments = Moments(self.fused)
 
     @override
     def check_options(self, group: Group) -> None:
@@ -97,15 +104,113 @@ class AdamW(BlockOptimizer):
 
     @override
     def init_states(self, group: Group, params: list[Param]) -> None:
-        self._rule.init_states(params, self.state)
-
-    @override
-    def invalidate(self) -> None:
-        self._rule.bind(self.trained)
+        self._moments.init_states(params, self.state)
 
     @override
     def update(self, active: StepGradients) -> None:
-        self._rule.update(active)
+        self._moments.update(active, self.state)
+
+
+class Moments:
+    """States ``step``, ``exp_avg`` and ``exp_avg_sq`` (fp32; fp64 of fp64 parameters), and the update by them."""
+
+    def __init__(self, fused: bool = False) -> None:
+        self._fused, self._write = fused, NarrowWriter()
+
+    def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
+        """Make the states of parameters in one flat buffer for each device and dtype."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Param]] = defaultdict(list)
+        for param in params:
+            kinds[param.device, torch.promote_types(param.dtype, torch.float32)].append(param)
+        for (device, dtype), chosen in kinds.items():
+            space = FlatSpace([p.local for p in chosen])
+            first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
+            # As torch has them: its fused kernel reads counts on the device.
+            steps = torch.zeros(len(chosen), dtype=torch.float32, device=device if self._fused else CPU)
+            for param, m, v, step in zip(chosen, first, second, steps.unbind(), strict=True):
+                state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
+
+    def update(self, active: StepGradients, state: dict[torch.Tensor, Any]) -> None:
+        """One step of the parameters that have gradients."""
+        groups: dict[int, list[tuple[Param, list[torch.Tensor], torch.Tensor]]] = defaultdict(list)
+        for param, local, grad in zip(active.params, active.locals, active.grads, strict=True):
+            own = state[param.tensor]
+            tensors = [local, grad, local_of(own["exp_avg"]), local_of(own["exp_avg_sq"])]
+            groups[id(param.group)].append((param, tensors, own["step"]))
+        for members in groups.values():
+            options, wide, steps = _options_of(members[0][0].group), [], []
+            for param, tensors, step in members:
+                if len({t.dtype for t in tensors}) == 1:
+                    wide.append(tensors)
+                    steps.append(step)
+                else:
+                    self._update_in_chunks(param, tensors, step, options)
+            if wide:
+                self._call([list(same) for same in zip(*wide, strict=True)], steps, options)
+
+    def _update_in_chunks(
+        self, param: Param, tensors: list[torch.Tensor], step: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        """Update weights, or by gradients, that are narrower than the moments: in wide copies, rounded once."""
+        local, grad, *moments = tensors
+        grad = (
+            grad if grad.stride() == local.stride() else torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+        )
+        before, done = step.clone(), 0
+        flat = [_flat(t).split(chunk_on(local.device)) for t in (local, grad, *moments)]
+        for weight, gradient, first, second in zip(*flat, strict=True):
+            wide = weight.to(first.dtype)
+            step.copy_(before)
+            self._call([[wide], [gradient.to(first.dtype)], [first], [second]], [step], options)
+            if wide is not weight:
+                self._write(param, wide, weight, done, int(step))
+            done += weight.numel()
+        if not done:
+            step.add_(1)
+
+    def _call(
+        self, lists: list[list[torch.Tensor]], steps: list[torch.Tensor], options: dict[str, Any]
+    ) -> None:
+        if self._fused and is_cpu(steps[0].device):
+            _fused_on_cpu(lists, steps, options)
+        else:
+            _ADAMW(*lists, [], steps, fused=self._fused, **options)
+
+
+def _options_of(group: Group) -> dict[str, Any]:
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    return {
+        "amsgrad": False, "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),
+        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else float(lr),
+        "weight_decay": float(group["weight_decay"]), "maximize": group["maximize"],
+    }  # fmt: skip
+
+
+def _fused_on_cpu(
+    lists: list[list[torch.Tensor]], steps: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    """torch's fused kernel over whole vectors, and over the ends of tensors padded to vectors."""
+    lists[1] = [
+        g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for p, g in zip(*lists[:2], strict=True)
+    ]
+    flat = [[_flat(t) for t in tensors] for tensors in lists]
+    ends = [t.numel() - t.numel() % VECTOR for t in flat[0]]
+    bodies = [[t[:end] for t, end in zip(tensors, ends, strict=True)] for tensors in flat]
+    tails = [[t[end:] for t, end in zip(tensors, ends, strict=True)] for tensors in flat]
+    padded = [[torch.zeros(VECTOR, dtype=t.dtype) for t in tensors] for tensors in tails]
+    used = [[p[: t.numel()] for p, t in zip(*pair, strict=True)] for pair in zip(padded, tails, strict=True)]
+    for into, tail in zip(used, tails, strict=True):
+        foreach_copy_(into, tail)
+    _ADAMW(*padded, [], [step.clone() for step in steps], fused=True, **options)
+    _ADAMW(*bodies, [], steps, fused=True, **options)
+    for i in (0, 2, 3):
+        foreach_copy_(tails[i], used[i])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def check_adamw_options(group: Group) -> None:

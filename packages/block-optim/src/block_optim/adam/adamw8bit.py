@@ -9,11 +9,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.adam.adamw import check_adamw_options
+from block_optim.adam.adamw import Moments, check_adamw_options
 from block_optim.adam.q8.rule import QuantizedRule
-from block_optim.adam.rule import AdamWRule
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.device import has_fused_adamw, is_first_rank
+from block_optim.core.device import is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
 from block_optim.core.options import check_count, check_execution, reject_unsupported
@@ -55,9 +54,8 @@ class AdamW8bit(BlockOptimizer):
             mesh, too; logged once.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
-        stochastic_rounding, seed: as in `AdamW`.
+        stochastic_rounding: as in `AdamW`.
         foreach, fused: have no effect.
-        skip_nonfinite: see `BlockOptimizer`.
 
     Raises:
         ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
@@ -79,13 +77,11 @@ class AdamW8bit(BlockOptimizer):
         min_8bit_numel: int = 4096,
         quantize: QuantizeRule = matrices_but_embeddings,
         stochastic_rounding: bool = False,
-        seed: int = 0,
         maximize: bool | None = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        skip_nonfinite: bool = True,
     ) -> None:
         check_execution(foreach, fused)
         refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
@@ -93,9 +89,9 @@ class AdamW8bit(BlockOptimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
-            "stochastic_rounding": stochastic_rounding, "seed": seed,
+            "stochastic_rounding": stochastic_rounding,
         }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+        super().__init__(params, defaults)
 
     @classmethod
     @override
@@ -104,20 +100,15 @@ class AdamW8bit(BlockOptimizer):
         block = auto_block(param.shape) if options["block"] == AUTO else check_block(options["block"])
         return block if is_quantized(name, param, options["min_8bit_numel"], options["quantize"]) else None
 
-    @property
-    @override
-    def supports_found_inf(self) -> bool:
-        return True
-
     @override
     def setup(self) -> None:
-        self._wide = AdamWRule(fused=has_fused_adamw)
+        self._wide = Moments()
         self._narrow = QuantizedRule()
         # Of an optimizer that is copied or unpickled, the choices are kept: rules of groups may not be picklable.
         self._earlier: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._chosen: dict[torch.Tensor, bool] = {}
         self._rules: dict[int, QuantizeRule | bool] = {}
-        self._told = False
+        self._logged = False
 
     @override
     def check_options(self, group: Group) -> None:
@@ -145,18 +136,18 @@ class AdamW8bit(BlockOptimizer):
                 new = is_quantized(param.name, param.tensor, least, rule) if earlier is None else earlier
                 self._chosen[param.tensor] = new
                 if new and earlier is None and rule is matrices_but_embeddings and "param_names" not in group:
-                    _tell_unnamed()
+                    _log_unnamed()
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
                 block = _fitting_block(param, group["block"])
                 if group["block"] == AUTO and block != auto_block(param.shape):
                     chosen[param.name] = str(block)
-        self._tell_blocks(chosen)
+        self._log_blocks(chosen)
 
-    def _tell_blocks(self, chosen: dict[str, str]) -> None:
+    def _log_blocks(self, chosen: dict[str, str]) -> None:
         """Log the blocks that "auto" chose, by name, on the first rank and once."""
-        if chosen and not self._told and is_first_rank():
-            self._told = True
+        if chosen and not self._logged and is_first_rank():
+            self._logged = True
             kinds = {block: [n for n, b in chosen.items() if b == block] for block in chosen.values()}
             text = (f"{b} ({len(names)} tensors, first: {names[0]})" for b, names in kinds.items())
             _LOG.warning("AdamW8bit: blocks of 8-bit states that follow the mesh: %s", "; ".join(text))
@@ -172,14 +163,16 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
-        self._chosen = {p.tensor: self._chosen[p.tensor] for p in self.members}  # one put back is chosen anew
-        for rule, is_narrow in ((self._narrow, True), (self._wide, False)):
-            rule.bind([p for p in self.trained if self._chosen[p.tensor] == is_narrow])
+        self._chosen = {
+            p.tensor: self._chosen[p.tensor] for p in self.members
+        }  # if added again, chosen again
+        self._narrow.bind([p for p in self.trained if self._chosen[p.tensor]])
 
     @override
     def update(self, active: StepGradients) -> None:
-        self._narrow.update(active)
-        self._wide.update(active)
+        coded = [self._chosen[p.tensor] for p in active.params]
+        self._narrow.update(active.select([i for i, is_coded in enumerate(coded) if is_coded]))
+        self._wide.update(active.select([i for i, is_coded in enumerate(coded) if not is_coded]), self.state)
 
     @override
     def copied_attributes(self) -> dict[str, Any]:
@@ -187,7 +180,7 @@ class AdamW8bit(BlockOptimizer):
 
 
 @functools.cache
-def _tell_unnamed() -> None:
+def _log_unnamed() -> None:
     """Log, once in a process, that the default rule does not see embeddings."""
     if is_first_rank():
         _LOG.warning(

@@ -2,7 +2,7 @@
 
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
-Private names: the foreach ops and the fused AdamW kernel (`torch._foreach_*`, `torch._fused_adamw_`), the local tensor
+Private names: the foreach ops (`torch._foreach_*`), the local tensor
 under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2
 makes of a parameter that TP cuts (`_StridedShard`), and the hooks that `Optimizer.load_state_dict` runs.
 """
@@ -30,9 +30,6 @@ foreach_div_: Callable[..., None] = torch._foreach_div_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
 foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
-foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
-foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
-fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 # Its name from torch 2.13 on, and the one before.
 all_gather_single: Callable[..., Any] = (
@@ -117,16 +114,3 @@ def load_pre_hooks(optimizer: Any) -> Iterable[Any]:
 def load_post_hooks(optimizer: Any) -> Iterable[Any]:
     """The hooks of `register_load_state_dict_post_hook`."""
     return tuple(optimizer._optimizer_load_state_dict_post_hooks.values())
-
-
-def multiply_by_one_checked(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
-    """Set ``flag`` (0-d fp32) to 1 where some element is not finite; one call, on CPU faster than a norm of each.
-
-    It multiplies by 1 in passing, which changes no finite number.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(flag))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor, or a view of it, has been written in place."""
-    return int(tensor._version)

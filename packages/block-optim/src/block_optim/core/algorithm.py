@@ -14,8 +14,7 @@ from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_lr, reject_unsupported
 from block_optim.core.params import Group, Param
 from block_optim.core.policy import BlockRequest, Policy, make_policy
-from block_optim.core.precision import check_precision
-from block_optim.core.snapshot import StateSnapshot
+from block_optim.core.rounding import check_precision
 from layout_planner import Block
 from ragged_shard import DISTRIBUTED
 
@@ -29,7 +28,6 @@ class Algorithm:
         members: the algorithm's parameters, in the groups' order.
         trained: those of them that have states: they require gradients, or were given one.
         known_options: the groups' options when they were last checked, by the group's id.
-        state_snapshot: the memory of the states when `invalidate` was last called.
     """
 
     format_options: ClassVar[tuple[str, ...]] = ()
@@ -44,7 +42,6 @@ class Algorithm:
         self.members: list[Param] = []
         self.trained: list[Param] = []
         self.known_options: dict[int, Group] = {}
-        self.state_snapshot = StateSnapshot([])
         self.setup()
 
     # ---------------------------------------------------------------- what a subclass may define
@@ -88,17 +85,6 @@ class Algorithm:
 
     def invalidate(self) -> None:
         """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
-
-    @property
-    def supports_found_inf(self) -> bool:
-        """Whether `update` obeys ``active.found_inf`` on the device, so that the host does not wait for it.
-
-        Its writes are to be inside `core.skip.unless`; step counts on the host (states called ``step``) need not be.
-        """
-        return False
-
-    def step_was_skipped(self) -> None:
-        """Discard deferred work after the device reports that the step was skipped."""
 
     def format_of(self, group: Group) -> dict[str, Any]:
         """The properties of a group's options on which the format of states depends."""

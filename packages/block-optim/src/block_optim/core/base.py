@@ -4,7 +4,7 @@ A subclass makes its states (`init_states`, when parameters are added) and updat
 gradients at once). The base class does the rest:
 
     step()  closure -> collect gradients -> are they finite, on all ranks -> unscale -> update
-            (a list compare)    (one pass; 4 bytes, or none)
+                       (compare lists)    (one pass; at most one all_reduce of 4 bytes)
     groups and states: see `core.stateful`
 """
 
@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from block_optim.core import device as devices
-from block_optim.core.finite import GradientCheck, agreed, cut_groups, norm_is_finite
+from block_optim.core.finite import agreed, cut_groups, non_finite, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients, unscaled
-from block_optim.core.skip import PendingFlags
 from block_optim.core.stateful import Stateful
-from ragged_shard import is_cpu
 
 _LOG = logging.getLogger("block_optim")
 
@@ -32,7 +30,6 @@ class BlockOptimizer(Stateful):
     Args:
         params: tensors, named tensors or groups, as torch's optimizers take them; plain, DTensors or RaggedDTensors.
         defaults: the options of a group and their defaults; ``lr`` among them.
-        skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
 
     A subclass defines `init_states` and `update`, and may override the methods up to `check_blocks` and the attributes.
     Schedulers, closures, `GradScaler`, state dicts, distributed checkpoints, pickling and `Mixed` then work. Its
@@ -42,6 +39,7 @@ class BlockOptimizer(Stateful):
     every rank: `Muon`, Shampoo and SOAP communicate by them.
 
     Attributes:
+        skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
@@ -54,13 +52,12 @@ class BlockOptimizer(Stateful):
     of 4 bytes per process group that cuts a parameter. `update` may communicate more.
     """
 
-    # GradScaler then leaves found_inf and grad_scale here instead of waiting for them.
+    # GradScaler then leaves found_inf and grad_scale here, so that gradients are divided in fp32.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self, params: ParamsT | None, defaults: dict[str, Any], *, skip_nonfinite: bool = True
-    ) -> None:
-        self.skip_nonfinite = skip_nonfinite
+    skip_nonfinite = True
+
+    def __init__(self, params: ParamsT | None, defaults: dict[str, Any]) -> None:
         self._reset()
         if params is None:
             self.defaults = defaults
@@ -71,9 +68,7 @@ class BlockOptimizer(Stateful):
     def _reset(self) -> None:
         self._collector = Collector()
         self._skipped = 0
-        self._flags = PendingFlags()
         self._cut_groups: list[dist.ProcessGroup] | None = None
-        self._check = GradientCheck()
         super()._reset()
 
     def _bind(self) -> None:
@@ -85,15 +80,8 @@ class BlockOptimizer(Stateful):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because of non-finite gradients, since construction. On CUDA: waits for the device."""
-        self._read_flags(wait=True)
+        """Steps skipped because of non-finite gradients, since construction."""
         return self._skipped
-
-    def _read_flags(self, *, wait: bool = False) -> None:
-        for _ in range(self._flags.skipped(wait=wait)):
-            self._skipped += 1
-            self.step_was_skipped()
-            _LOG.warning("step skipped: gradients were not finite (%d skipped so far)", self._skipped)
 
     @torch.no_grad()
     def step(
@@ -116,55 +104,30 @@ class BlockOptimizer(Stateful):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._read_flags()
         self._sync()
-        collected = active = self._collector.collect(self.trained)
-        flag = self._nonfinite(active, grad_norm)
-        if isinstance(flag, torch.Tensor) and not self.supports_found_inf:
-            flag = bool(flag.item())
-        if flag is True:
+        active = self._collector.collect(self.trained)
+        if self._nonfinite(active, grad_norm):
             self._count_skip(active)
-        else:
-            scale = getattr(self, "grad_scale", None)
-            if scale is not None and active.grads:
-                active = unscaled(active, scale if devices.runs_ahead(scale.device) else float(scale))
-            active.found_inf = flag if isinstance(flag, torch.Tensor) else None
-            counts = [] if active.found_inf is None else self._host_counts()
-            before = torch.stack(counts) if counts else None
-            self.update(active)
-            if active.found_inf is not None:
-                self._flags.add(active.found_inf, counts, before)
-        if not collected.keeps:
-            collected.grads = []
+            return loss
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None and active.grads:
+            active = unscaled(active, float(scale))
+        self.update(active)
         return loss
 
-    def _nonfinite(
-        self, active: StepGradients, grad_norm: torch.Tensor | float | None
-    ) -> bool | torch.Tensor:
-        """Whether to skip this step; identical on every rank. A 0-d tensor if the flag is on the device."""
+    def _nonfinite(self, active: StepGradients, grad_norm: torch.Tensor | float | None) -> bool:
+        """Whether to skip this step; identical on every rank. Waits for the device."""
         own: torch.Tensor | None = getattr(self, "found_inf", None)
         if own is None and not self.skip_nonfinite:
             return False
         if own is None and grad_norm is not None:
-            finite = norm_is_finite(grad_norm)
-            return (~finite).float() if isinstance(finite, torch.Tensor) else not finite
+            return not norm_is_finite(grad_norm)
         if self._cut_groups is None:
             self._cut_groups = cut_groups(self.trained)
         device = next(iter(self._params)).device
-        check = self._check
         # Ranks agree on found_inf, too: torch asks the mesh of one gradient, and others may be cut over further ranks.
-        own = check(active.grads, active.version, device) if own is None else own.to(device, copy=True)
-        result = agreed(own, self._cut_groups)
-        return result if devices.runs_ahead(result.device) else bool(result.item())
-
-    def _host_counts(self) -> list[torch.Tensor]:
-        """The step counts that are on the host."""
-        counts = (self.state[param.tensor].get("step") for param in self.trained)
-        return [c for c in counts if isinstance(c, torch.Tensor) and is_cpu(c.device)]
-
-    def _complete(self) -> None:
-        self._read_flags(wait=True)
-        super()._complete()
+        own = non_finite(active.grads, device) if own is None else own.to(device, copy=True)
+        return bool(agreed(own, self._cut_groups).item())
 
     def _count_skip(self, active: StepGradients) -> None:
         self._skipped += 1

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from block_optim.core import device as devices
 from block_optim.core._torch_compat import all_gather_single
 from block_optim.core.scratch import Scratch
 from ragged_shard import DeviceLayer, device_layer
@@ -27,8 +26,8 @@ from ragged_shard import DeviceLayer, device_layer
 Wait = Callable[[], object]
 
 
-def nothing() -> None:
-    """Waits for nothing."""
+def no_wait() -> None:
+    """Return at once."""
 
 
 class TransferStream:
@@ -56,7 +55,7 @@ class TransferStream:
         """
         if not self._layer.asynchronous:
             work = transfer()
-            return nothing if work is None else work.wait
+            return no_wait if work is None else work.wait
         with self._layer.on(self._stream):
             work = transfer()
             if work is not None:
@@ -166,8 +165,8 @@ class CopyExchange:
                 self.parts[i] = item
 
     def to_owners(self, lane: TransferStream) -> Wait:
-        """Nothing: owners have what they need."""
-        return nothing
+        """Send nothing: owners have what they need."""
+        return no_wait
 
     def back(self, lane: TransferStream) -> Wait:
         """Start bringing every rank's `owned` into the others' `parts`; the result waits. One all_gather, in place."""
@@ -189,7 +188,7 @@ class GradientPresence:
         count: number of parameters, the same on every rank.
         device: of the flags.
         copies: the parameters' names where every rank holds all of them, so that all ranks or none must have a
-            gradient; a second byte for each tells. On devices that run ahead the next call raises.
+            gradient; a second byte for each tells, for which the host waits.
     """
 
     def __init__(
@@ -197,19 +196,15 @@ class GradientPresence:
     ) -> None:
         self._group, self._count, self._copies = group, count, copies
         self._flags = torch.zeros(count + len(copies), dtype=torch.uint8, device=device)
-        self._pending: devices.HostFuture | None = None
 
     def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
         """Start the all_reduce of which gradients this rank has; the result waits, and returns those of any rank.
 
-        If this rank has all of them, its host does not wait for the device.
+        If this rank has all of them, and no parameters are copies, its host does not wait for the device.
 
         Raises:
             ValueError: on every rank, where some ranks have a gradient of a parameter that each holds whole.
         """
-        if self._pending is not None:
-            self._check(self._pending.read())
-            self._pending = None
         absent = [not exists for exists in present] if self._copies else []
         if all(present):
             self._flags[: self._count].fill_(1)
@@ -221,9 +216,7 @@ class GradientPresence:
         def result() -> list[bool]:
             if work is not None:
                 work.wait()
-            if self._copies and devices.runs_ahead(self._flags.device):
-                self._pending = devices.copy_to_host_async(self._flags)
-            elif self._copies:
+            if self._copies:
                 self._check(self._flags)
             if all(present):
                 return [True] * len(present)

@@ -37,12 +37,6 @@ def check_execution(foreach: Any, fused: Any) -> None:
         raise ValueError("foreach=True with fused=True: choose one")
 
 
-def name_dtype(name: str, group: dict[str, Any]) -> None:
-    """Put a dtype in a group as text, such as "bfloat16": torch takes no dtype into full state dicts."""
-    if isinstance(group[name], torch.dtype):
-        group[name] = str(group[name]).removeprefix("torch.")
-
-
 def check_lr(lr: Any) -> float | torch.Tensor:
     """Return ``lr`` as a float, or unchanged if it is a tensor of one element.
 

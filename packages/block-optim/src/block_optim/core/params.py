@@ -8,6 +8,7 @@ Plain tensors, DTensors of torch (FSDP2's uneven `Shard(0)` too) and RaggedDTens
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -252,6 +253,11 @@ class Param:
 
     def __repr__(self) -> str:
         return f"Param({self.name!r}, {tuple(self.shape)}, {self.placements})"
+
+
+def same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two lists have the very same objects; tensors are not compared."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -4,13 +4,11 @@
     run         |<--------------------------------------->|        one call updates it all
     states      | a a a a a . b b b . . . c c c c c c c c |        allocated in the same order, so they are runs, too
 
-The memory between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements). A
-kernel over the run writes there too. A DBuffer's gaps hold zeros, but another storage may keep anything in them, so
-the update puts the parameters' gap elements back afterwards, at the cost of two small index ops a run.
-Gaps of gradients are only read. Farther apart than `MAX_GAP` elements, tensors are not neighbours.
+The memory between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements): states
+have it, too, so that neighbours stay neighbours. Farther apart than `MAX_GAP` elements, tensors are not neighbours.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +24,6 @@ class Run:
 
     members: tuple[int, ...]
     numel: int
-    gaps: tuple[tuple[int, int], ...]  # (start, stop), relative to the run
-
-    def view(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The run as a 1-D tensor over the members' memory."""
-        first = tensors[self.members[0]]
-        return first.as_strided((self.numel,), (1,), offset_of(first))
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -77,19 +69,9 @@ def find_runs(
         else:
             groups.append([i])
         end, previous = offset_of(tensor) + tensor.numel(), where
-    runs = [_run_of(group, tensors) for group in groups]
+    ends = [offset_of(tensors[group[-1]]) + tensors[group[-1]].numel() for group in groups]
+    runs = [Run(tuple(g), end - offset_of(tensors[g[0]])) for g, end in zip(groups, ends, strict=True)]
     return sorted(runs, key=lambda run: min(run.members))
-
-
-def _run_of(group: list[int], tensors: Sequence[torch.Tensor]) -> Run:
-    base = offset_of(tensors[group[0]])
-    gaps, end = [], base
-    for i in group:
-        start = offset_of(tensors[i])
-        if start > end:
-            gaps.append((end - base, start - base))
-        end = start + tensors[i].numel()
-    return Run(tuple(group), end - base, tuple(gaps))
 
 
 class FlatSpace:
@@ -144,11 +126,3 @@ def joint_runs(
         )
 
     return find_runs(first, [key(i) for i in range(len(first))], max_gap=max_gap)
-
-
-def gap_index(run: Run, device: torch.device) -> torch.Tensor | None:
-    """The elements of a run that belong to none of its members; None where there are none."""
-    if not run.gaps:
-        return None
-    elements: Iterable[int] = (i for start, stop in run.gaps for i in range(start, stop))
-    return torch.tensor(list(elements), device=device)

@@ -49,11 +49,6 @@ class Scratch:
         """1-D tensors of these lengths, one after another in one buffer."""
         return list(self.take(name, (sum(lengths),), dtype).split(lengths))
 
-    def take_like(self, name: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Tensors of the shapes of others, one after another in one buffer."""
-        flat = self.take_each(name, [t.numel() for t in tensors], dtype)
-        return [f.view(t.shape) for f, t in zip(flat, tensors, strict=True)]
-
     def reserve(self, other: "Scratch") -> None:
         """Make every buffer as large as the other scratch has it, so that none grows later."""
         for (name, dtype), buffer in other._buffers.items():

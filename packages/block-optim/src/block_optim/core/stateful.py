@@ -19,10 +19,9 @@ import torch
 
 from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
 from block_optim.core.algorithm import Algorithm
-from block_optim.core.load import own_values, put_values
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
-from block_optim.core.params import Group, Param
-from block_optim.core.snapshot import StateSnapshot, same_objects
+from block_optim.core.params import Group, Param, same_objects
+from ragged_shard import DISTRIBUTED, distribute_like
 
 
 class Stateful(Algorithm, torch.optim.Optimizer):
@@ -31,17 +30,15 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
         self._frozen: list[torch.Tensor] = []  # those that have no states
-        self._look: list[
-            Any
-        ] = []  # groups and their parameters at the last look; kept, so that ids stay theirs
+        self._made: list[tuple[Param, str, torch.Tensor]] = []  # all states, and their addresses
+        self._addresses: list[int] = []
+        # Groups and their parameters at the last look; kept, so that ids stay theirs.
+        self._look: list[Any] = []
         super()._reset()
 
     def _algorithm_of(self, group: Group) -> Algorithm:
         """The algorithm of a group, which is in the optimizer or was."""
         return self
-
-    def _complete(self) -> None:
-        """Bring states to where the last step leaves them."""
 
     # ---------------------------------------------------------------- groups
 
@@ -131,30 +128,22 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             ValueError: an option, a parameter or a state that does not fit.
         """
         self._sync_options()
-        edited = not same_objects(self._members(), self._look)
         state: Any = self.state  # torch's is a defaultdict; the user may have assigned another mapping
         self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
-        changed: set[torch.Tensor] = set()
-        if not self.state_snapshot.is_current(self.state):
-            changed = self.state_snapshot.changed(self.state)
-            if not changed:  # others have been added
-                for param in self.members:
-                    for key, value in self.state.get(param.tensor, {}).items():
-                        param.check_state(key, value)
-                self.state_snapshot.note(self.state)
-        moved = self.state_snapshot.has_moved()
-        for param, key in self.state_snapshot.reshaped() if moved else ():
-            if param.tensor not in changed and param.states is not None:
-                raise ValueError(
-                    f"{param.name}: state {key!r} has another shape or stride than before (its .data "
-                    "was set); assign a tensor, optimizer.state[p][key] = ..., or remove all of this state"
-                )
-        if edited or changed or any(map(_trains, self._frozen)):
-            self._complete()
+        edited = not same_objects(self._members(), self._look)
+        if edited or self._changed() or any(map(_trains, self._frozen)):
             self._read_groups()
             self._read_states()
-        elif moved:
+        elif self._state_addresses() != self._addresses:
             self._bind()
+
+    def _changed(self) -> set[torch.Tensor]:
+        """The parameters of whose state a tensor was removed, or replaced by another object."""
+        get = self.state.get
+        return {p.tensor for p, key, value in self._made if get(p.tensor, {}).get(key) is not value}
+
+    def _state_addresses(self) -> list[int]:
+        return [local_of(value).data_ptr() for _, _, value in self._made]
 
     def _sync_options(self) -> None:
         """Check options that were edited."""
@@ -171,7 +160,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _read_states(self) -> None:
         """Make the states of parameters that begin to train, and of those whose states were assigned or removed."""
-        changed = self.state_snapshot.changed(self.state)
+        changed = self._changed()
         self._make_states(
             [p for p in self.members if _trains(p.tensor) and (p.states is None or p.tensor in changed)]
         )
@@ -205,7 +194,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
         self._look = self._members()
-        self.state_snapshot = StateSnapshot(self.trained)
+        states = [(p, p.states) for p in self.trained]
+        self._made = [(p, k, v) for p, own in states for k, v in own.items() if isinstance(v, torch.Tensor)]
+        self._addresses = self._state_addresses()
         self.invalidate()
 
     # ---------------------------------------------------------------- state
@@ -221,7 +212,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict, without states of parameters that have left the groups."""
-        self._complete()
         self._sync()
         left = {
             t: self.state.pop(t)
@@ -269,7 +259,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             hook(self)
 
     def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:
-        self._complete()
         frozen = [p for p in self.members if p.states is None and saved.get(p.tensor)]
         self._make_states(frozen)
         trained = [p for p in self.members if p.states is not None]
@@ -317,7 +306,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        self._complete()
         self._sync()
         return {**super().__getstate__(), **self.copied_attributes()}
 
@@ -344,3 +332,65 @@ def _by_group(params: Iterable[Param]) -> list[tuple[Group, list[Param]]]:
     for param in params:
         result[id(param.group)].append(param)
     return [(members[0].group, members) for members in result.values()]
+
+
+# ---------------------------------------------------------------- values of states
+
+
+def own_values(
+    name: str, own: dict[str, Any], values: dict[str, Any], *, saved: bool = False
+) -> dict[str, Any]:
+    """Select this rank's elements of each entry of an assigned state or, with ``saved``, of a loaded one.
+
+    Raises:
+        ValueError: a key is missing (or, if loaded, too many), or a shape or placement differs; the parameter and the
+            key are named.
+    """
+    if saved and set(values) != set(own):
+        raise ValueError(
+            f"{name}: the saved state has {sorted(values)}, this optimizer needs {sorted(own)}; states of another "
+            "optimizer or format cannot be loaded"
+        )
+    if missing := sorted(set(own) - set(values)):
+        raise ValueError(
+            f"{name}: its state has no {', '.join(map(repr, missing))} any more, this optimizer needs {sorted(own)}; "
+            "remove all of it to begin again, or none"
+        )
+    return {
+        key: _own_elements(value, values[key], f"{name}: state {key!r}")
+        if isinstance(value, torch.Tensor)
+        else values[key]
+        for key, value in own.items()
+    }
+
+
+def put_values(own: dict[str, Any], values: dict[str, Any]) -> None:
+    """Copy the result of `own_values` into a state."""
+    for key, value in values.items():
+        if isinstance(own[key], torch.Tensor):
+            local_of(own[key]).copy_(value)
+        else:
+            own[key] = value
+
+
+def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
+    """The elements of ``value`` for ``target``'s local tensor."""
+    if value is target:
+        return local_of(value)
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value)
+    if tuple(value.shape) != tuple(target.shape):
+        raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+    if value.dtype in (torch.uint8, torch.int8) and target.is_floating_point():
+        raise ValueError(
+            f"{what} is {value.dtype}, expected {target.dtype}: 8-bit codes cannot be loaded as values"
+        )
+    if not isinstance(value, DISTRIBUTED):
+        return local_of(distribute_like(value, target, src_data_rank=None))
+    expected = tuple(target.placements) if isinstance(target, DISTRIBUTED) else "a plain tensor"
+    if tuple(value.placements) != expected:
+        raise ValueError(
+            f"{what} has placements {tuple(value.placements)}, this optimizer's is {expected}; load it through "
+            "torch.distributed.checkpoint, which fits any layout, or redistribute it"
+        )
+    return local_of(value)

@@ -12,19 +12,14 @@ from block_optim.core.assign import digest
 from block_optim.core.exchange import GradientPresence, TransferStream
 from block_optim.core.gradients import StepGradients
 from block_optim.core.holding import Holding
-from block_optim.core.params import Group, Param
+from block_optim.core.params import Group, Param, same_objects
 from block_optim.core.scratch import Scratch
-from block_optim.core.skip import portions, unless
-from block_optim.core.snapshot import same_objects
 from block_optim.muon.assignment import AssignedMatrix, Assignment, DomainAssignment, assign_domain
-from block_optim.muon.bucket import Bucket, run_pipeline
-from block_optim.muon.coefficients import resolve
+from block_optim.muon.bucket import Bucket, Orthogonalize, run_pipeline
 from block_optim.muon.layout import BucketLayout
 from block_optim.muon.local import LocalParam, update_momenta
 from block_optim.muon.matrices import matrices_in
-from block_optim.muon.newton_schulz import Recipe
-
-RECIPE_OPTIONS = ("ns_coefficients", "eps", "ns_steps", "method", "batched")
+from block_optim.muon.newton_schulz import flops_of, steps_of
 
 
 @dataclass
@@ -46,8 +41,9 @@ class MuonEngine:
         ValueError: ranks have different assignments.
     """
 
-    def __init__(self, params: Sequence[Param], bucket_bytes: int) -> None:
-        self.params, self.recipes = list(params), _recipes(params)
+    def __init__(self, params: Sequence[Param], bucket_bytes: int, orthogonalize: Orthogonalize) -> None:
+        self.params, self._steps = list(params), _steps(params)
+        self._orthogonalize = orthogonalize
         self._index = {id(param.tensor): i for i, param in enumerate(params)}
         self._group_of = [p.group for p in params]
         self._groups = list({id(group): group for group in self._group_of}.values())
@@ -83,18 +79,18 @@ class MuonEngine:
         numbers = {id(group): i for i, group in enumerate(self._groups)}
         for i, param in enumerate(params):
             device, matrices = param.device, matrices_in(param)
-            holding = param.work_holding([m.ranges for m in matrices])
+            holding = param.work_holding([[m.range] for m in matrices])
             self._locals.append(LocalParam(i, param, holding))
             key = (device, None if holding.group is None else holding.group.group_name, holding.copies)
             if key not in domains:
                 domains[key] = _Domain(device, holding, TransferStream(device))
-            recipe = recipe_of(param.group)
+            steps = steps_of(param.group["ns_coefficients"], param.group["ns_steps"])
             for k, m in enumerate(matrices):
-                holders = holding.holders(*m.ranges)
+                holders = holding.holders(m.range)
                 copies = holding.num_ranks if holding.copies else 0
                 if holders or copies:  # else it is on other ranks, along an axis without exchange
                     name = param.name if len(matrices) == 1 else f"{param.name}[{k}]"
-                    flops = recipe.flops(m.rows, m.columns, device)
+                    flops = flops_of(m.rows, m.columns, steps)
                     number = numbers[id(param.group)]
                     domains[key].matrices.append(AssignedMatrix(name, i, number, m, holders, flops, copies))
         return list(domains.values())
@@ -121,24 +117,18 @@ class MuonEngine:
                     number=len(buckets),
                     scratch=scratches[domain.device],
                 )
-                bucket = Bucket(layout, group, recipe_of(group), domain.lane)
-                buckets.append(bucket)
+                buckets.append(Bucket(layout, group, self._orthogonalize, domain.lane))
         return buckets
 
     def fits(self, params: Sequence[Param]) -> bool:
         """Whether it was built for these parameters, in these groups, and for the options that they have now."""
         grouped = same_objects([p.group for p in params], self._group_of)
-        return same_objects(list(params), self.params) and grouped and _recipes(params) == self.recipes
+        return same_objects(list(params), self.params) and grouped and _steps(params) == self._steps
 
     def bind(self) -> None:
         """Use the memory that the states have now."""
         for local in self._locals:
             local.bind()
-
-    @property
-    def fell_back(self) -> int:
-        """Matrices orthogonalised by a safer method."""
-        return sum(bucket.fell_back for bucket in self._buckets)
 
     @property
     def scratch_bytes(self) -> int:
@@ -158,15 +148,12 @@ class MuonEngine:
             grad = local_grads.get(i)
             if grad is None:  # another rank has a gradient for it; this rank contributes zeros
                 grad = torch.zeros_like(local.local)
-            local.grad = grad.reshape(-1)
+            local.grad = grad.reshape(-1).to(local.momentum.dtype)
             by_group.setdefault(id(local.param.group), []).append(local)
         for some in by_group.values():
-            mu, scratch = some[0].param.group["momentum"], self._scratch[some[0].local.device]
-            for portion in portions(gradients.found_inf, some, lambda p: p.momentum.nbytes):
-                with unless(gradients.found_inf, [p.momentum for p in portion]):
-                    update_momenta(portion, mu, scratch)
+            update_momenta(some, some[0].param.group["momentum"])
         rates = {id(g): _on_host(g["lr"]) for g in self._groups}
-        run_pipeline(self._buckets, active, rates, gradients.found_inf)
+        run_pipeline(self._buckets, active, rates)
         for i in active:  # release the gradients
             self._locals[i].grad = self._locals[i].local
 
@@ -181,16 +168,10 @@ class MuonEngine:
         return frozenset(active)
 
 
-def _recipes(params: Sequence[Param]) -> list[Any]:
-    """Copies of the options for which buckets are made, of each group."""
+def _steps(params: Sequence[Param]) -> list[Any]:
+    """Copies of the options on which the owners depend, of each group."""
     groups = {id(p.group): p.group for p in params}.values()
-    return [deepcopy([group[name] for name in RECIPE_OPTIONS]) for group in groups]
-
-
-def recipe_of(group: Group) -> Recipe:
-    """Options of Newton-Schulz for a parameter group."""
-    polynomials = resolve(group["ns_coefficients"], group["ns_steps"])
-    return Recipe(polynomials, group["eps"], group["method"], group["batched"])
+    return [deepcopy([group["ns_coefficients"], group["ns_steps"]]) for group in groups]
 
 
 def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:

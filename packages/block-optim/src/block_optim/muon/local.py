@@ -7,7 +7,6 @@ import torch
 from block_optim.core._torch_compat import foreach_lerp_, local_of
 from block_optim.core.holding import Holding, wrap_local
 from block_optim.core.params import Param
-from block_optim.core.scratch import Scratch
 from block_optim.muon.matrices import matrices_in
 from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
 
@@ -20,7 +19,7 @@ class LocalParam:
         columns: of its matrices.
         holding: the elements on each rank that exchanges it.
         local: this rank's elements of it, 1-D.
-        grad: this step's gradient, 1-D.
+        grad: this step's gradient, 1-D, in the buffer's dtype.
         momentum: the buffer, 1-D.
         steps: number of its updates, with stochastic rounding; else None.
     """
@@ -46,46 +45,26 @@ class LocalParam:
         if local.data_ptr() != self.local.data_ptr():
             self.local = local.view(-1)
 
-    @property
-    def cast(self) -> bool:
-        """Whether the buffer is of another dtype than this step's gradient."""
-        return self.momentum.dtype != self.grad.dtype
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype in which gradients and a buffer of different dtypes are added up."""
-        return torch.promote_types(self.momentum.dtype, torch.float32)
-
     def rows(self, low: int, high: int) -> torch.Tensor:
         """NorMuon's second moments of the rows in local elements [low, high)."""
         assert self._rows is not None
         return self._rows[low // self.columns : high // self.columns]
 
-    def update_cast(self, mu: float, scratch: Scratch) -> None:
-        """Update momentum of another dtype, in `wide`."""
-        if self.momentum.numel():
-            value = scratch.take("cast", (self.momentum.numel(),), self.wide).copy_(self.momentum)
-            grad = scratch.take("pack", (self.momentum.numel(),), self.wide).copy_(self.grad)
-            self.momentum.copy_(value.lerp_(grad, 1 - mu))
 
-
-def update_momenta(params: Sequence[LocalParam], mu: float, scratch: Scratch) -> None:
+def update_momenta(params: Sequence[LocalParam], mu: float) -> None:
     """m <- mu m + (1 - mu) g, as torch.optim.Muon has it, for parameters of one group."""
-    plain = [p for p in params if not p.cast]
-    for dtype in {p.momentum.dtype for p in plain}:
-        same = [p for p in plain if p.momentum.dtype == dtype]
+    for dtype in {p.momentum.dtype for p in params}:
+        same = [p for p in params if p.momentum.dtype == dtype]
         foreach_lerp_([p.momentum for p in same], [p.grad for p in same], 1 - mu)
-    for p in params:
-        if p.cast:
-            p.update_cast(mu, scratch)
 
 
 def muon_state(param: Param) -> dict[str, torch.Tensor]:
-    """A parameter's states, zero."""
-    dtype = param.group["momentum_dtype"]
-    state = {"momentum_buffer": param.zeros(param.local.dtype if dtype is None else getattr(torch, dtype))}
+    """A parameter's states, zero: momentum in its dtype as in torch, with stochastic rounding at least in fp32."""
     if param.group["stochastic_rounding"]:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        wide = torch.promote_types(param.dtype, torch.float32)
+        state = {"momentum_buffer": param.zeros(wide), "step": torch.zeros((), dtype=torch.float32)}
+    else:
+        state = {"momentum_buffer": param.zeros()}
     if param.group["normuon"]:
         state["second_moment"] = _row_state(param)
     return state

@@ -1,27 +1,27 @@
 """NorMuon (Li et al., arXiv 2510.05491): each row of an update is divided by the root of its second moment.
 
-    v <- beta2 v + (1 - beta2) mean(O^2) of a row
+    v <- 0.95 v + 0.05 mean(O^2) of a row
     update = c O / (sqrt(v) + eps), with c such that its Frobenius norm is sqrt(min(rows, columns)), as of an
              orthogonal matrix
 
 The moments are kept where the rows are held, so that checkpoints reshard them. They go to the matrix's owner and back
-in a side exchange, followed by c. Where every rank holds them all, only the owner's new ones travel.
+in a second exchange, which also carries c. Where every rank holds them all, only the owner's new ones travel.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from block_optim.core.params import Group
-from block_optim.core.skip import unless
 from block_optim.muon.layout import STACK_SLOTS, BucketLayout, LocalRun
+
+BETA2, EPS = 0.95, 1e-8  # the paper's
 
 
 class RowScaling:
     """NorMuon's part of one bucket."""
 
-    def __init__(self, layout: BucketLayout, group: Group) -> None:
-        self._layout, self._group = layout, group
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout = layout
         name = f"row scale {layout.number % STACK_SLOTS}"
         self._factors = layout.scratch.take(name, (len(layout.matrices),), torch.float32)
 
@@ -32,11 +32,10 @@ class RowScaling:
             if side is not None and not run.own:
                 side.parts[run.number][run.side : run.side + len(run.rows)].copy_(run.rows)
 
-    def update_moments(self, i: int, skip: torch.Tensor | None) -> None:
+    def update_moments(self, i: int) -> None:
         """Advance the second moments of the rows of matrix ``i``, on its owner, and compute its factor c."""
         layout = self._layout
         m, take = layout.matrices[i].matrix, layout.scratch.take
-        beta, eps = self._group["normuon_beta2"], self._group["normuon_eps"]
         v, s, t = (take(f"rows {name}", (m.rows,), torch.float32) for name in "vst")
         # Where the moments are: on this rank, and (as they arrived) of rows on other ranks.
         places = [(run.row, run.rows) for run in layout.local_runs if run.number == i]
@@ -46,14 +45,13 @@ class RowScaling:
         matrix = layout.own[i].view(m.rows, m.columns)
         torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32, out=s)
         s.square_().div_(m.columns)
-        v.lerp_(s, 1 - beta)
-        torch.sqrt(v, out=t).add_(eps).square_()
+        v.lerp_(s, 1 - BETA2)
+        torch.sqrt(v, out=t).add_(EPS).square_()
         c = self._factors[i]
         torch.sum(s.div_(t), dim=0, out=c)
         c.mul_(m.columns).rsqrt_().mul_(min(m.rows, m.columns) ** 0.5).nan_to_num_(posinf=0.0)
-        with unless(skip, [rows for _, rows in places]):
-            for row, rows in places:
-                rows.copy_(v[row : row + len(rows)])
+        for row, rows in places:
+            rows.copy_(v[row : row + len(rows)])
         if layout.side is None:
             return
         if not layout.copies:
@@ -79,7 +77,7 @@ class RowScaling:
                 rows.copy_(received[run.side : run.side + rows.numel()])
                 c = received[-1]
             factor = layout.scratch.take("rows t", (rows.numel(),), torch.float32)
-            torch.sqrt(rows, out=factor).add_(self._group["normuon_eps"])
+            torch.sqrt(rows, out=factor).add_(EPS)
             torch.div(c, factor, out=factor)
             update.copy_(run.packed)
             update.view(rows.numel(), -1).mul_(factor.unsqueeze(-1))

@@ -62,9 +62,8 @@ class Mixed(BlockOptimizer):
         params: groups, each with a key ``algorithm`` and any options of that algorithm; what a group leaves out has
             that algorithm's default. An algorithm is "muon", "adamw", "adamw8bit", "shampoo", "soap", or any subclass
             of `BlockOptimizer`, which the group and state dicts then name by its class name. Options of a whole
-            algorithm (``bucket_bytes`` of Muon) are taken from its first group.
+            algorithm (``fused`` of AdamW) are taken from its first group.
         lr: learning rate of groups without one.
-        skip_nonfinite: see `BlockOptimizer`; the check is made once, for all groups.
 
     `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
 
@@ -72,18 +71,12 @@ class Mixed(BlockOptimizer):
         ValueError: a group without a known algorithm, or an option that its algorithm refuses.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        *,
-        skip_nonfinite: bool = True,
-    ) -> None:
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3) -> None:
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
         self._kept: dict[str, dict[str, Any]] = {}  # what a copy has for algorithms until they are made
         self._algorithms: dict[str, BlockOptimizer]
-        super().__init__(params, {"lr": lr, "algorithm": None}, skip_nonfinite=skip_nonfinite)
+        super().__init__(params, {"lr": lr, "algorithm": None})
 
     @classmethod
     def block_policy(cls, *_: Any, **__: Any) -> Policy:
@@ -166,8 +159,7 @@ class Mixed(BlockOptimizer):
             algorithm.param_groups = [g for g in self.param_groups if g["algorithm"] == name]
             algorithm.members = [p for p in self.members if p.group["algorithm"] == name]
             algorithm.trained = [p for p in self.trained if p.group["algorithm"] == name]
-            algorithm.state, algorithm.state_snapshot = self.state, self.state_snapshot
-            algorithm.known_options = self.known_options
+            algorithm.state, algorithm.known_options = self.state, self.known_options
 
     # ---------------------------------------------------------------- methods of an algorithm, of all
 
@@ -186,16 +178,6 @@ class Mixed(BlockOptimizer):
         self._share()
         for algorithm in self._algorithms.values():
             algorithm.invalidate()
-
-    @property
-    @override
-    def supports_found_inf(self) -> bool:
-        return all(algorithm.supports_found_inf for algorithm in self._algorithms.values())
-
-    @override
-    def step_was_skipped(self) -> None:
-        for algorithm in self._algorithms.values():
-            algorithm.step_was_skipped()
 
     @override
     def update(self, active: StepGradients) -> None:

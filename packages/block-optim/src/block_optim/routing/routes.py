@@ -67,7 +67,6 @@ def mixed_optimizer_for(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Override] | None = None,
     decay_vectors: bool = True,
-    skip_nonfinite: bool = True,
     verbose: bool = True,
 ) -> Mixed:
     """One optimizer for a model: its matrices to Muon; embeddings, head, norms and biases to AdamW.
@@ -82,9 +81,8 @@ def mixed_optimizer_for(
         adamw: options of the other algorithm; embeddings share those that `AdamW` has.
         overrides: from patterns (searched in names, the first match counts) to an algorithm as in `Mixed`, or to a
             dict of ``algorithm`` and options:
-            ``{r"attn\\.qkv": {"matrices": "rows:512,128,128"}, r"router": "adamw"}``.
+            ``{r"attn\\.qkv": {"matrices": (512, 128, 128)}, r"router": "adamw"}``.
         decay_vectors: whether biases, norms and scales decay like the rest of their algorithm.
-        skip_nonfinite: see `BlockOptimizer`.
         verbose: print.
 
     Returns:
@@ -106,7 +104,6 @@ def mixed_optimizer_for(
             "weight_decay",
             "maximize",
             "stochastic_rounding",
-            "seed",
         )
         shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     groups: dict[Any, dict[str, Any]] = {}
@@ -122,7 +119,7 @@ def mixed_optimizer_for(
         group["params"].append((route.names[0], params[route.names[0]]))
     if not groups:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
-    optimizer = Mixed(list(groups.values()), lr=lr, skip_nonfinite=skip_nonfinite)
+    optimizer = Mixed(list(groups.values()), lr=lr)
     optimizer.routes = routes
     if verbose and is_first_rank():
         print(describe_routes(routes))

@@ -26,13 +26,14 @@ from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_count, check_range
 from block_optim.core.params import Group, Param
-from block_optim.core.precision import NarrowWriter, is_narrow
+from block_optim.core.rounding import NarrowWriter, is_narrow
 from block_optim.shampoo.batches import Batch
 from block_optim.shampoo.grid import block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
 from block_optim.shampoo.roots import RootCounts
 from block_optim.shampoo.strips import StripExchange
 from layout_planner import Block
+from ragged_shard import is_cpu
 
 _LOG = logging.getLogger("block_optim")
 
@@ -246,7 +247,7 @@ class Preconditioned(BlockOptimizer):
         some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
         if not some:
             return
-        if devices.runs_ahead(some[0].grad.device):
+        if not is_cpu(some[0].grad.device):
             for work in some:  # into the memory of the update, which is written later, block by block
                 work.grad = torch.clamp(work.grad, -LARGEST, LARGEST, out=work.update)
             return

@@ -62,8 +62,8 @@ class Shampoo(Preconditioned):
             none, and statistics are gathered.
         grafting: "adam", "rmsprop" or "none"; the second moment has the decay ``betas[1]``, or 0.999 where that is 1.
         root_epsilon: the ridge, relative to a factor's norm.
-        stochastic_rounding, seed: as in `AdamW`.
-        replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
+        stochastic_rounding: as in `AdamW`.
+        replicate_mesh: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take the grafting method's own step, or without one the diagonal
@@ -89,18 +89,16 @@ class Shampoo(Preconditioned):
         grafting: str = "adam",
         root_epsilon: float = 1e-5,
         stochastic_rounding: bool = False,
-        seed: int = 0,
         replicate_mesh: DeviceMesh | None = None,
-        skip_nonfinite: bool = True,
     ) -> None:
         self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
             "precondition_frequency": precondition_frequency, "grafting": grafting, "root_epsilon": root_epsilon,
-            "stochastic_rounding": stochastic_rounding, "seed": seed,
+            "stochastic_rounding": stochastic_rounding,
         }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+        super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- options and states
 

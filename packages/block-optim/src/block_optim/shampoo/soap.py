@@ -50,8 +50,8 @@ class SOAP(Preconditioned):
         diagonal_above: dimensions larger than this are not rotated.
         precondition_frequency: updates from one refresh of a block's bases to the next; the blocks' turns are spread
             over the steps, and the first bases are made in the first one.
-        stochastic_rounding, seed: as in `AdamW`.
-        replicate_mesh, skip_nonfinite: see `BlockOptimizer`.
+        stochastic_rounding: as in `AdamW`.
+        replicate_mesh: see `BlockOptimizer`.
 
     `step` communicates nothing (but the agreement on non-finite gradients) where blocks are local; see `block_policy`,
     `bytes_per_step`. Tensors without matrices (1-D) take Adam's step.
@@ -73,18 +73,15 @@ class SOAP(Preconditioned):
         diagonal_above: int = 65536,
         precondition_frequency: int = 10,
         stochastic_rounding: bool = False,
-        seed: int = 0,
         replicate_mesh: DeviceMesh | None = None,
-        skip_nonfinite: bool = True,
     ) -> None:
         self.replicate_mesh = check_mesh("replicate_mesh", replicate_mesh)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "max_preconditioner_dim": max_preconditioner_dim, "diagonal_above": diagonal_above,
             "precondition_frequency": precondition_frequency, "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
         }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite)
+        super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- options and states
 

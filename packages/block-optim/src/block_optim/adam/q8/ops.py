@@ -8,13 +8,14 @@
 Everything is written into scratch that is made once: nothing is allocated.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 
 from block_optim.adam.q8 import codec
 from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TOP
-from block_optim.adam.scalars import Hyper, Rates
+from block_optim.core.params import Group
 from block_optim.core.rounding import Rounder
 from block_optim.core.tiles import Buffer, Stretch, TileScratch
 from ragged_shard import is_cpu
@@ -22,6 +23,54 @@ from ragged_shard import is_cpu
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 GRAD_MAX = 1e19  # of a gradient's magnitude: its square is below SQUARE_MAX, so that moments fit each other
 BUFFERS = 4  # m, r and two for the update; two more are for copies
+
+
+# Scalars of a step are rounded where torch rounds them: it works a float lr through in Python's doubles, a tensor lr in
+# the tensor's dtype. Both are done here on the host: products and quotients of fp32 numbers are exact enough in double
+# that rounding the double gives what fp32 arithmetic gives.
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Factors and divisors of one step; parameters with equal ones share a kernel call. Names as in torch's docs.
+
+    Attributes:
+        decay: 1 - lr * weight_decay, or None for no decay.
+        first, second: 1 - beta1, negative to ascend, and 1 - beta2.
+        beta1, beta2, eps: as given.
+        step_size: lr / (1 - beta1^count).
+        root: sqrt(1 - beta2^count), which divides the root of the second moment.
+        count: number of the step, from 1.
+    """
+
+    decay: float | None
+    beta1: float
+    beta2: float
+    first: float
+    second: float
+    eps: float
+    step_size: float
+    root: float
+    count: float
+
+
+def rates_of(group: Group, count: float) -> Rates:
+    """The scalars of a group's parameters in step ``count``. A tensor lr is read, and on CUDA waited for."""
+    beta1, beta2 = map(float, group["betas"])
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    correction1, correction2 = 1 - beta1**count, 1 - beta2**count
+    decay, step_size = 1 - lr * weight_decay, lr / correction1
+    if isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32:
+        step_size = fp32(lr / fp32(correction1))
+        decay = fp32(1 - fp32(lr * fp32(weight_decay)))
+    first = beta1 - 1 if group["maximize"] else 1 - beta1
+    eps, root = float(group["eps"]), correction2**0.5
+    return Rates(decay if weight_decay else None, beta1, beta2, first, 1 - beta2, eps, step_size, root, count)
+
+
+def fp32(value: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True)
@@ -51,16 +100,16 @@ class TileStep:
         tensors: TileTensors,
         stretch: Stretch,
         scratch: TileScratch,
-        rounding: tuple[Rounder, int] | None,
+        rounder: Rounder | None,
     ) -> None:
         self.tensors = tensors
-        self.rounding = rounding
+        self.rounder = rounder
         self.buffers = scratch.buffers(stretch)
         height, width = stretch.grid
         self.spread = (height, 1, width, 1)
 
-    def __call__(self, grad: torch.Tensor, hyper: Hyper, rates: Rates, count: int) -> None:
-        """Update the tiles; ``grad`` is (rows, columns), ``count`` the number of this step."""
+    def __call__(self, grad: torch.Tensor, rates: Rates) -> None:
+        """Update the tiles; ``grad`` is (rows, columns)."""
         first, second, root, update = self.buffers[:BUFFERS]
         wide_param, wide_grad = self.buffers[BUFFERS:]
         if grad.dtype != torch.float32:
@@ -68,7 +117,7 @@ class TileStep:
         grad = torch.clamp(grad, -GRAD_MAX, GRAD_MAX, out=wide_grad.inner)
         small = update.values[: self.tensors.scales[0].numel()].view(self.tensors.scales[0].shape)
         self._decode(first, second, root, rates, small)
-        self._average(first, second, root, grad, hyper, rates)
+        self._average(first, second, root, grad, rates)
         self._scale(first, second, root, small)
         _root_of(second.values, root.values)
         torch.add(root.values, rates.eps * rates.root, out=update.values)
@@ -76,7 +125,7 @@ class TileStep:
         # The root is stored; the second moment's buffer takes the update.
         torch.mul(first.values, rates.step_size * rates.root, out=second.values)
         second.values.mul_(update.values)
-        self._write(second, wide_param, rates, count)
+        self._write(second, wide_param, rates)
         self._encode(first, root, second, small)
 
     def _decode(
@@ -93,16 +142,16 @@ class TileStep:
         second.values.mul_(second.values)
 
     def _average(
-        self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, hyper: Hyper, rates: Rates
+        self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, rates: Rates
     ) -> None:
-        torch.mul(grad, -rates.first if hyper.maximize else rates.first, out=spare.inner)
+        torch.mul(grad, rates.first, out=spare.inner)
         first.inner.add_(spare.inner)
         torch.mul(grad, grad, out=spare.inner)
         spare.inner.mul_(rates.second)
         second.inner.add_(spare.inner)
         second.values.clamp_(SQUARE_MIN, SQUARE_MAX)
 
-    def _write(self, update: Buffer, wide: Buffer, rates: Rates, count: int) -> None:
+    def _write(self, update: Buffer, wide: Buffer, rates: Rates) -> None:
         param = self.tensors.param
         target = param if param.dtype == torch.float32 else wide.inner.copy_(param)
         if rates.decay is not None:
@@ -110,14 +159,13 @@ class TileStep:
         target.sub_(update.inner)
         if target is param:
             return
-        if self.rounding is None:
+        if self.rounder is None:
             param.copy_(target)
             return
-        rounder, seed = self.rounding
         if not target.is_contiguous():
             target = update.values[: param.numel()].view(param.shape).copy_(target)
         name, first = self.tensors.name, self.tensors.first_element
-        rounder(target.view(-1), param.view(-1), seed, name, count, first)
+        self.rounder(target.view(-1), param.view(-1), name, round(rates.count), first)
 
     def _scale(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
         """The tiles' new scales: of second moments the root of the largest."""

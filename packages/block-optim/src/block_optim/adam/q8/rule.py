@@ -13,34 +13,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import override
 
-from block_optim.adam.launch import Launch, Row, Scalars, launches_of
-from block_optim.adam.plan import Counts, Entry, Rule, Step, StepPlan
-from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors
-from block_optim.adam.q8.variants import quantized_variant
-from block_optim.adam.variants import Types
-from block_optim.core._torch_compat import local_of
+from block_optim.adam.q8.launch import Launch, Row, launches_of, scalar_table
+from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors, rates_of
+from block_optim.adam.q8.variants import Types, quantized_variant
+from block_optim.core._torch_compat import foreach_add_, local_of
 from block_optim.core.device import per_device
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import ScaleLayout, block_for, scale_layout
-from block_optim.core.params import Param
+from block_optim.core.params import Group, Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
-from block_optim.core.skip import unless
 from block_optim.core.tiles import Stretch, TileScratch, merged, stretches_of
-from ragged_shard import CPU, has_triton
+from ragged_shard import has_triton
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 
 
 @dataclass
-class Codes(Entry):
-    """An entry with its states as plain local tensors, and its blocks."""
+class Codes:
+    """A parameter with its states as plain local tensors, and its blocks."""
 
+    param: Param
+    step: torch.Tensor
     layout: ScaleLayout
     codes: tuple[torch.Tensor, torch.Tensor]
     scales: tuple[torch.Tensor, torch.Tensor]  # flat
+
+    @property
+    def group(self) -> Group:
+        """The parameter's options."""
+        return self.param.group
 
     @property
     def scale_memory(self) -> tuple[int, int, int]:
@@ -50,10 +53,13 @@ class Codes(Entry):
         return *storages, offset_of(second) - offset_of(first)
 
 
-class QuantizedRule(Rule[Codes]):
-    """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), and scales (`.._scale`)."""
+class QuantizedRule:
+    """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), scales (`.._scale`), and their update."""
 
-    @override
+    def __init__(self) -> None:
+        self._entries: dict[torch.Tensor, Codes] = {}
+        self._plan: _Plan | None = None
+
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
         """Make codes and scales in flat buffers for each device."""
         for device in dict.fromkeys(p.device for p in params):
@@ -69,9 +75,7 @@ class QuantizedRule(Rule[Codes]):
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
-        steps = torch.zeros(
-            len(params), dtype=torch.float32, device=device if has_triton(device) else CPU
-        ).unbind()
+        steps = torch.zeros(len(params), dtype=torch.float32).unbind()
         for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             stop = starts[i] + counts[i]
             wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in (first, second)]
@@ -83,7 +87,12 @@ class QuantizedRule(Rule[Codes]):
                 "exp_avg_sq_scale": wrapped[1],
             }
 
-    def _entry(self, param: Param, state: Mapping[str, Any], slot: int) -> Codes:
+    def bind(self, params: Sequence[Param]) -> None:
+        """Update these parameters, in the memory that their states have now, until this is called again."""
+        self._entries = {p.tensor: self._entry(p, p.states) for p in params}
+        self._plan = None
+
+    def _entry(self, param: Param, state: Mapping[str, Any]) -> Codes:
         known = self._entries.get(param.tensor)
         if known is not None and known.param is param:  # else it was put back, perhaps with other blocks
             layout = known.layout
@@ -91,17 +100,19 @@ class QuantizedRule(Rule[Codes]):
             layout = scale_layout(param, block_for(param, param.group["block"]))
         codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
-        return Codes(
-            param,
-            state["step"],
-            slot,
-            layout,
-            (codes[0], codes[1]),
-            (scales[0], scales[1]),
-        )
+        return Codes(param, state["step"], layout, (codes[0], codes[1]), (scales[0], scales[1]))
 
-    def _plan_of(self, active: StepGradients) -> "_Plan":
-        return _Plan(self._entries, self._counts, active)
+    def update(self, active: StepGradients) -> None:
+        """One step of the parameters that have gradients, which all are this rule's."""
+        plan = self._plan
+        if plan is None or plan.version != active.version or plan.rounding != _rounding_of(plan.groups):
+            plan = self._plan = _Plan([self._entries[p.tensor] for p in active.params], active)
+        plan.step(active)
+
+
+def _rounding_of(groups: Sequence[Group]) -> list[bool]:
+    """The option of groups for which calls are prepared."""
+    return [group["stochastic_rounding"] for group in groups]
 
 
 @dataclass
@@ -112,64 +123,92 @@ class _Call:
     run: Run
     stretch: Stretch
     kind: int
-    kept: tuple[int, torch.Tensor] | None = None
-
-    def grad(self, step: Step) -> torch.Tensor:
-        """The gradients as (rows, columns)."""
-        if self.kept is not None and self.kept[0] == step.keep:
-            return self.kept[1]
-        result = self.stretch.matrix(step.grads[self.run.members[0]])
-        self.kept = (step.keep, result) if step.keep else None
-        return result
 
 
-class _Plan(StepPlan[Codes]):
-    """Tile steps, or launches of a kernel, over stretches over runs."""
+class _Plan:
+    """Tile steps, or launches of a kernel, over stretches over runs; good as long as addresses stay.
 
-    def __init__(self, entries: dict[torch.Tensor, Codes], counts: Counts, active: StepGradients) -> None:
-        super().__init__(entries, counts, active)
+    Parameters share a call if they are of one class: of groups with equal options, and of equal step counts.
+    """
+
+    def __init__(self, entries: list[Codes], active: StepGradients) -> None:
+        self.version, self.entries, self.locals = active.version, entries, active.locals
+        self.groups = list({id(e.group): e.group for e in entries}.values())
+        self.rounding = _rounding_of(self.groups)
+        self.odd = self._odd_gradients(active)
+        self.classes: list[int] | None = None  # of each entry
         self.calls: list[_Call] = []
+        self.launches: list[tuple[torch.device, list[Launch]]] = []
 
-    def _run(self, step: Step) -> None:
-        if self.calls:
-            counts = [round(float(self.entries[i].step)) for i in self.samples]
-            for call in self.calls:
-                tensors = call.tiles.tensors
-                with unless(step.found_inf, [tensors.param, *tensors.codes, *tensors.scales]):
-                    call.tiles(call.grad(step), *step.rates[call.kind], counts[call.kind])
-        super()._run(step)
+    def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
+        """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
+        odd = []
+        for i, (grad, local) in enumerate(zip(active.grads, self.locals, strict=True)):
+            if grad.stride() != local.stride() and not (grad.is_contiguous() and local.is_contiguous()):
+                odd.append(
+                    (
+                        i,
+                        torch.empty_strided(
+                            local.shape, local.stride(), dtype=grad.dtype, device=grad.device
+                        ),
+                    )
+                )
+        return odd
 
-    def _build(self, keys: list[tuple[int, int]], grads: list[torch.Tensor]) -> None:
+    def step(self, active: StepGradients) -> None:
+        """Count, and update."""
+        if not self.entries:
+            return
+        grads = list(active.grads)
+        for i, buffer in self.odd:
+            grads[i] = buffer.copy_(grads[i])
+        foreach_add_([e.step for e in self.entries], 1)
+        keys = [(id(e.group), float(e.step)) for e in self.entries]
+        groups = {id(group): group for group in self.groups}
+        known = {key: rates_of(groups[key[0]], key[1]) for key in set(keys)}
+        own = [known[key] for key in keys]
+        numbers = {rates: i for i, rates in enumerate(dict.fromkeys(own))}
+        classes = [numbers[rates] for rates in own]
+        if classes != self.classes:  # parameters can no longer share calls, or newly can
+            self._build(classes, grads)
+            self.classes = classes
+        rates = list(numbers)
+        for call in self.calls:
+            call.tiles(call.stretch.matrix(grads[call.run.members[0]]), rates[call.kind])
+        for device, launches in self.launches:
+            table = scalar_table(rates, device)
+            steps = torch.tensor([r.count for r in rates], dtype=torch.float32, device=device)
+            for launch in launches:
+                launch(grads, table, steps)
+
+    def _build(self, classes: list[int], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
         own = [self._own(i, e) for i, e in enumerate(self.entries)]
         kinds = [
             (key, e.scale_memory, format_key)
-            for key, e, format_key in zip(keys, self.entries, own, strict=True)
+            for key, e, format_key in zip(classes, self.entries, own, strict=True)
         ]
         result: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
         for run in joint_runs(lists, kinds, max_gap=0):
             first = run.members[0]
-            kind = self.classes.index(keys[first])
+            kind = classes[first]
             result.setdefault(self.locals[first].device, []).extend(
                 (run, kind, s) for s in self._stretches(run)
             )
         self.calls, self.launches = [], []
         for device, stretches in result.items():
             if has_triton(device):
-                scalars = Scalars(device, len(self.classes))
-                self.launches.append((scalars, self._launches(stretches, grads)))
+                self.launches.append((device, self._launches(stretches, grads)))
             else:
                 self.calls += self._tile_steps(device, stretches)
 
     def _own(self, i: int, entry: Codes) -> tuple[str, int | None]:
         """Keys that must match for parameters to share a run: block format, and the rounding of bf16 parameters."""
-        return str(entry.layout.grid.block), None if self._seed(i) is None else i
+        return str(entry.layout.grid.block), i if self._rounds(i) else None
 
-    def _seed(self, i: int) -> int | None:
-        """Rounding seed of the entry's parameter, or None for round-to-nearest."""
-        group = self.entries[i].group
-        rounded = group["stochastic_rounding"] and self.locals[i].dtype == torch.bfloat16
-        return group["seed"] if rounded else None
+    def _rounds(self, i: int) -> bool:
+        """Whether the entry's parameter is rounded at random."""
+        return bool(self.entries[i].group["stochastic_rounding"]) and self.locals[i].dtype == torch.bfloat16
 
     def _stretches(self, run: Run) -> list[Stretch]:
         base = offset_of(self.locals[run.members[0]])
@@ -207,12 +246,11 @@ class _Plan(StepPlan[Codes]):
                 t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.tile[1], s.num_scales, kind,
                 dtypes[1], t.first_element, t.name,
             )  # fmt: skip
-            seed = group["seed"] if group["stochastic_rounding"] else None
-            rows.setdefault((s.tile, seed, dtypes), []).append(row)
+            rows.setdefault((s.tile, group["stochastic_rounding"], dtypes), []).append(row)
         result: list[Launch] = []
-        for (tile, seed, dtypes), chosen in rows.items():
-            variant = partial(quantized_variant, tile, Types(dtypes[0], dtypes[1], seed is not None))
-            result += launches_of(chosen, seed, variant)
+        for (tile, rounds, dtypes), chosen in rows.items():
+            variant = partial(quantized_variant, tile, Types(dtypes[0], dtypes[1], rounds))
+            result += launches_of(chosen, variant)
         return result
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
@@ -224,8 +262,7 @@ class _Plan(StepPlan[Codes]):
             rounder = Rounder(size, device)
         for run, kind, piece in pieces:
             i = run.members[0]
-            seed = self._seed(i)
-            rounding = None if rounder is None or seed is None else (rounder, seed)
-            tiles = TileStep(self._tensors(i, piece), piece, scratch, rounding)
+            own = rounder if self._rounds(i) else None
+            tiles = TileStep(self._tensors(i, piece), piece, scratch, own)
             calls.append(_Call(tiles, run, piece, kind))
         return calls

@@ -5,12 +5,52 @@
     larger                              2          16, piece after piece
 
 One pass over a larger tile would take all registers of a multiprocessor, which would then wait for its memory.
-What these choices compile to is shown by `python -m bench kernels`.
+A thread works on 16 elements; rows whose addresses or widths are not multiples of 8 elements (`Row.aligned`) get
+kernels of scalar accesses, with 4 elements a thread. `python -m bench kernels` shows what these choices compile to.
 """
 
-from block_optim.adam.variants import VECTOR, WARP, Types, Variant, elements_of_thread
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+VECTOR = 8  # elements of an access: 8 bytes of codes, 16 of bf16, twice 16 of fp32
+WARP = 32
 _MOST_WARPS = 16
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class Types:
+    """Dtypes of parameters and gradients, and whether parameters are rounded stochastically."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    rounds: bool = False
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernels' arguments."""
+        rounds = self.rounds and self.param == torch.bfloat16
+        return {"PARAM_TYPE": _TYPES[self.param], "GRAD_TYPE": _TYPES[self.grad], "ROUND": rounds}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its constants.
+
+    Attributes:
+        per_program: tiles that one program works on.
+        elements: elements of one program, with the padding of tiles whose sides are no powers of two.
+        pieces: number of times that it runs through its loops.
+    """
+
+    kernel: Any  # a function that Triton compiles
+    constants: dict[str, Any]
+    num_warps: int
+    per_program: int
+    elements: int
+    pieces: int = 1
 
 
 def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single: bool) -> Variant:
@@ -46,3 +86,8 @@ def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (n - 1).bit_length()
+
+
+def elements_of_thread(aligned: bool) -> int:
+    """Number of elements that a thread works on at once."""
+    return 2 * VECTOR if aligned else 4

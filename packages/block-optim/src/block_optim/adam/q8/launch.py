@@ -1,10 +1,9 @@
-"""Launches of the Triton kernels: one for all stretches that share a kernel's constants, with no wait for the device.
+"""Launches of the Triton kernel: one for all stretches that share its constants, with no wait for the device.
 
 Stretches that kernels can read 8 or 16 bytes at a time are launched together, and the others together.
 
 rows       a table of addresses, shapes and keys, one row a stretch, on the device; made once
-scalars    a row for each class of parameters, worked out on the device from step counts that live there
-flag       whether to skip, on the device too
+scalars    a row for each class of parameters, written in each step
 """
 
 import itertools
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.adam.scalars import Hyper
-from block_optim.adam.variants import VECTOR, Variant
+from block_optim.adam.q8.ops import Rates
+from block_optim.adam.q8.variants import VECTOR, Variant
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
 
-# Bytes to which parameters, gradients and moments are aligned for accesses of that width; half as many for codes.
+# Bytes to which parameters and gradients are aligned for accesses of that width; half as many for codes.
 ALIGNMENT = 16
 
 VariantOf = Callable[[bool, bool], Variant]
@@ -26,10 +25,10 @@ VariantOf = Callable[[bool, bool], Variant]
 
 @dataclass(frozen=True)
 class Row:
-    """One stretch: its memory, its number of tiles (of a run: elements), and its parameter."""
+    """One stretch: its memory, its number of tiles, and its parameter."""
 
     param: torch.Tensor
-    states: tuple[torch.Tensor, ...]  # codes and scales, or moments
+    states: tuple[torch.Tensor, ...]  # codes and scales
     run: Run  # the run of the stretch's gradients
     start: int  # elements between the run's first one and the stretch's
     rows: int
@@ -44,9 +43,8 @@ class Row:
     @property
     def aligned(self) -> bool:
         """Whether accesses of `VECTOR` elements are whole, and at multiples of their size."""
-        codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.states if t.dtype == torch.uint8]
-        wide = [t.data_ptr() for t in self.states[:2] if t.dtype != torch.uint8]
-        places = [self.param.data_ptr(), *codes, *wide]
+        codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.states[:2]]
+        places = [self.param.data_ptr(), *codes]
         whole = self.columns % VECTOR == 0 and self.tile_columns % VECTOR == 0
         return whole and not any(place % ALIGNMENT for place in places)
 
@@ -56,40 +54,14 @@ class Row:
         return self.columns <= self.tile_columns
 
 
-class Scalars:
-    """The table of scalars, on the device."""
-
-    def __init__(self, device: torch.device, kinds: int) -> None:
-        self._device = device
-        self.counts = torch.zeros(kinds, dtype=torch.float32, device=device)
-        self.rates = torch.zeros(kinds, 8, dtype=torch.float32, device=device)
-        self._options: torch.Tensor | None = None
-        self._seen: list[Hyper] | None = None
-
-    def update(self, hypers: list[Hyper], counters: list[torch.Tensor]) -> None:
-        """Fill the table for the counts, which are 0-d and on the device."""
-        torch.stack(counters, out=self.counts)
-        if hypers != self._seen:
-            rows = [[*_fixed(h), h.beta1, h.beta2, h.lr, float(h.lr_in_fp32)] for h in hypers]
-            self._options = torch.tensor(rows, dtype=torch.float64).to(self._device, non_blocking=True)
-            self.rates[:, :5].copy_(self._options[:, :5])
-            self.rates[:, 7].copy_(self._options[:, 6])
-            self._seen = hypers
-        assert self._options is not None
-        eps, (beta1, beta2, lr, narrow) = self._options[:, 5], self._options[:, 7:].unbind(1)
-        counts = self.counts.double()
-        correction = 1 - beta1**counts
-        step_size = torch.where(narrow > 0, (lr.float() / correction.float()).double(), lr / correction)
-        root = (1 - beta2**counts).sqrt()
-        self.rates[:, 5].copy_(eps * root)
-        self.rates[:, 6].copy_(step_size * root)
-
-
-def _fixed(hyper: Hyper) -> tuple[float, ...]:
-    """The scalars that do not depend on the count, in the kernels' order."""
-    r = hyper.rates(1)
-    first = -r.first if hyper.maximize else r.first
-    return (1.0 if r.decay is None else r.decay, r.beta1, first, r.beta2, r.second, r.eps, r.beta2**0.5)
+def scalar_table(rates: Sequence[Rates], device: torch.device) -> torch.Tensor:
+    """The scalars of each class of parameters, in the order of the kernel's columns."""
+    rows = [
+        [1.0 if r.decay is None else r.decay, r.beta1, r.first, r.beta2, r.second, r.eps * r.root,
+         r.step_size * r.root, r.beta2**0.5]
+        for r in rates
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.float64).float().to(device, non_blocking=True)
 
 
 class Launch:
@@ -97,7 +69,6 @@ class Launch:
 
     Args:
         rows: all `Row.aligned` if ``variant`` asks for that.
-        seed: of stochastic rounding.
         variant: the kernel if gradients are at multiples of `ALIGNMENT` bytes, and
         scalar: where one does not.
     """
@@ -105,16 +76,13 @@ class Launch:
     def __init__(
         self,
         rows: Sequence[Row],
-        seed: int | None,
         variant: Variant,
         scalar: Variant,
     ) -> None:
         self.rows = rows
         self._device = rows[0].param.device
         self._variants = variant, scalar
-        self._seed = seed
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._no_flag = torch.zeros((), dtype=torch.float32, device=self._device)
         self._addresses: list[int] = []
         self._variant = variant
 
@@ -123,8 +91,8 @@ class Launch:
         if per_program not in self._made:
             table, programs, first = [], [], 0
             for row in self.rows:
-                states = [t.data_ptr() for t in row.states] + [0] * (4 - len(row.states))
-                keys = base_keys(self._seed or 0, row.name)
+                states = [t.data_ptr() for t in row.states]
+                keys = base_keys(row.name)
                 place = [row.rows, row.columns, first, row.kind, row.element]
                 table.append([row.param.data_ptr(), 0, *states, *place, *keys, row.tiles])
                 programs.append(-(-row.tiles // per_program))
@@ -136,8 +104,14 @@ class Launch:
             )
         return self._made[per_program]
 
-    def __call__(self, grads: list[torch.Tensor], scalars: Scalars, flag: torch.Tensor | None) -> None:
-        """One step of all rows; nothing is written where ``flag`` is not 0."""
+    def __call__(self, grads: list[torch.Tensor], rates: torch.Tensor, counts: torch.Tensor) -> None:
+        """One step of all rows.
+
+        Args:
+            grads: the local gradients.
+            rates: of `scalar_table`.
+            counts: the step number of each class, fp32.
+        """
         addresses = []
         for row in self.rows:
             first = grads[row.run.members[0]]
@@ -152,17 +126,16 @@ class Launch:
         with torch.accelerator.device_index(self._device.index):  # Triton launches on the current one
             variant.kernel[(len(row_of),)](
                 table,
-                scalars.rates,
-                scalars.counts,
+                rates,
+                counts,
                 row_of,
-                self._no_flag if flag is None else flag,
                 **variant.constants,
                 num_warps=variant.num_warps,
                 enable_fp_fusion=False,
             )
 
 
-def launches_of(rows: list[Row], seed: int | None, variant: VariantOf) -> list[Launch]:
+def launches_of(rows: list[Row], variant: VariantOf) -> list[Launch]:
     """The launches for rows of one kind: those that are aligned, and those that are not.
 
     Args:
@@ -173,5 +146,5 @@ def launches_of(rows: list[Row], seed: int | None, variant: VariantOf) -> list[L
         chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
         if chosen:
             variants = variant(aligned, single), variant(False, single)
-            result.append(Launch(chosen, seed, *variants))
+            result.append(Launch(chosen, *variants))
     return result
