@@ -6,15 +6,12 @@ from typing import Any
 
 import cases_cp
 import cases_ep
-import cases_pp
 import cases_tp
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import RANKS, gradient_distance
 from torch import nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fsdp_runtime
@@ -120,7 +117,7 @@ def test_ranks_of_tensor_parallelism_count_the_same_tokens_once(shape: tuple[int
     whole = labelled(cases_tp.tokens_of)
     own = [part.chunk(data.size(), 1)[rank] for part in whole]
     with loss_parallel() if cut is cases_tp.loss_too else nullcontext():
-        step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+        step = TokenLoss(model, mesh=data).step(count_tokens(part[1]) for part in own)
         compare(model, twin, step, own, whole, next_tokens)
 
 
@@ -141,40 +138,8 @@ def test_experts_need_no_factor_of_their_own(ep: int, replicas: int, expert_repl
     cases_ep.wrap_blocks(fsdp_runtime, model, cases_ep.meshes(ep, replicas, expert_replicas), apart=ep == 2)
     whole = labelled(cases_ep.tokens)
     own = [part.chunk(RANKS, 1)[torch.distributed.get_rank()] for part in whole]
-    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
+    step = TokenLoss(model, mesh=rank_mesh(RANKS)).step(count_tokens(part[1]) for part in own)
     compare(model, twin, step, own, whole, routed)
-
-
-@on_ranks(RANKS)
-def test_a_model_of_experts_alone_needs_the_mesh_of_all_tokens() -> None:
-    over = cases_ep.meshes(2)
-    model: Any = cases_ep.transformer(4)()
-    experts = cases_ep.apply_expert_parallel(model, over.ep)
-    dense = [param for param in model.parameters() if param not in experts]
-    for param in dense:
-        param.requires_grad_(False)
-    fully_shard(model, mesh=over.sparse, ignored_params=dense)
-    assert TokenLoss(model).step([1]).total == 2
-    assert TokenLoss(model, mesh=over.dense).step([1]).total == RANKS
-
-
-@on_ranks(RANKS)
-def test_meshes_that_do_not_say_which_tokens_count_are_refused() -> None:
-    mesh = rank_mesh(2, 2, names=("dp", "tp"))
-    model = cases_ep.Stack()
-    fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"mesh= has 4 ranks, but the gradient of .* is summed over ranks"):
-        TokenLoss(model, mesh=mesh)
-    model = cases_ep.Stack()
-    fully_shard(model.blocks[0], mesh=mesh["tp"])
-    fully_shard(model, mesh=mesh["dp"])
-    experts, over = cases_ep.transformer(4)(), cases_ep.meshes(2)
-    cases_ep.wrap_blocks(fsdp_runtime, experts, over)
-    for module, counted in ((model, None), (model, mesh["dp"]), (model, mesh["tp"]), (experts, over.sparse)):
-        with pytest.raises(
-            ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"
-        ):
-            TokenLoss(module, mesh=counted)
 
 
 class WithExperts(nn.Module):
@@ -192,68 +157,3 @@ def test_tokens_of_experts_on_tensor_parallel_ranks_count_once_or_raise() -> Non
     with pytest.raises(ValueError, match="pass as mesh= the mesh of all ranks that have different tokens"):
         TokenLoss(model)
     assert TokenLoss(model, mesh=data).step([1]).total == 2
-
-
-# -- pipelines ---------------------------------------------------------------------------------------------------------
-
-
-def weighted(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Squared errors of the rows that have a target."""
-    return ((found - target.nan_to_num()).square() * ~target.isnan()).sum()
-
-
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleDualPipeV"])
-@on_ranks(4)
-def test_microbatches_of_a_pipeline_count_on_the_ranks_of_its_last_stage(name: str) -> None:
-    mesh = rank_mesh(2, 2, names=("pp", "dp"))
-    everything, indices, built = cases_pp.built_stages(fsdp_runtime, name, mesh)
-    number, modules = len(everything), [everything[index].double() for index in indices]
-    twin = nn.Sequential(*cases_pp.stages(number)).double()
-    step: Any = None
-    kind: Any = getattr(pipelining, name)
-    schedule = kind(
-        built if number == 4 else built[0],
-        4,
-        loss_fn=lambda out, target: step.loss(weighted(out, target)),
-        scale_grads=False,
-    )
-    token_loss = TokenLoss(modules, pp_mesh=mesh["pp"], schedule=schedule)
-    for turn in range(2):
-        x, target = cases_pp.batch(turn).double()
-        target[1 : 6 + turn] = torch.nan  # more on one rank than on the other
-        own_x, own_target = (whole.chunk(2)[mesh.get_local_rank("dp")] for whole in (x, target))
-        last = number - 1 in indices
-        counts = [(~part.isnan()).sum() for part in own_target.chunk(4)]
-        step = token_loss.step(counts if last or turn else [])
-        losses: list[torch.Tensor] = []
-        arguments = (own_x,) if 0 in indices else ()
-        schedule.step(*arguments, **({"target": own_target, "losses": losses} if last else {}))
-        wanted = weighted(twin(x), target) / (~target.isnan()).sum()
-        wanted.backward()
-        torch.testing.assert_close(step.mean(losses), wanted.detach(), rtol=1e-6, atol=0)
-        for index, module in zip(indices, modules, strict=True):
-            assert gradient_distance(module, twin[index]) < 1e-6
-            module.zero_grad()
-        twin.zero_grad()
-
-
-@on_ranks(2)
-def test_a_pipeline_that_divides_again_or_counts_differently_raises_on_every_rank() -> None:
-    mesh = rank_mesh(2, 1, names=("pp", "dp"))
-    rank = mesh.get_local_rank("pp")
-    stage: Any = cases_pp.stages(2)[rank]
-    fully_shard(stage, mesh=mesh["dp"])
-    built = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    dividing = pipelining.Schedule1F1B(built, 2, loss_fn=weighted)
-    with pytest.raises(ValueError, match=r"Schedule1F1B divides gradients .* make it with scale_grads=False"):
-        TokenLoss(stage, pp_mesh=mesh["pp"], schedule=dividing)
-    with pytest.raises(ValueError, match="pass both pp_mesh and schedule"):
-        TokenLoss(stage, pp_mesh=mesh["pp"])
-    summing = pipelining.Schedule1F1B(built, 2, loss_fn=weighted, scale_grads=False)
-    token_loss = TokenLoss(stage, pp_mesh=mesh["pp"], schedule=summing)
-    with pytest.raises(ValueError, match="pipeline stages of the same ranks count 4 and 5 tokens"):
-        token_loss.step([4 + rank])
-    with pytest.raises(ValueError, match="no rank has a token"):
-        token_loss.step([0, 0] if rank else [])
-    with pytest.raises(ValueError, match="1 token counts of this step are negative"):
-        token_loss.step([-1, 2] if rank else [])

@@ -115,7 +115,7 @@ class System:
         """
         loss, step, parts = torch.zeros((), device=self.device), None, len(batches)
         if self.token_loss is not None:
-            step = self.token_loss.step((count_tokens(targets) for _, targets in batches), wait=False)
+            step = self.token_loss.step((count_tokens(targets) for _, targets in batches))
             parts *= (
                 self.ranks
             )  # the balancing loss is a mean over sequences, of which all ranks have as many
