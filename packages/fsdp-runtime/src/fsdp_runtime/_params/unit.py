@@ -363,7 +363,7 @@ class Unit:
             for group in absent:
                 if group.buffer is None:
                     self.prepare()
-                group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
+                group.begin_gather()
             not_at_rest.add(self)
             self.captured = self._streams.layer.capturing
             if self.captured:

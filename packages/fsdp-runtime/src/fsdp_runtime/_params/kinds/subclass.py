@@ -199,7 +199,7 @@ class SubclassGroup(Group):
         """True: uses by saved tensor subclasses are not visible."""
         return True
 
-    def begin_gather(self, *, keep_slices: bool) -> None:
+    def begin_gather(self) -> None:
         """Record the versions of the gathered values."""
         self._gathered_versions = self._versions()
 
