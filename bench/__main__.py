@@ -11,7 +11,6 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "how long saving and loading takes"),
     "clip": ("host", "CPU time of clipping: torch's function and ours"),
     "compile": ("calls", "graphs and graph breaks of torch.compile, ours and FSDP2's"),
-    "convert": ("checkpoint", "a model through all forms of files: seconds, peak memory"),
     "counts": ("counts", "exact counts of one step: collectives, bytes, calls, live memory"),
     "gpu": ("gpu", "GPU tests and benchmarks, started by gpu.sh"),
     "host": ("host", "CPU time that a runtime adds, with nothing on the wire"),
@@ -19,7 +18,6 @@ COMMANDS = {
     "report": ("measure", "all results as one Markdown page"),
     "speed": ("compare", "tokens/s, CPU time, step parts and peak memory of all systems"),
     "timeline": ("calls", "the schedule of one step, ours and FSDP2's, for the docs"),
-    "weights": ("checkpoint", "loading and writing a model: bytes and memory, ours and torch's"),
     "wrap": ("host", "CPU time of fully_shard of a large model, and its growth"),
     "zero": ("counts", "bytes of ZeRO-1, -2, -3 and hpZ in a step, counted and by formula"),
     # One package each; they print tables.

@@ -9,11 +9,10 @@
     longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see below
     rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see kernels.py
     profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
-    graph                    a step captured into a CUDA graph, and the same step without
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
                              all, the difference being exposed communication
 
-A piece that fails or runs out of time is written down as such and the next one starts. `--only unused,graph` chooses
+A piece that fails or runs out of time is written down as such and the next one starts. `--only unused,rates` chooses
 pieces by the beginnings of their names; `--resume` leaves out those whose result in OUT is no failure.
 """
 
@@ -103,8 +102,6 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
         name = f"longest-{request['sizes']['num_layers']}-{side}"
         out.append(Piece(name, trained, max(1, gpus), request, 100))
     out.append(Piece("rates", measure_rates, 1, {"device": device, "tiny": dry}, 200))
-    if not dry:  # a CPU has no graphs
-        out.append(Piece("graph", graphed, 1, {**base, "workload": "gpu-small", "systems": ["ours"]}, 90))
     for workload in (dense, stacked):
         for ranks in SIMULATED:
             request = world(ranks, workload, systems=SYSTEMS)
@@ -154,30 +151,6 @@ def steps_work(events: list[dict[str, Any]]) -> dict[str, float]:
         "launches": launches,
         "idle": 1 - busy / (end - spans[0][0]) if spans else 0.0,
     }
-
-
-def graphed(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a step as it is, and as a captured graph."""
-    job = Job.of(request)
-    trainers, skipped = build_all(request["systems"], job)
-    (trainer,) = trainers.values()
-    for group in trainer.optimizer.param_groups:
-        group["capturable"] = True
-    clock = Clock(job)
-    batch = clock.batch(trainer)
-
-    step = partial(trainer.train, batch)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = measure.interleave({"as it is": step, "graph": graph.replay}, 10, timer=measure.cuda_seconds)
-    return {"graph": measure.medians_ms(times), "skipped": skipped}
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -303,7 +276,6 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
          f"{w['idle']:.1%}"]
         for system, w in pieces.get("profile-8", {}).get("profile", {}).items()
     ]  # fmt: skip
-    graph = [[name, f"{ms:.2f}"] for name, ms in pieces.get("graph", {}).get("graph", {}).items()]
     contexts = [context_row(name, p) for name, p in pieces.items() if "trials" in p]
     skipped = {(KNOWN[s].label, why) for p in pieces.values() for s, why in p.get("skipped", {}).items()}
     tables: list[tuple[str, str, str, list[list[Any]]]] = [
@@ -313,7 +285,6 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
         (": one step", "Host time is without waiting; the stream with the most kernels is idle between them.",
          "system; kernels; copies; launches; host ms; idle", work),
         (": the longest context of an 8B full fine-tune", CONTEXT_ABOUT, CONTEXT_HEADER, contexts),
-        (": CUDA graph", "The whole step, ours.", "step; ms", graph),
         (": exposed communication", "Step minus the same step with no delay on the wire.",
          "world; system; exposed ms; share of the step", exposed),
         (": not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),

@@ -65,7 +65,7 @@ def _layouts() -> list[Target]:
     specs = [
         TensorSpec("a", (4, 8), Rows(2)),
         TensorSpec("b", (16,)),
-        TensorSpec("c", (3, 5, 8), Rows(2), period=40),
+        TensorSpec("c", (3, 5, 8), Tile(2, 8)),
         TensorSpec("d", (64, 64), Tile(8, 16)),
     ]
     texts = [plan(specs, ranks).to_json().encode() for ranks in (1, 2, 7)]
@@ -448,7 +448,7 @@ def _no_ranks() -> Iterator[None]:
         raise _WouldStart
 
     with contextlib.ExitStack() as inside:
-        for module in ("launch", "compare", "plan.command"):
+        for module in ("launch", "compare"):
             inside.enter_context(mock.patch(f"fsdp_runtime.train.{module}.start_ranks", start))
         yield
 
@@ -478,18 +478,18 @@ _TRAIN = [
     "--preset tiny --steps 9 --batch 12 --ranks 2 --device cpu", "--resume --out RUN", "verify RUN", "export RUN OUT",
     "--dim 64 --layers 2 --heads 4 --kv-heads 2 --ff-dim 96 --experts 4 --top-k 2 --aux-weight 0.1 --no-tied --ranks 4",
     "--data TEXT --held-out TEXT --dtype uint16 --seq-len 32 --accumulate 2 --lr 0.1 --clip 0 --timeout 9 --late 1",
-    "--tp 2 --ranks 4 --batch 12 --optimizer torch-adamw", "--pp 2 --ranks 4 --accumulate 2 --pp-schedule gpipe",
-    "--hsdp 2 --ranks 4 --cp 2 --quantize fp8 --reduce int8 --block rows:8 --precision bf16",
+    "--ranks 4 --batch 12 --accumulate 3 --optimizer torch-adamw",
+    "--hsdp 2 --ranks 4 --quantize fp8 --reduce int8 --block rows:8 --precision bf16",
     "--resume --out RUN --steps 9 --batch 12 --optimizer muon", "compare --vary system=ddp,one --rounds 1 --ranks 2",
     "compare --vary optimizer=adamw,soap --steps 3", "compare --vary gathers=fp32,int8 --seeds 0,1 --ranks 2",
-    "plan --preset tiny --ranks 8 --memory 1 --data TEXT", "--help", "plan --help",
+    "plan --preset tiny --ranks 8 --data TEXT", "--help", "plan --help",
     "--system fsdp2 --save-every 0 --on-nan skip",
 ]  # fmt: skip
 _PLAN = [
     "plan --model llama-3-8b --world-size 8", "plan --checkpoint SAFE --world-size 4 --block rows:2 --json",
     "sweep --model llama-3-8b --world-size 8..32 --block rows:1,rows:16", "draw --checkpoint SAFE --world-size 3 -o -",
-    "table --model llama-3-8b --world-size 8,24", "plan --model gpt-oss-120b --world-size 16 --tile 128x128 --align 16",
-    "plan --model llama-3-8b --world-size 8 --period expert --experts separate --segments 2", "draw --help",
+    "table --model llama-3-8b --world-size 8,24", "plan --model gpt-oss-120b --world-size 16 --align 16",
+    "plan --model llama-3-8b --world-size 8 --experts separate --segments 2", "draw --help",
 ]  # fmt: skip
 _WORDS = [
     "", "-", "--", "0", "-1", "1", "3", "999999999999", "1e9", "nan", "inf", "-inf", "0.5", "x", "\n", "a\nb", "é",

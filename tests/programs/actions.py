@@ -8,7 +8,9 @@ A `World` is a program's model, optimizer and trace on one system; on a system t
 """
 
 import contextlib
+import dataclasses
 import importlib
+import io
 import itertools
 import random
 import tempfile
@@ -153,6 +155,7 @@ class World:
         common = random.Random(1000 * self.program.seed + self.batches)
         own = random.Random(100_000 * self.program.seed + 10 * self.batches + self.data_rank)
         tokens, targets = (torch.tensor(own.choices(range(VOCABULARY), k=ROWS * LENGTH)) for _ in range(2))
+        torch.manual_seed(own.randrange(2**30))  # of dropout
         drawn = own if self.program.uneven else common
         chosen = drawn.choices(range(2), k=drawn.randrange(4))
         return tokens.view(ROWS, LENGTH), targets.view(ROWS, LENGTH), chosen
@@ -184,6 +187,39 @@ class World:
         """Let modules hold the sharded parameters."""
         self.kept.clear()
         self.each("reshard")
+
+    def same_buffers(self) -> None:
+        """Give all ranks the buffers of the first."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def spoil(self) -> None:
+        """Lose all weights."""
+        with torch.no_grad():
+            for param in self.params.values():
+                param.mul_(0.0)
+
+    def elsewhere(self, where: str) -> tuple["World", Any]:
+        """The program's model and optimizer anew, and the group of its ranks; None: each rank has plain modules.
+
+        Args:
+            where: "part": on half of the ranks, or on one; "mesh": on another mesh, if there is one.
+        """
+        program, system, sharded = self.program, self.system, bool(self.units) and where != "plain"
+        if not sharded or program.mesh == "tp":
+            system, sharded = importlib.import_module("tests.programs.systems").System(), False
+        elif where == "part" or dist.get_world_size() < 4:
+            program = dataclasses.replace(program, mesh="part")
+        else:
+            program = dataclasses.replace(program, mesh="shard" if program.mesh != "shard" else "hsdp")
+        model = type(self.model)(program.layers, program.width, program.ends, program.recompute)
+        for name, param in model.named_parameters():
+            param.requires_grad_(self.params[name].requires_grad)
+        world = World(program, system, model, lambda named: of_groups(self.optimizer, dict(named)))
+        world.build()
+        first: Any = next(iter(world.params.values()))
+        parts = first.device_mesh if program.mesh == "part" else None
+        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -278,6 +314,20 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
         loss.backward()
 
 
+@action(gradients=True, draw=layer)
+def penalty(w: World, index: int) -> None:
+    """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
+    if w.program.recompute:
+        return
+    w.call("set_reshard_after_backward", False)
+    w.model.captures = index % len(w.model.layers)
+    loss = w.loss()
+    found, w.model.captured, w.model.captures = w.model.captured, None, None
+    (grad,) = torch.autograd.grad(loss, [found], create_graph=True)
+    (loss + grad.square().sum()).backward()
+    w.call("set_reshard_after_backward", True)
+
+
 @action(gradients=True)
 def twice_through(w: World) -> None:
     loss = w.loss()
@@ -340,6 +390,7 @@ def one_layer(w: World, index: int) -> None:
     ]
     x = torch.linspace(-1, 1, ROWS * LENGTH * w.program.width).view(ROWS, LENGTH, -1) + w.data_rank
     if own and w.program.recompute == "" and any(p.requires_grad for p in w.layer(index).parameters()):
+        torch.manual_seed(w.data_rank)
         with torch.set_grad_enabled(True):
             w.model.advance(index % len(w.model.layers), x * 1, (0, 1)).square().mean().backward()
 
@@ -433,6 +484,23 @@ def divide(w: World) -> None:
         for param in w.params.values():
             if param.grad is not None:
                 param.grad.mul_(0.5)
+
+
+@action(weight=0.5, gradients=True)
+def all_reduce_hook(w: World) -> None:
+    """A hook halves what was reduced; with it unused parameters get zeros, here None again."""
+    if w.has_gradients() or w.kept:
+        return
+    w.each("set_all_reduce_hook", lambda flat: flat.mul_(0.5))
+    w.loss().backward()
+    w.each("set_all_reduce_hook", None)
+    w.system.average(w.params)
+    for param in w.params.values():
+        if param.grad is not None:
+            param.grad = param.grad if w.full(param.grad).any() else None
+    for param in w.params.values() if not w.units else ():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -550,9 +618,7 @@ def full_state_dict(w: World, both: bool) -> None:
         optimizer = states.get_optimizer_state_dict(w.model, w.optimizer, options=options) if both else {}
     model = {name: value.clone() for name, value in model.items()}
     w.note_all("saved", dict(sorted(model.items())))
-    with torch.no_grad():
-        for param in w.params.values():
-            param.mul_(0.0)
+    w.spoil()
     if ours:
         api.set_full_state_dict(w.model, model, rank0_only=False)
         if both:
@@ -563,24 +629,86 @@ def full_state_dict(w: World, both: bool) -> None:
             states.set_optimizer_state_dict(w.model, w.optimizer, optimizer, options=options)
 
 
+@action(weight=2, draw=lambda rng: (rng.choice(("torch.save", "torch.save", "sharded", "on CPU")),))
+def optimizer_states(w: World, how: str) -> None:
+    """State dicts of model and optimizer, out and into other weights and a new optimizer: plain ones, or torch's."""
+    w.rest()
+    w.optimizer.zero_grad()
+    options = states.StateDictOptions(cpu_offload=how == "on CPU", strict=False)
+    if how == "torch.save":
+        model, optimizer = w.model.state_dict(), w.optimizer.state_dict()
+    else:
+        model, optimizer = states.get_state_dict(w.model, w.optimizer, options=options)
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    model, optimizer = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    w.spoil()
+    w.optimizer = of_groups(w.optimizer, w.params)
+    if how == "torch.save":
+        w.model.load_state_dict(model)
+        w.optimizer.load_state_dict(optimizer)
+    else:
+        states.set_state_dict(
+            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
+
+
+def save(w: World, folder: Path, **how: Any) -> None:
+    """Save model and optimizer with DCP, which takes a buffer from any rank."""
+    model, optimizer = states.get_state_dict(w.model, w.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, **how)
+
+
+def load(w: World, folder: Path, **how: Any) -> None:
+    """Load model and optimizer with DCP."""
+    model, optimizer = states.get_state_dict(w.model, w.optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # some parameters have no state yet
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, planner=planner, **how)
+    options = states.StateDictOptions(strict=False)
+    states.set_state_dict(
+        w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+    )
+
+
 @action(weight=0.7)
 def checkpoint(w: World) -> None:
     """DCP, out and into the same model after its weights have changed."""
     w.rest()
     w.optimizer.zero_grad()
+    w.same_buffers()
     with w.folder() as common:
         folder = common if w.units else common / str(dist.get_rank())
-        model, optimizer = states.get_state_dict(w.model, w.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
+        save(w, folder, no_dist=not w.units)
+        w.spoil()
+        load(w, folder, no_dist=not w.units)
+
+
+@action(draw=lambda rng: (rng.choice(("plain", "plain", "part", "mesh")),))
+def checkpoint_elsewhere(w: World, where: str) -> None:
+    """DCP into a model on other ranks or of plain modules, which is changed and saved; then back."""
+    w.rest()
+    w.optimizer.zero_grad()
+    other, group = w.elsewhere(where)
+    alone: dict[str, Any] = {"no_dist": True} if group is None else {"process_group": group}
+    first = not w.units or dist.get_rank() < (1 if group is None else dist.get_world_size(group))
+    w.same_buffers()
+    with w.folder() as common:
+        folder = common if w.units else common / str(dist.get_rank())
+        save(w, folder / "out", no_dist=not w.units)
+        load(other, folder / "out", **alone)
+        other.rest()
+        w.note_all("elsewhere", other.params)
+        for name, param in other.params.items():
+            for key, value in other.optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    w.note(f"elsewhere {key} {name}", value)
         with torch.no_grad():
-            for param in w.params.values():
-                param.mul_(0.0)
-        model, optimizer = states.get_state_dict(w.model, w.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=not w.units)
-        options = states.StateDictOptions(strict=False)  # some parameters have no state yet
-        states.set_state_dict(
-            w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
-        )
+            for param in other.params.values():
+                param.mul_(0.9)
+        if first:
+            save(other, folder / "back", **alone)
+        dist.barrier()
+        load(w, folder / "back", no_dist=not w.units)
 
 
 @action(weight=0.5, fsdp2=False, draw=coin)
@@ -596,7 +724,11 @@ def files(w: World, assign: bool = False) -> None:
             with torch.no_grad():
                 for param in w.model.parameters() if assign else w.params.values():
                     param.mul_(0.0)
-            w.system.api.load_safetensors(w.model, folder)
+            if "subclass" in w.program.layers:  # as the refusal says
+                read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors
+                w.model.load_state_dict(read(folder), strict=False)  # of tied weights there is one
+            else:
+                w.system.api.load_safetensors(w.model, folder)
     if assign:
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())
@@ -636,7 +768,7 @@ def add_param_group(w: World) -> None:
     w.rest()
     named = w.named()
     w.optimizer = w.make_optimizer(named[::2])
-    if len(w.optimizer.param_groups) == 1:
+    if len(w.optimizer.param_groups) == 1 and "algorithm" not in w.optimizer.param_groups[0]:
         w.optimizer.add_param_group({"params": named[1::2], "lr": 0.02})
 
 
@@ -665,13 +797,20 @@ def move_to_another_group(w: World) -> None:
 
 def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same groups and states."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in groups:
-        group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
-    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
-    other = kind(groups)
+    groups = optimizer.param_groups
+    named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    other = of_groups(optimizer, dict(named))
     other.load_state_dict(optimizer.state_dict())
     return other
+
+
+def of_groups(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer without states, of the same groups of these parameters."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [(name, params[name]) for name in group.pop("param_names")]
+    kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
+    return kind(groups)
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
@@ -732,17 +871,20 @@ def end_by_hand(w: World) -> None:
     w.call("set_manual_backward_finalization", False)
 
 
-@action(weight=0.3)
-def to_empty(w: World) -> None:
-    """Weights are lost and loaded."""
+@action(weight=0.3, draw=coin)
+def to_empty(w: World, late: bool = False) -> None:
+    """Weights are lost and loaded; buffers that are in no state dict are made anew before or after."""
     w.rest()
     w.optimizer.zero_grad()  # they would be lost too
     saved = {name: value.clone() for name, value in w.model.state_dict().items()}
     w.model.to_empty(device="cpu")
+    if late:
+        w.model.load_state_dict(saved)
     for name, buffer in w.model.named_buffers():
         if name not in saved:
             buffer.copy_(torch.linspace(0, 1, buffer.numel()))
-    w.model.load_state_dict(saved)
+    if not late:
+        w.model.load_state_dict(saved)
 
 
 @action(weight=0.5)

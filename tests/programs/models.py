@@ -7,9 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, ROWS, LENGTH = 11, 2, 3
+KEEPS = (
+    "detach",
+    "empty_like",
+    "new_zeros",
+    "slice",
+    "view",
+    "as_strided",
+    "_to_copy",
+    "split",
+    "clone",
+)  # `Wrapped`
 
 
 class Layer(nn.Module):
@@ -161,6 +173,17 @@ class Twice(Layer):
         return torch.tanh(self.one(torch.tanh(self.other(x))))
 
 
+class Dropout(Layer):
+    """Its masks follow each batch: `World.batch`."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(0.5)
+
+    def inner(self, x):
+        return torch.tanh(self.linear(self.dropout(x)))
+
+
 class TwoForwards(Layer):
     """`encode` is a forward of its own; see `systems.wrap`."""
 
@@ -217,6 +240,62 @@ class WeightNorm(Layer):
         return torch.tanh(self.linear(x))
 
 
+class Wrapped(torch.Tensor):
+    """A tensor subclass around a plain tensor, which says how it is gathered; ops give plain tensors."""
+
+    plain: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> "Wrapped":
+        wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device
+        )
+        wrapped.plain = plain
+        return wrapped
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["plain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: Any, size: Any, stride: Any) -> "Wrapped":
+        return Wrapped(tensors["plain"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(cls, lambda t: t.plain, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        keeps = func._schema.name.partition("::")[2] in KEEPS
+        return tree_map_only(torch.Tensor, cls, found) if keeps else found
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor], None]:
+        return (self.plain,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: None, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        if out is None:
+            made = outputs[0].to(param_dtype, copy=True)
+            return made, (outputs[0], made)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(outputs[0])
+        return None
+
+
+torch.serialization.add_safe_globals([Wrapped])  # for DCP
+
+
+class Subclass(Layer):
+    """A weight that is a `Wrapped` where the model is sharded: `systems.wrap`."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def inner(self, x):
+        return torch.tanh(self.linear(x))
+
+
 class Compiled(Layer):
     """Under `torch.compile`; see `systems.wrap`."""
 
@@ -234,7 +313,7 @@ LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
     "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen,
     "twice": Twice, "two forwards": TwoForwards, "structured": Structured, "in place": InPlace,
-    "weight norm": WeightNorm, "compiled": Compiled,
+    "weight norm": WeightNorm, "subclass": Subclass, "dropout": Dropout, "compiled": Compiled,
 }  # fmt: skip
 ENDS = ("tied", "head twice", "embedding as head")
 

@@ -84,9 +84,10 @@ class Program(_Literal):
     def for_fsdp2(self) -> bool:
         """Whether FSDP2 has all that the program uses."""
         ours_alone = self.uneven or self.quantized or self.transport or self.mesh == "two"
+        uneven_rows = "subclass" in self.layers and self.width % self.ranks  # which FSDP2 would have it pad
         skippable = any(unit.skippable for unit in self.units)
-        return (
-            not ours_alone and not skippable and all(doings.ACTIONS[name].fsdp2 for name, *_ in self.actions)
+        return not (ours_alone or uneven_rows or skippable) and all(
+            doings.ACTIONS[name].fsdp2 for name, *_ in self.actions
         )
 
     @property
@@ -120,14 +121,25 @@ def draw(seed: int) -> Program:
         layers = (*layers[:2], "split")
     ends = rng.choice(("", "", "", *ENDS))
     special = rng.random()
-    precision = rng.choice(("bf16", "mixed", "reduce32", "output")) if special < 0.15 else ""
+    precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
+    if "subclass" in layers:
+        quantized = ""
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
-    if precision:  # their inputs must be the same bits, and buffers are not cast
+    if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-        layers = tuple("linear" if kind == "batch norm" else kind for kind in layers)
+        layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)
     units = _units(rng, layers, ends, ranks, mesh, uneven)
+    if "subclass" in layers:
+        units = tuple(
+            dataclasses.replace(
+                unit,
+                reshard=True if unit.reshard == 2 else unit.reshard,
+                blocks="rows" if unit.blocks == "tiles" else unit.blocks,
+            )
+            for unit in units
+        )
     if optimizer == "adamw8bit":
         units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
     last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
@@ -139,6 +151,8 @@ def draw(seed: int) -> Program:
         layers = (*layers, "linear")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
+    if precision == "fp16":  # which has no huge values
+        names = ["scaled" if name == "odd_gradient" else name for name in names]
     taken: list[Action] = []
     for name in names:
         kind = doings.ACTIONS[name]

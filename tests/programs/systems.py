@@ -1,6 +1,7 @@
 """Who runs a program: one process with plain modules, this runtime, FSDP2, or this runtime on the simulated device."""
 
 import dataclasses
+import gc
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,10 @@ import block_optim
 import fsdp_runtime
 from dbuffer import BlockFP8, BlockInt8, BlockNF4
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies
+from fsdp_runtime.memory import gathered_memory, unit_memory
 from ragged_shard.testing import rank_mesh
 
-from .models import Compiled, Model, TwoForwards
+from .models import Compiled, Model, Subclass, TwoForwards, Wrapped
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -32,13 +34,14 @@ POLICIES = {
 PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
     "": (MixedPrecisionPolicy(), 1e-9),
     "bf16": (MixedPrecisionPolicy(HALF, SINGLE), 0.2),
+    "fp16": (MixedPrecisionPolicy(torch.float16, SINGLE), 0.05),
     "mixed": (MixedPrecisionPolicy(SINGLE, DOUBLE), 1e-3),
     "reduce32": (MixedPrecisionPolicy(reduce_dtype=SINGLE), 1e-4),
     "output": (MixedPrecisionPolicy(SINGLE, SINGLE, output_dtype=DOUBLE), 1e-3),
 }
 QUANTIZED: dict[str, tuple[QuantizationPolicy | None, float]] = {
     "": (None, 0.0),
-    "fp8": (QuantizationPolicy(weights=BlockFP8((128, 128))), 0.3),
+    "fp8": (QuantizationPolicy(weights=BlockFP8((128, 128))), 0.5),
     "int8": (QuantizationPolicy(weights=BlockInt8(8)), 0.1),
     "int8 both": (
         QuantizationPolicy(weights=BlockInt8(8), gradients=BlockInt8(8, rounding="stochastic")), 0.2,
@@ -106,6 +109,9 @@ class System:
             if isinstance(module, Compiled):
                 module.compile(backend="aot_eager")
 
+    def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
+        """Raise if units at rest hold gathered buffers, or parameters other memory than the formula says."""
+
     def average(self, params: dict[str, nn.Parameter]) -> None:
         """Average gradients over all ranks; None is zero where another rank has one."""
         trained = list(params.values())
@@ -144,6 +150,11 @@ class Sharded(System):
                     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                     parallelize_module(model.layers[index], mesh["tp"], plan)
             mesh = mesh["dp"]
+        for module in model.modules():
+            if isinstance(module, Subclass):
+                module.linear.weight = nn.Parameter(
+                    Wrapped(module.linear.weight.detach()), module.linear.weight.requires_grad
+                )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": PRECISIONS[program.precision][0]}
         if choose is not None:
             options["shard_placement_fn"] = choose
@@ -171,8 +182,26 @@ class Sharded(System):
         self._compile(model)
         return units
 
+    def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
+        keeps = {"fail_in_backward", "option"} & {name for name, *_ in program.actions}
+        if self.ours and not keeps and gathered_memory(model).lent_bytes:
+            gc.collect()  # models of programs before
+            stats = gathered_memory(model)
+            assert not stats.lent_bytes, f"at rest {stats.lent_bytes} bytes of gathered buffers are in use"
+        assigned = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)} & {
+            *program.actions
+        }
+        locals_ = [getattr(param, "_local_tensor", param) for param in model.parameters()]
+        if self.ours and not assigned and all(type(one.data) is torch.Tensor for one in locals_):
+            held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in locals_}
+            said = sum(unit_memory(unit).weights for unit in units)
+            assert sum(held.values()) == said, f"parameters hold {held} bytes, unit_memory says {said}"
+
     def _mesh(self, program: Program) -> tuple[Any, Any]:
         ranks = dist.get_world_size()
+        if program.mesh == "part":  # see World.elsewhere
+            size = ranks // 2 if ranks % 2 == 0 else 1
+            return rank_mesh(ranks // size, size, names=("parts", "part"))["part"], None
         if program.departs:  # where nothing notices, the group's timeout must
             return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu"), None
         if program.mesh == "hsdp":

@@ -1,6 +1,5 @@
 """Collectives and recycled memory on a simulated device, where an access without an order between streams raises."""
 
-import gc
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -154,56 +153,3 @@ def test_dropped_memory_goes_back_to_its_pool_after_its_last_use():
         recycler.drop(storage)
         with pytest.raises(KeyError):  # it is not lent any more
             recycler.drop(storage)
-
-
-def test_offloaded_shards_are_page_locked_to_the_byte_and_reuse_their_pages():
-    with device("cpu:0") as found:
-        buffer = make("split", mesh=mesh_of(4), device="cpu:0", shard_device="cpu", pin_memory=True)
-        needed = [segment.shard_size * 4 for segment in buffer.layout.segments]
-        assert list(found.registered.values()) == needed
-        addresses, reads = list(found.registered), found.new_stream()
-        for _ in range(2):
-            fill_views(buffer, full_tensors())
-            ReduceScatter([buffer]).start().wait()
-            with found.on(reads):  # a copy of the user's, which the host does not wait for
-                [shard.to("cpu:0", non_blocking=True) for shard in buffer.shard]
-            buffer.give_shard()
-            buffer.new_shard()
-            assert [shard.data_ptr() for shard in buffer.shard] == addresses
-        del buffer
-        gc.collect()
-        assert not found.registered
-
-
-@pytest.mark.parametrize("swaps", [False, True] if _torch_compat.CAN_SWAP else [False])
-def test_memory_of_a_graph_is_of_its_pool_and_serves_no_buffer_outside(monkeypatch, swaps):
-    monkeypatch.setattr(_torch_compat, "CAN_SWAP", swaps)
-    with SimulatedDevice() as found:
-        recycler, side = Recycler("cpu", lean=True), found.new_stream()
-        recycler.home = found.current_stream()
-        before, inside, kept = (torch.UntypedStorage(0) for _ in range(3))
-
-        def use(storage):
-            recycler.allocate(storage, NBYTES)
-            bytes_in(storage).add_(1)
-
-        use(before)
-        recycler.recycle(before)
-        outside = recycler.stats
-        with found.capture():
-            recycler.home_in_capture = found.current_stream()
-            with found.on(side):
-                use(inside)
-                use(kept)
-                recycler.recycle(inside)
-            recycler.trim()
-            found.wait(found.record(side))
-        assert recycler.stats.parked_bytes == outside.parked_bytes
-        assert recycler.stats.reuses == outside.reuses
-        recycler.recycle(kept)
-        use(before)
-        assert recycler.stats.parked_bytes == 0
-        assert recycler.stats.reuses == int(swaps)
-        with pytest.raises(RuntimeError, match="gathered before a graph's capture"), found.capture():
-            recycler.recycle(before)
-        recycler.recycle(before)

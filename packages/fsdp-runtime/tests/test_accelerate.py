@@ -4,8 +4,6 @@ Accelerate takes DistributedDataParallel on CPU. The tests tell its state that t
 """
 
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,89 +94,6 @@ def emptied(path):
 
 def add_custom(path):
     path.with_name("custom_checkpoint_1.pkl").touch()
-
-
-def own_copy(folder, kind):
-    """A checkpoint after 4 microbatches of which 3 make a step; each rank has a copy."""
-    accelerator, model, optimizer = with_schedulers(kind)
-    train(accelerator, model, optimizer)
-    accelerator.save_state(str(folder / "shared"))
-    dist.barrier()
-    mine = folder / f"rank{dist.get_rank()}"
-    shutil.copytree(folder / "shared", mine)
-    return mine
-
-
-def with_schedulers(kind):
-    """The accelerator, with a scheduler that is prepared and one that is registered; the model and its optimizer."""
-    accelerator, model, optimizer = prepared("ours", state_dict_type=kind, accumulate=3)
-    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(optimizer, 2))
-    return accelerator, model, optimizer
-
-
-@on_ranks(3)
-def test_a_file_that_one_rank_cannot_read_is_the_same_error_on_every_rank(tmp_path):
-    from torch.distributed.fsdp import StateDictType
-
-    mine = own_copy(tmp_path, StateDictType.FULL_STATE_DICT)
-    last = dist.get_world_size() - 1
-    accelerator = with_schedulers(StateDictType.FULL_STATE_DICT)[0]
-    missing = "No such file or directory: "
-    for rank, name, damage, message in (
-        (0, "pytorch_model_fsdp.bin", truncate, "pytorch_model_fsdp.bin cannot be read"),
-        (0, "pytorch_model_fsdp.bin", Path.unlink, missing),
-        (0, "optimizer.bin", Path.unlink, missing),
-        (0, "pytorch_model_fsdp.bin", emptied, "is missing from the state dict"),
-        (last, "scheduler.bin", Path.unlink, missing),
-        (last, "scheduler.bin", truncate, "scheduler.bin cannot be read"),
-        (0, "custom_checkpoint_0.pkl", truncate, "custom_checkpoint_0.pkl cannot be read"),
-        (last, "custom_checkpoint_0.pkl", add_custom, "Number of custom checkpoints"),
-        (0, "random_states_0.pkl", Path.unlink, missing),
-        (last, f"random_states_{last}.pkl", truncate, "cannot be read"),
-        (last, "", shutil.rmtree, "is not a folder"),
-    ):
-        if dist.get_rank() == rank:
-            damage(mine / name)
-        with pytest.raises((OSError, RuntimeError, ValueError), match=rf" on rank {rank}: .*{message}"):
-            ours.load_state(accelerator, mine)
-        if dist.get_rank() == rank:
-            shutil.rmtree(mine, ignore_errors=True)
-            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
-    if dist.get_rank() == last:
-        (mine / f"random_states_{last}.pkl").unlink()  # as if it were new
-    ours.load_state(accelerator, mine)
-    assert accelerator.step == 4
-    assert not accelerator._load_model_state_pre_hook
-
-
-@on_ranks(2)
-def test_shards_that_one_rank_cannot_read_and_another_newest_checkpoint_are_told_too(tmp_path):
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.fsdp import StateDictType
-
-    mine = own_copy(tmp_path, StateDictType.SHARDED_STATE_DICT)
-    accelerator = with_schedulers(StateDictType.SHARDED_STATE_DICT)[0]
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        if dist.get_rank() == 1:
-            shutil.rmtree(mine / name)
-        with pytest.raises(CheckpointException, match=r"ranks:dict_keys\(\[1\]\)"):
-            ours.load_state(accelerator, mine)
-        if dist.get_rank() == 1:
-            shutil.copytree(tmp_path / "shared", mine, dirs_exist_ok=True)
-    accelerator.project_configuration.automatic_checkpoint_naming = True
-    accelerator.project_configuration.project_dir = str(tmp_path / f"project{dist.get_rank()}")
-    shutil.copytree(
-        mine, tmp_path / f"project{dist.get_rank()}" / "checkpoints" / f"checkpoint_{9 + dist.get_rank()}"
-    )
-    with pytest.raises(
-        ValueError, match="newest checkpoint is checkpoint_9 on rank 0 and checkpoint_10 on rank 1"
-    ):
-        ours.load_state(accelerator)
-    stale = torch.load(mine / f"random_states_{dist.get_rank()}.pkl", weights_only=False)
-    torch.save({**stale, "step": 4 + dist.get_rank()}, mine / f"random_states_{dist.get_rank()}.pkl")
-    with pytest.raises(ValueError, match=r"rank 1 saved its random states at another step"):
-        ours.load_state(accelerator, mine)
 
 
 @on_ranks(2)

@@ -2,8 +2,6 @@
 
 import copy
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,69 +163,6 @@ def test_a_model_on_meta_gets_its_file_and_wrong_names_and_axes_are_refused(tmp_
     fabric = fabric_for("ours", data_parallel_size=1, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="2 ranks on its axis tensor_parallel"):
         fabric.setup_module(seeded())
-
-
-def edited(change):
-    def edit(path):
-        content = torch.load(path)
-        change(content)
-        torch.save(content, path)
-
-    return edit
-
-
-def into_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-# What is done to rank 2's file, and what all ranks say.
-DAMAGE: dict[str, Any] = {
-    "absent": (Path.unlink, "ValueError: .*is a file on rank 0 and nothing on rank 2; all ranks must see"),
-    "folder": (into_folder, "ValueError: .*is a file on rank 0 and a folder on rank 2; all ranks"),
-    "cut": (
-        lambda path: path.write_bytes(path.read_bytes()[:99]),
-        "Error: load_checkpoint: .*cut on rank 2: ",
-    ),
-    "list": (
-        lambda path: torch.save([1], path),
-        "TypeError: .*list on rank 2: the file has a list; expected",
-    ),
-    "step": (edited(lambda file: file.pop("step")), "KeyError: .*on rank 2 .*step has no 'step', which the"),
-    "other": (edited(lambda file: file.update(optimizer={})), "RuntimeError: .*other on rank 2: KeyError"),
-    "states": (
-        edited(lambda file: file["optimizer"]["state"].popitem()),
-        "ValueError: set_full_optimizer_state_dict on rank 2: .*missing names",
-    ),
-    "numbers": (
-        edited(lambda file: file["model"].update({"head.weight": 1.0})),
-        "TypeError: set_full_state_dict on rank 2: head.weight: expected a full",
-    ),
-}
-
-
-@on_ranks(3, timeout=60)
-def test_where_one_rank_cannot_load_all_raise_and_say_which_and_why(tmp_path):
-    from lightning_fabric.strategies import ModelParallelStrategy
-
-    fabric, model, optimizer = prepared("ours", save_distributed_checkpoint=False)
-    state = {"model": model, "optimizer": optimizer, "step": 1}
-    whole, own = tmp_path / "whole.pt", tmp_path / f"{dist.get_rank()}"
-    fabric.save(whole, state)
-    dist.barrier()
-    own.mkdir()
-    for name, (damage, words) in DAMAGE.items():
-        path = own / name
-        path.write_bytes(whole.read_bytes())
-        if dist.get_rank() == 2:
-            damage(path)
-        # As on machines that have the same path, each its own file.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ModelParallelStrategy, "broadcast", lambda self, obj, src=0: obj)
-            with pytest.raises(Exception) as found:
-                fabric.load(path, state)
-        assert re.search(words, found.exconly()), name
-    fabric.load(whole, state)
 
 
 @on_ranks(2)

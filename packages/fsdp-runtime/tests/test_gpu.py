@@ -62,7 +62,7 @@ def test_training_over_nccl_ends_where_one_process_ends(ranks, case):
 def stepping(device, mesh=None):
     """A function that makes a step on the same batch, and returns the loss."""
     model = shard(seeded(width=WIDTH).to(device), mesh=mesh or rank_mesh(dist.get_world_size()))
-    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True), tokens().to(device)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=0.01), tokens().to(device)
 
     def step():
         loss = loss_of(model, batch)
@@ -72,29 +72,6 @@ def stepping(device, mesh=None):
         return loss
 
     return step
-
-
-def replays_as_eager_steps(device):
-    eager, step = stepping(device), stepping(device)
-    expected, found = [eager().item() for _ in range(6)], []
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        found += [step().item() for _ in range(2)]
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    for _ in range(3):
-        graph.replay()
-        found.append(loss.item())
-    found.append(step().item())  # outside again
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("ranks", devices(1, 2, 4))
-def test_a_captured_step_replays_as_eager_steps_go(ranks):
-    run_ranks(ranks, replays_as_eager_steps, "cuda", device="cuda")
 
 
 def waits_for_a_rank_that_never_comes(device):

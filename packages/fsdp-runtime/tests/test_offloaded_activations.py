@@ -170,11 +170,11 @@ def test_a_checkpoint_inside_the_unit_moves_its_input():
         assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
 
 
-def test_activations_leave_the_device_and_cpu_memory_is_used_again():
+def test_activations_leave_the_device_until_backward():
     sizes: dict[str, list[int]] = {"activations": [], "after backward": []}
     for policy in (NONE, POLICY):
         with device() as found:
-            model, pinned = build(policy, policy), []
+            model = build(policy, policy)
             for number in range(3):
                 model.zero_grad()
                 before = sum(found.pools.used.values())
@@ -182,11 +182,8 @@ def test_activations_leave_the_device_and_cpu_memory_is_used_again():
                 forward = sum(found.pools.used.values()) - before
                 loss.backward()
                 del loss
-                pinned.append(len(found.registered))
             sizes["activations"].append(forward)
             sizes["after backward"].append(sum(found.pools.used.values()))
-            if policy is POLICY:
-                assert set(pinned) == {len(store_of(model)._free)}
     assert sizes["activations"][1] < 0.5 * sizes["activations"][0]
     assert sizes["after backward"][0] == sizes["after backward"][1]
 
@@ -231,8 +228,8 @@ def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
         found.raise_late()
 
 
-def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
-    with device() as found:
+def test_changes_in_place_and_other_hooks_are_refused_by_name():
+    with device():
         model = build()
         model.blocks[1].spoils = True
         with pytest.raises(RuntimeError, match=r"shape \(2, 5, 16\) .* changed in place"):
@@ -243,8 +240,6 @@ def test_changes_in_place_other_hooks_and_a_capture_are_refused_by_name():
         with hooks, pytest.raises(RuntimeError, match=r"blocks\.0: its policy .*save_on_cpu"):
             model(tokens())
         step(model, 0)
-        with found.capture(), pytest.raises(RuntimeError, match=r"blocks\.0 offloads its activations"):
-            model(tokens())
 
 
 def test_after_a_failed_forward_the_next_step_has_the_same_bits():

@@ -65,13 +65,16 @@ class Block(torch.nn.Module):
 
 @on_ranks(4)
 def test_the_examples_of_other_parallelism_run_and_ranks_agree():
+    from parallel.experts import apply_expert_parallel
+
     from fsdp_runtime.train.model import PRESETS, Transformer
 
     torch.manual_seed(0)
     model: Any = Transformer(replace(PRESETS["tiny-moe"], num_experts=6))
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.1)
-    names = run("parallelism", "Experts", model=model, tokens=torch.zeros(2, 4, dtype=torch.long))
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    names = run("parallelism", "Experts", model=model, tokens=tokens, divide_experts=apply_expert_parallel)
     assert names["norm"] > 0
     assert_equal_on_ranks(names["norm"].item())
 

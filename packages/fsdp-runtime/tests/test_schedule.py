@@ -2,7 +2,6 @@
 
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._params.unit import UnitState
-from fsdp_runtime._plan import group as _plan
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, simulated_ranks
 
@@ -35,11 +33,10 @@ def meshes_in_units(meshes):
     return shard(seeded(blocks=6), mesh=meshes["flat"], shard_placement_fn=choose)
 
 
-def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False, small=False):
+def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False):
     """Which mesh axis each collective of some steps is on, and its bytes, while completions come at random moments."""
     chance = random.Random(rank)
     with (
-        mock.patch.object(_plan, "MIN_CHILD", 1 if small else _plan.MIN_CHILD),
         SimulatedDevice(completes=lambda: chance.random() < 0.5),
         simulated_ranks(4, rank=rank) as simulation,
     ):
@@ -69,7 +66,6 @@ ORDERS: tuple[dict[str, Any], ...] = (
     {"build": meshes_of_units},
     {"build": meshes_in_units, "depth": 3},
     {"build": one_hybrid_mesh, "buffers": 1},
-    {"build": one_hybrid_mesh, "small": True},
     {"build": one_hybrid_mesh, "buffers": 4, "late_all_reduce": True},
 )
 

@@ -4,11 +4,12 @@ import math
 from itertools import count
 
 
-def blocks_of(shape, block, period):
+def blocks_of(shape, block):
     """Every block of a tensor as (start, stop), in order. `block` is a kind and its numbers, as text prints it."""
     numel = math.prod(shape)
     row = shape[-1] if len(shape) >= 2 else 1
     kind, _, number = block.partition(":")
+    period = numel
     if kind == "rows":
         length = int(number) * row
     elif kind == "elements":
@@ -17,11 +18,10 @@ def blocks_of(shape, block, period):
         length = numel
     else:
         length = int(number.split("x")[0]) * row
-        matrix = shape[-2] * row
-        period = matrix if period is None else min(period, matrix)
+        period = shape[-2] * row
     found = []
-    for begin in range(0, numel, period or numel):
-        stop = begin + (period or numel)
+    for begin in range(0, numel, period or 1):
+        stop = begin + period
         while begin < stop:
             found.append((begin, min(begin + length, stop)))
             begin += length
@@ -44,7 +44,7 @@ def check(layout):
             assert start >= taken, f"{name} overlaps what lies before it"
             taken = start + math.prod(spec.shape)
             assert taken <= size * layout.world_size, f"{name} does not fit"
-            for first, last in blocks_of(spec.shape, str(spec.block), spec.period):
+            for first, last in blocks_of(spec.shape, str(spec.block)):
                 assert (start + first) // size == (start + last - 1) // size, f"a block of {name} is cut"
             check_local(layout, name, start, size)
     assert layout.padded_numel == layout.world_size * sum(segment.shard_size for segment in layout.segments)
@@ -77,7 +77,7 @@ def check_local(layout, name, start, size):
 
 def least_shard(tensors, world_size, align):
     """The least shard size of one buffer over all orders and all shard sizes, by trying every one of them."""
-    blocks = [blocks_of(spec.shape, str(spec.block), spec.period) for spec in tensors]
+    blocks = [blocks_of(spec.shape, str(spec.block)) for spec in tensors]
     numels = [math.prod(spec.shape) for spec in tensors]
     least = -(-sum(numels) // (world_size * align)) * align
     for size in count(least, align):

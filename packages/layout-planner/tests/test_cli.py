@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from layout_planner import Layout, Rows, plan_quantized
+from layout_planner import Layout, Rows
 from layout_planner._cli import main
 from layout_planner._sweep import Options, measure
 from layout_planner.models import load_model
@@ -90,9 +90,6 @@ def test_options_of_the_command_line_reach_the_planner(capsys):
         run(capsys, "plan --model gpt-oss-120b --world-size 1024 --block rows:16 --segments 1 --json")
     )
     assert all(len(group["layout"]["segments"]) == 1 for group in single["groups"])
-    expert = json.loads(run(capsys, f"{PLAN} --period expert --json"))
-    periods = {tensor["name"]: tensor["period"] for tensor in expert["groups"][1]["layout"]["tensors"]}
-    assert periods["mlp.experts.down_proj"] == 2880 * 2880
 
 
 SWEEP = "sweep --model gpt-oss-120b --world-size 64..1024 --block rows:1,rows:16"
@@ -111,22 +108,8 @@ def test_sweep_sets_ours_beside_both_rules_and_the_bound(capsys):
     assert {"lower bound", "gap", "per rank, bf16"} <= set(rows[4])
 
 
-def test_sweep_ends_with_advice_that_names_numbers(capsys):
-    _, advice = run(capsys, SWEEP).split("\nAdvice\n")
-    lines = advice.splitlines()
-    for topic in ("block at 1024", "world size with", "shard group under HSDP", "merged layers with"):
-        assert any(line.startswith(f"- {topic}") and " %" in line for line in lines), topic
-
-
-def test_sweep_as_json_has_measures_and_advice(capsys):
-    found = json.loads(run(capsys, f"{SWEEP} --json"))
-    assert len(found["measures"]) == 10
-    assert {advice["topic"] for advice in found["advice"]} == {
-        "block",
-        "world size",
-        "shard group",
-        "merged layers",
-    }
+def test_sweep_as_json_has_measures(capsys):
+    assert len(json.loads(run(capsys, f"{SWEEP} --json"))["measures"]) == 10
 
 
 @pytest.mark.parametrize(
@@ -178,7 +161,6 @@ def test_draw_takes_a_group_and_ranks_and_writes_to_standard_output(capsys):
         ),
         ("plan --model llama-3-8b --world-size 8 --align 0", "--align: '0' is not an integer from 1"),
         ("plan --model llama-3-8b --world-size 8 --segments 0", "--segments: '0' is not"),
-        ("plan --model llama-3-8b --world-size 8 --period layer", "--period: invalid choice: 'layer'"),
         ("plan --checkpoint /no/such/place --world-size 8", "/no/such/place: no such file or folder"),
         ("sweep --model llama-3-8b --world-size 64..8", "'64..8' runs from 64 down to 8"),
         ("sweep --model llama-3-8b --world-size 8..64:0", "'0' is not an integer from 1"),
@@ -193,8 +175,6 @@ def test_draw_takes_a_group_and_ranks_and_writes_to_standard_output(capsys):
         ("draw --model llama-3-8b --world-size 8 -o /no/such/folder/x.svg", "/no/such/folder/x.svg"),
         ("paint", "invalid choice: 'paint'"),
         ("plan --checkpoint . --world-size 8 --experts separate", "--experts is for --model"),
-        ("plan --model llama-3-8b --world-size 8 --tile 128", "is not a tile"),
-        ("plan --model llama-3-8b --world-size 8 --tile 0x4", "'0' is not an integer from 1"),
         *(
             (f"sweep --model llama-3-8b --world-size {ranks}", "is not an integer from 1 to 1048576")
             for ranks in ("1048577", "9" * 4000, "8..1048577", "1048577..2")
@@ -240,24 +220,3 @@ def test_a_reader_that_goes_away_ends_the_program_quietly():
         program.stdout.close()
         assert program.stderr.read() == b""
         assert program.wait() == 1
-
-
-def test_plan_and_sweep_print_the_bytes_of_either_cut(capsys):
-    text = run(capsys, "plan --model llama-3-8b --world-size 128 --tile 128x128")
-    rows = table(text[text.index("Bytes of a gather") :])
-    layer = next(row for row in rows if row["layers"] == "32")
-    assert layer["auto"] == "shared"
-    assert layer["shared"].endswith("MB")
-    text = run(capsys, "sweep --model llama-3-8b --world-size 64,128 --tile 128x128,32x32")
-    rows = table(text[text.index("Bytes of a gather") :])
-    assert [(row["tile"], row["ranks"]) for row in rows] == [
-        ("128x128", "64"), ("128x128", "128"), ("32x32", "64"), ("32x32", "128"),
-    ]  # fmt: skip
-    content = json.loads(run(capsys, "plan --model llama-3-8b --world-size 128 --tile 128x128 --json"))
-    (layer,) = [group for group in content["quantized"] if group["layers"] == 32]
-    group = max(load_model("llama-3-8b").groups, key=lambda g: g.count * g.numel)
-    found = plan_quantized([s for s in group.specs(Rows(1)) if len(s.shape) > 1], 128, (128, 128))
-    assert (layer["whole_bytes"], layer["shared_bytes"]) == (found.whole_bytes, found.shared_bytes)
-    content = json.loads(run(capsys, "sweep --model llama-3-8b --world-size 64 --tile 128x128 --json"))
-    assert content["quantized"][0]["auto_bytes"] <= 0.55 * content["quantized"][0]["bf16_bytes"]
-    assert "quantized" not in json.loads(run(capsys, "plan --model llama-3-8b --world-size 8 --json"))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from layout_planner import Layout, Rows, Segment, TensorSpec, plan
+from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, plan
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -17,7 +17,7 @@ def small_layout():
     specs = [
         TensorSpec("a", (4, 8), Rows(2)),
         TensorSpec("b", (16,)),
-        TensorSpec("c", (3, 5, 8), Rows(2), period=40),
+        TensorSpec("c", (3, 5, 8), Tile(2, 8)),
     ]
     return plan(specs, 2)
 

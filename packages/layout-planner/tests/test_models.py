@@ -1,7 +1,7 @@
 """Model shapes are those of the published models."""
 
 from layout_planner import Rows, Tile
-from layout_planner.models import ShapeEntry, load_model, model_names, separate_experts
+from layout_planner.models import load_model, model_names, separate_experts
 
 PUBLISHED = {  # parameters, exact
     "llama-3-8b": 8_030_261_248,
@@ -69,15 +69,6 @@ def test_a_tile_becomes_rows_on_tensors_without_columns():
     blocks = {spec.name: spec.block for spec in load_model("llama-3-8b").groups[1].specs(Tile(32, 16))}
     assert blocks["input_layernorm.weight"] == Rows(32)
     assert blocks["mlp.up_proj.weight"] == Tile(32, 16)
-
-
-def test_period_expert_starts_blocks_anew_in_each_expert_of_a_stack():
-    entry = ShapeEntry("experts.w", (4, 5, 8), 4)
-    assert entry.spec(Rows(2), "expert").period == 40
-    assert entry.spec(Rows(2), "expert").grid.num_blocks == 12
-    assert entry.spec(Rows(2)).grid.num_blocks == 10
-    alone = ShapeEntry("w", (5, 8))
-    assert alone.spec(Rows(2), "expert").period is None
 
 
 def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, load_model, plan, plan_quantized
+from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, load_model, plan
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
 
 from .slow_checker import check, least_shard
@@ -14,7 +14,7 @@ INSTANCES = 500
 
 
 def small_instance(seed):
-    """Up to 6 tensors of up to 72 elements with mixed blocks and periods, 1 to 8 ranks."""
+    """Up to 6 tensors of up to 72 elements with mixed blocks, 1 to 8 ranks."""
     rng = random.Random(seed)
     tensors = []
     for index in range(rng.randint(1, 6)):
@@ -24,8 +24,7 @@ def small_instance(seed):
         blocks: list[Block] = [Rows(rng.randint(1, 4)), Elements(rng.randint(1, 9)), Whole()]
         if len(shape) > 1:
             blocks.append(Tile(rng.randint(1, 3), 2))
-        period = shape[1] * shape[2] if len(shape) == 3 and rng.random() < 0.5 else None
-        tensors.append(TensorSpec(f"t{index}", shape, rng.choice(blocks), period))
+        tensors.append(TensorSpec(f"t{index}", shape, rng.choice(blocks)))
     return tensors, rng.randint(1, 8), rng.choice((1, 1, 2, 4))
 
 
@@ -74,70 +73,6 @@ def splits_of(tensors):
     return found
 
 
-def llama_layer():
-    group = max(load_model("llama-3-8b").groups, key=lambda g: g.count * g.numel)
-    return [spec for spec in group.specs(Rows(1)) if len(spec.shape) > 1]
-
-
-@pytest.mark.parametrize(
-    ("tile", "ratios"),
-    [
-        ((128, 128), {8: 0.50, 32: 0.50, 64: 0.54, 128: 1.00, 256: 1.69, 1024: 5.54}),
-        ((32, 32), {8: 0.50, 32: 0.50, 64: 0.50, 128: 0.50, 256: 0.54, 1024: 1.70}),
-    ],
-)
-def test_a_band_outgrows_the_shards_of_many_ranks_and_cut_tiles_do_not(tile, ratios):
-    for world_size, ratio in ratios.items():
-        found = plan_quantized(llama_layer(), world_size, tile)
-        assert found.whole_bytes / found.bf16_bytes == pytest.approx(ratio, abs=0.006)
-        assert found.shared_bytes <= 0.51 * found.bf16_bytes
-        assert found.cut == ("whole" if ratio <= 0.55 else "shared")
-        assert found.auto_bytes <= 0.55 * found.bf16_bytes
-
-
-def by_hand(layout, tile):
-    """Bytes of a gather, counted tile by tile."""
-    most = 0
-    for rank in range(layout.world_size):
-        held = set()
-        for spec in layout.tensors:
-            *_, rows, columns = spec.shape
-            start, stop = layout.local_range(spec.name, rank)
-            for row in range(start // columns, -(-stop // columns)):
-                for column in range(0, columns, tile[1]):
-                    held.add((spec.name, row // rows, row % rows // tile[0], column))
-        most = max(most, len(held))
-    return layout.padded_numel + layout.world_size * -(-4 * most // 16) * 16
-
-
-def test_bytes_are_those_counted_tile_by_tile():
-    group = [TensorSpec("a", (70, 50)), TensorSpec("b", (3, 45, 33)), TensorSpec("c", (16, 16), Rows(4))]
-    tile: tuple[int, int]
-    for world_size in (1, 2, 3, 5):
-        for tile in [(32, 32), (1, 16), (8, 128)]:
-            found = plan_quantized(group, world_size, tile)
-            assert found.whole_bytes == by_hand(found.whole, tile)
-            assert found.shared_bytes == by_hand(found.shared, tile)
-            assert found.bf16_bytes == 2 * plan(group, world_size).padded_numel
-            if tile[0] == 1:
-                assert found.whole is found.shared
-                assert (found.cut, found.amax_bytes) == ("whole", 0)
-
-
-def test_only_tiles_that_a_rank_boundary_cuts_share_their_magnitude():
-    found = plan_quantized([TensorSpec("a", (256, 320))], 4, (128, 128))
-    assert found.shared.local_range("a", 0) == (0, 64 * 320)
-    assert found.amax_bytes == 4 * 2 * 3  # both bands are cut, in three tiles each
-
-
-def test_bands_of_tiles_meet_the_blocks_of_the_tensors():
-    group = [TensorSpec("a", (480, 16), Rows(48)), TensorSpec("b", (96, 16), Whole())]
-    group.append(TensorSpec("c", (64, 16), Elements(64)))
-    found = plan_quantized(group, 2, (32, 32))
-    assert [spec.block for spec in found.whole.tensors] == [Tile(96, 32), Whole(), Tile(32, 32)]
-    assert [spec.block for spec in found.shared.tensors] == [Rows(48), Whole(), Elements(64)]
-
-
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
 # A loaded machine is no failure.
@@ -154,8 +89,7 @@ BLOCKS = st.one_of(
 @st.composite
 def tensors(draw):
     shape = tuple(draw(st.lists(st.integers(1, 8), min_size=2, max_size=3)))
-    period = math.prod(shape[1:]) if len(shape) == 3 and draw(st.booleans()) else None
-    return TensorSpec("w", shape, draw(BLOCKS), period)
+    return TensorSpec("w", shape, draw(BLOCKS))
 
 
 def fewest_slices(spec):
@@ -221,7 +155,7 @@ LAYER = [TensorSpec("a", (12, 5), Rows(3)), TensorSpec("b", (40, 7)), TensorSpec
 @unhurried
 @given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
 def test_the_given_order_is_kept_in_one_segment_of_a_valid_layout(specs, world_size, lcm):
-    named = [TensorSpec(f"t{i}", s.shape, s.block, s.period) for i, s in enumerate(specs)]
+    named = [TensorSpec(f"t{i}", s.shape, s.block) for i, s in enumerate(specs)]
     (segment,) = in_given_order(named, world_size, align=2, lcm=lcm).segments  # a Layout checks itself
     assert segment.names == tuple(spec.name for spec in named)
 

@@ -18,17 +18,16 @@ from layout_planner import (
     load_model,
     parse_block,
     plan,
-    plan_quantized,
 )
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
-from layout_planner.models import ShapeEntry, separate_experts
+from layout_planner.models import separate_experts
 
 W = [TensorSpec("w", (4,))]
 RULES: tuple[Any, ...] = (even_rows, lcm_rule)
 SMALL = [
     TensorSpec("a", (4, 8), Rows(2)),
     TensorSpec("b", (16,)),
-    TensorSpec("c", (3, 5, 8), Rows(2), period=40),
+    TensorSpec("c", (3, 5, 8), Rows(2)),
 ]
 
 
@@ -37,15 +36,6 @@ def read(change):
     content = json.loads(plan(SMALL, 2).to_json())
     change(content)
     Layout.from_json(json.dumps(content))
-
-
-def quantized(*spec, tile=(32, 32)):
-    plan_quantized([TensorSpec(*spec)], 2, tile)
-
-
-def long_period():
-    specs = (TensorSpec("a", (10**9 + 1, 1), Rows(2), period=10**9 + 1), TensorSpec("b", (8,)))
-    Layout(specs, 1 << 20, 2, (Segment(2, ("a", "b"), (0, 10**9 + 2)),))
 
 
 def many_boundaries():
@@ -63,10 +53,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: TensorSpec("w", (4, 2.0)), ValueError, r"^w: a size in .* is 2\.0"),  # type: ignore[arg-type]
     (lambda: TensorSpec("w", (8,), Tile(2, 2)), ValueError,
      r"^w: tile:2x2 does not apply to a tensor of shape \(8,\)"),
-    (lambda: TensorSpec("w", (8, 4), Rows(1), period=5), ValueError,
-     r"^w: a period of 5 elements does not divide its 32"),
-    (lambda: TensorSpec("w", (8, 4), Tile(2, 2), period=2), ValueError,
-     r"^w: a period of 2 elements ends inside a row of 4"),
     (lambda: Rows(0), ValueError, "Rows: count is 0"),
     (lambda: Tile(4, -1), ValueError, "Tile: columns is -1"),
     (lambda: Elements(True), ValueError, "Elements: count is True"),
@@ -91,16 +77,10 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
        r"cannot draw ranks .*: expected one or more of the 2 ranks 0\.\.1")
       for ranks in (range(0), range(-1, 2), range(1, 3))),
     # -- quantized plans
-    (lambda: quantized("norm", (64,)), ValueError, "norm: a tensor of shape"),
-    (lambda: quantized("w", (64, 48), Elements(16)), ValueError, "w: its block elements:16 ends inside a row of 48"),
-    (lambda: quantized("e", (80, 16), Rows(1), 40 * 16), ValueError, "e: blocks start over after 640 elements"),
-    (lambda: quantized("w", (64, 48), tile=(0, 32)), ValueError, "tile"),
     # -- models
     (lambda: load_model("gpt-6"), ValueError, r"'gpt-6'.*llama-3-8b.*kimi-k2"),
     (lambda: load_model("llama-3-8b").group("tail"), ValueError,
      r"llama-3-8b has no group 'tail'; it has embed, layers\.0-31, head"),
-    (lambda: ShapeEntry("w", (5, 8)).spec(Rows(2), "layer"), ValueError,  # type: ignore[arg-type]
-     "w: period 'layer' is neither"),
     (lambda: separate_experts(load_model("llama-3-8b")), ValueError, "has no stacked experts"),
     (lambda: separate_experts(load_model("gpt-oss-20b")), ValueError, "stacked in its checkpoint too"),
     # -- layouts that are read
@@ -128,14 +108,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (partial(read, lambda c: c["segments"][0]["offsets"].__setitem__(0, 0.5)), ValueError, r"a: offset is 0\.5"),
     (partial(read, lambda c: c["segments"][0]["names"].__setitem__(0, ["a"])), ValueError, "not a layout"),
     (partial(read, lambda c: c["tensors"][0].update(name=3)), ValueError, "not a layout"),
-    (partial(read, lambda c: c["tensors"][0].update(period=math.inf)), ValueError, "not a layout"),
-    (partial(read, lambda c: c["tensors"][0].update(period=0)), ValueError, "a: period is 0"),
     (partial(read, lambda c: c["tensors"][0].update(block=None)), ValueError, "not a layout"),
     (partial(read, lambda c: c["tensors"][0].update(shape=7)), ValueError, "not a layout"),
     (partial(read, lambda c: c.update(segments=[])), ValueError, "the segments hold"),
     (partial(read, lambda c: c.update(segments=None)), ValueError, "not a layout"),
     (many_boundaries, ValueError, "starts inside a block|past"),
-    (long_period, ValueError, "inside a block|past|not a multiple"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from layout_planner import Layout, Rows, Segment, TensorSpec, Whole, plan
+from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
 from layout_planner._svg import text_width
 from layout_planner.models import load_model
 
@@ -53,8 +53,8 @@ def test_a_tick_stands_at_every_block_cut_where_there_is_room():
     assert ticks["c"] is None
 
 
-def test_ticks_follow_blocks_that_start_anew_in_each_period():
-    spec = TensorSpec("stacked", (2, 5, 8), Rows(2), 40)
+def test_ticks_follow_blocks_that_start_anew_in_each_matrix():
+    spec = TensorSpec("stacked", (2, 5, 8), Tile(2, 8))
     ((_, rect, path),) = bars(plan([spec], 1).to_svg())
     scale = float(rect["width"]) / 80
     places = [round((float(x) - float(rect["x"])) / scale) for x in re.findall(r"M([\d.]+) ", path.get("d"))]

@@ -20,7 +20,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import (
-    HuggingFaceStorageWriter,
     RaggedDTensor,
     RaggedShard,
     StridedRaggedShard,
@@ -317,55 +316,10 @@ def save_hf(writer, folder, options):
     dcp.save(hf_state(1.0), storage_writer=writer(str(folder), **options))
 
 
-def load_hf(folder):
-    found = hf_state(0.0)
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    for name, value in HF_VALUES.items():
-        assert torch.equal(gathered(found[name]), value), name
-
-
 def test_torchs_hugging_face_writer_refuses_several_boxes_of_a_tensor(tmp_path):
-    message = r"elements \(shape \(3, 4, 5\) .*ragged_shard\.HuggingFaceStorageWriter"
+    message = r"elements \(shape \(3, 4, 5\) .*FileSystemWriter"
     with pytest.raises(RankError, match=message):
         run_ranks(2, save_hf, dcp.HuggingFaceStorageWriter, tmp_path, {"save_distributed": True})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"thread_count": 2, "enable_consolidation": True},
-        {"fqn_to_index_mapping": {"elements": 1, "rows": 2, "plain": 2}, "enable_consolidation": True},
-    ],
-    ids=str,
-)
-def test_our_hugging_face_writer_keeps_every_box(options, tmp_path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    run_ranks(2, save_hf, HuggingFaceStorageWriter, tmp_path, {"save_distributed": True, **options})
-    run_ranks(2, load_hf, tmp_path)
-    if "enable_consolidation" in options:
-        found = {}
-        for file in tmp_path.glob("*.safetensors"):
-            found.update(load_file(file))
-        assert found.keys() == HF_VALUES.keys()
-        assert all(torch.equal(found[name], value) for name, value in HF_VALUES.items())
-
-
-def save_hf_of_one_rank(folder):
-    for name in (*HF_VALUES, None):  # several boxes; a box on each rank; a plain tensor of one rank; all
-        state = {key: value for key, value in hf_state(1.0).items() if name in (key, None)}
-        writer = HuggingFaceStorageWriter(f"{folder}/{name}")
-        if name == "plain":
-            dcp.save(state, storage_writer=writer)
-            continue
-        with pytest.raises(dcp.api.CheckpointException, match="save_distributed=True"):
-            dcp.save(state, storage_writer=writer)
-
-
-def test_our_hugging_face_writer_saves_what_one_rank_holds_and_says_how_else(tmp_path):
-    pytest.importorskip("safetensors")
-    run_ranks(2, save_hf_of_one_rank, tmp_path)
-    assert [file.parent.name for file in tmp_path.glob("*/*.safetensors")] == ["plain"]
 
 
 @on_ranks(2)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate
 
 from layout_planner import Layout
 from ragged_shard import (
-    DeviceLayer,
     RaggedDTensor,
     device_layer,
     equal_on_all_ranks,
@@ -137,7 +136,7 @@ class DBuffer:
             raise ValueError(f"{self.name}: the recycler is on {self.recycler.device}, not {layer.device}")
         self.geometry = geometry_of(layout, view.rank)
         self.aliased = alias and wire is None and not self.casts and not self.offloaded and view.size == 1
-        self._allocate(layer if pin_memory and self.offloaded else None)
+        self._allocate(pin_memory and self.offloaded)
         self.neighbor: NeighborSlices | None = None
         self.scratch: list[Scratch] = []
         self.reductions = 0
@@ -148,7 +147,7 @@ class DBuffer:
             for group in view.groups:
                 self._numbers[group] = count_compared(group)
 
-    def _allocate(self, pinned_for: DeviceLayer | None) -> None:
+    def _allocate(self, pin_memory: bool) -> None:
         geometry, wire, recycler = self.geometry, self.wire, self.recycler
         if may_read_peers(self.mesh_view.group, self.transport):
             recycler.share()
@@ -156,7 +155,7 @@ class DBuffer:
         if isinstance(wire, BlocksAtRest):
             self.shard_memory: ShardMemory = CodedShard(geometry, wire.format, self.dtype, self.shard_device)
         else:
-            self.shard_memory = ShardMemory(geometry, self.dtype, self.shard_device, pinned_for)
+            self.shard_memory = ShardMemory(geometry, self.dtype, self.shard_device, pin_memory)
         alias = self.shard_memory.flats if self.aliased else None
         self.gathered = GatheredMemory(geometry, self.full_dtype, recycler, alias)
         # None if gathers have no wire form.
@@ -305,10 +304,6 @@ class DBuffer:
         if not self.shard_memory.flats:
             self.check_shard("local_views")
         return self.shard_memory.views
-
-    def count_users(self) -> int:
-        """Number of tensors that hold the gathered memory: this buffer's, and those saved by autograd."""
-        return self.gathered.count_users()
 
     def ragged_tensors(self, *, requires_grad: bool = False) -> dict[str, RaggedDTensor]:
         """The group as distributed tensors in the shard's memory: writes to a tensor are writes to the buffer.

@@ -131,15 +131,12 @@ class Handle:
 
     @property
     def completed(self) -> bool:
-        """Whether the collective itself has completed, so that `wait` is without delay. Does not block.
-
-        False while a graph is captured, when the question is not allowed.
-        """
+        """Whether the collective itself has completed, so that `wait` is without delay. Does not block."""
         if self._work is not None:
-            return not self._layer.capturing and self._work.is_completed()
+            return self._work.is_completed()
         if self._event is None or self.state is not HandleState.STARTED:
             return True
-        return not self._layer.capturing and self._layer.has_completed(self._event)
+        return self._layer.has_completed(self._event)
 
     def wait(self) -> None:
         """Let what follows on the current stream see the result.

@@ -296,7 +296,7 @@ class CollectiveOrder:
 
     def _announce(self, layer: DeviceLayer, title: str, at: int, number: int) -> _Departure | None:
         """Announce the collective with this number, at index `at` (from 1) of its sequence."""
-        if self._store is None or self._failed_at is not None or layer.capturing:
+        if self._store is None or self._failed_at is not None:
             return None
         key = self._departure_key()
         departure = _Departure(key, f"{key}/{at} {title}", number, title)

@@ -2,7 +2,7 @@
 
 Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
-Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11), `torch._C._storage_Use_Count`,
+Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11),
 `torch._foreach_*`, `Tensor._version`, `Tensor._make_wrapper_subclass`, `_disabled_torch_function_impl`, an op's schema,
 a process group's backend and its timeout. Deprecated: `Work.is_success`.
 """
@@ -74,11 +74,6 @@ def timeout_seconds(group: dist.ProcessGroup) -> float:
 def versions(tensors: Tensors) -> list[int]:
     """How often each was written to."""
     return [tensor._version for tensor in tensors]
-
-
-def users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and handles hold a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 #: What a subclass of Tensor that only answers ops sets as its `__torch_function__`.

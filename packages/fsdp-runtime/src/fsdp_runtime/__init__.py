@@ -6,7 +6,7 @@
 Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classes. More names are in
 
     fsdp_runtime.checkpoint      loading, export, rules for names, full state dicts, states in CPU memory
-    fsdp_runtime.memory          memory of units: predicted, measured, tuned
+    fsdp_runtime.memory          memory of units
     fsdp_runtime.quantization    formats of quantized blocks
 """
 

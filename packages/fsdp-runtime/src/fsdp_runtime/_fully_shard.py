@@ -245,13 +245,11 @@ class _Takeover:
 
     Attributes:
         managed: the modules whose buffers move.
-        around_others: whether another unit is inside.
         gathered: units that hold gathered memory, around, or giving parameters.
     """
 
     params: list[_Taken]
     managed: set[nn.Module]
-    around_others: bool
     gathered: list[Unit]
 
 
@@ -261,14 +259,14 @@ class _Ready:
 
     Attributes:
         groups: of the new unit.
-        givers: new groups of the units that give parameters away, and whether there are other units inside those.
+        givers: new groups of the units that give parameters away.
         buffers: copies of the modules' buffers on the device, and where to put them.
         classes: of the modules, with `FSDPModule`.
     """
 
     member: Member
     groups: list[Group]
-    givers: dict[Member, tuple[list[Group], bool]]
+    givers: dict[Member, list[Group]]
     buffers: list[tuple[Slots, str, torch.Tensor]]
     classes: list[type[nn.Module]]
 
@@ -284,7 +282,7 @@ def _plan_takeover(
     for param in without:
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
-    managed, around_others = _managed_modules(modules)
+    managed = _managed_modules(modules)
     sources = _find_params(modules, managed, without)
     meshes: dict[torch.Tensor, DataMesh] = {}
     if placement_fn is not None:
@@ -300,7 +298,7 @@ def _plan_takeover(
     for entry in taken:
         if entry.owner is not None:
             check_taken_over(entry.param, request.quantization)
-    return _Takeover(taken, managed, around_others, list(dict.fromkeys(gathered)))
+    return _Takeover(taken, managed, list(dict.fromkeys(gathered)))
 
 
 def _allocate(member: Member, takeover: _Takeover) -> _Ready:
@@ -314,8 +312,8 @@ def _allocate(member: Member, takeover: _Takeover) -> _Ready:
         values[each.param.name] = each.value
         if each.owner is None and not each.param.data.single_process:
             each.param.digest = digest_of(each.value)
-    groups = unit.lay_out(params, values, around_others=takeover.around_others)
-    givers = _lay_out_givers(takeover.params, unit.modules)
+    groups = unit.lay_out(params, values)
+    givers = _lay_out_givers(takeover.params)
     buffers = _moved_buffers(takeover.managed, unit.data.device)
     return _Ready(member, groups, givers, buffers, list(map(mixed_class, map(type, unit.modules))))
 
@@ -325,9 +323,9 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
     member, unit = ready.member, ready.member.unit
     for around in takeover.gathered:
         around.reshard()
-    unit.take(ready.groups, around_others=takeover.around_others)
-    for giver, (groups, around_others) in ready.givers.items():
-        giver.unit.take(groups, around_others=around_others)
+    unit.take(ready.groups)
+    for giver, groups in ready.givers.items():
+        giver.unit.take(groups)
     for slots, name, buffer in ready.buffers:
         slots[name] = buffer
     for inner in takeover.managed:
@@ -343,20 +341,15 @@ def _commit(takeover: _Takeover, ready: _Ready) -> None:
         joining.join()
 
 
-def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[set[nn.Module], bool]:
-    """The modules whose parameters a unit takes: `modules` and all inside, up to where another unit begins.
-
-    Returns also whether one does.
-    """
-    managed, ahead, around_others = set(modules), list(modules), False
+def _managed_modules(modules: tuple[nn.Module, ...]) -> set[nn.Module]:
+    """The modules whose parameters a unit takes: `modules` and all inside, up to where another unit begins."""
+    managed, ahead = set(modules), list(modules)
     while ahead:
         for child in ahead.pop().children():
-            if member_of(child) is not None:
-                around_others = True
-            elif child not in managed:
+            if member_of(child) is None and child not in managed:
                 managed.add(child)
                 ahead.append(child)
-    return managed, around_others
+    return managed
 
 
 @dataclass
@@ -469,22 +462,17 @@ def _take_over(name: str, places: list[Place], data: DataMesh, owner: Member, ma
     return _Taken(taken, managed.sharded, managed.sharded, owner)
 
 
-def _lay_out_givers(
-    params: list[_Taken], modules: tuple[nn.Module, ...]
-) -> dict[Member, tuple[list[Group], bool]]:
-    """New groups for each unit that parameters are taken from, of those that it keeps; whether others are inside it."""
+def _lay_out_givers(params: list[_Taken]) -> dict[Member, list[Group]]:
+    """New groups for each unit that parameters are taken from, with the parameters that it keeps."""
     taken: dict[Member, set[int]] = {}
     for each in params:
         if each.owner is not None:
             taken.setdefault(each.owner, set()).add(id(each.original))
-    inside = {sub for module in modules for sub in module.modules()} if taken else set()
-    laid_out: dict[Member, tuple[list[Group], bool]] = {}
+    laid_out: dict[Member, list[Group]] = {}
     for giver, gone in taken.items():
-        unit = giver.unit
-        around_others = unit.around_others or inside.isdisjoint(unit.modules)
-        kept = [param for param in unit.params if id(param.sharded) not in gone]
+        kept = [param for param in giver.unit.params if id(param.sharded) not in gone]
         values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
-        laid_out[giver] = unit.lay_out(kept, values, around_others=around_others), around_others
+        laid_out[giver] = giver.unit.lay_out(kept, values)
     return laid_out
 
 

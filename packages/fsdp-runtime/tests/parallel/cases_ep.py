@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import RANKS, Outcome, case, rows_of, train
+from experts import apply_expert_parallel
+from harness import RANKS, Outcome, case, counts, rows_of, train
+from tensor_parallel import apply_tensor_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_runtime.train.model import ModelConfig, SwiGLU, Transformer, init_parameter
-from fsdp_runtime.train.parallel.experts import apply_expert_parallel
 from ragged_shard.testing import rank_mesh
 
 ROWS = Shard(0)
@@ -22,6 +24,7 @@ LAYOUT = "Experts and dense parameters in one unit, as torchtitan lays them out"
 SCALING = "Gradient scaling as trainers set it"
 REPLICAS = "Replicas of dense parameters, of experts, of both"
 ROUTING = "Shared, frozen and idle experts"
+WITH_TP = "Experts beside tensor parallelism"
 REAL = "A model of transformers"
 
 
@@ -61,12 +64,14 @@ def one_axis(fsdp: Any) -> Outcome:
 # -- a mixture of experts ----------------------------------------------------------------------------------------------
 
 
-def transformer(experts: int, change: Callable[[Any], None] | None = None) -> Callable[[], nn.Module]:
+def transformer(
+    experts: int, change: Callable[[Any], None] | None = None, kv_heads: int = 1
+) -> Callable[[], nn.Module]:
     """Builds two layers with so many experts each; `change` gets each layer's block."""
 
     def build() -> nn.Module:
         config = ModelConfig(
-            vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ff_dim=24, num_experts=experts,
+            vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=kv_heads, ff_dim=24, num_experts=experts,
             tied=False,
         )  # fmt: skip
         model = Transformer(config)
@@ -293,6 +298,39 @@ def clipped_by_ours(fsdp: Any) -> Outcome:
     clip = getattr(fsdp, "clip_grad_norm_", None)
     return train_experts(fsdp, transformer(4), wrap, scale=1 / RANKS, clip_with=clip)
 
+
+# -- with tensor parallelism -------------------------------------------------------------------------------------------
+
+
+def next_token(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Cross entropy alone: the balancing loss of a part of a sequence is another one."""
+    return nn.functional.cross_entropy(model(batch[:, :-2])[0].flatten(0, 1), batch[:, 1:-1].flatten())
+
+
+def enter_tp(ep: int, expected: dict[str, int]) -> None:
+    """Matrices cut by tp 2 and over fsdp 2; tokens between them, and experts, divided over all ranks."""
+
+    @case(
+        WITH_TP, f"tp 2 x fsdp 2; experts efsdp {RANKS // ep}, ep {ep}", counts=expected, name=f"tp2_ep{ep}"
+    )
+    def entered(fsdp: Any) -> Outcome:
+        dense = rank_mesh(2, 2, names=("fsdp", "tp"))
+        sparse = rank_mesh(RANKS // ep, ep, names=("efsdp", "ep"))
+
+        def wrap(fsdp: Any, model: Any) -> None:
+            apply_tensor_parallel(model, dense["tp"])
+            over = Meshes(dense["fsdp"], sparse["efsdp"], sparse["ep"])
+            for unit in wrap_blocks(fsdp, model, over):
+                unit.set_gradient_divide_factor(2.0)  # experts get the gradients of both readers
+                unit.set_force_sum_reduction_for_comms(True)
+
+        share = rows_of(dense.get_local_rank("fsdp"), 2)
+        with loss_parallel():
+            return train(fsdp, transformer(4, kv_heads=2), wrap, next_token, batches=tokens, share=share)
+
+
+enter_tp(2, counts(15, 11, 12, 10))
+enter_tp(4, counts(11, 9, 12, 10))
 
 # -- a model of transformers -------------------------------------------------------------------------------------------
 

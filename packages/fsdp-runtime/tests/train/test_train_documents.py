@@ -44,23 +44,18 @@ def test_every_token_that_follows_one_of_its_document_is_a_target_once(tmp_path)
         assert max(windows.lengths) == 4
 
 
-@pytest.mark.parametrize(("end", "slices"), [(None, 1), (NEWLINE, 2), (NEWLINE, 4)])
-def test_ranks_and_slices_have_the_targets_of_one_between_them(tmp_path, end, slices):
+@pytest.mark.parametrize("end", [None, NEWLINE])
+def test_ranks_have_the_targets_of_one_between_them(tmp_path, end):
     corpus = read(text_folder(tmp_path), None, 32)
     windows = windows_of_documents(corpus, 32, end)
 
-    def part(rank=0, ranks=1, accumulate=1, **options):
-        batches = Batches(corpus, 32, 12, accumulate, rank, ranks, 5, 256, documents=windows, **options)
+    def part(rank=0, ranks=1, accumulate=1):
+        batches = Batches(corpus, 32, 12, accumulate, rank, ranks, 5, 256, documents=windows)
         return [torch.stack(pair) for pair in batches.microbatches(3, CPU)]
 
     (whole,) = part()
     assert (whole[1] == IGNORED).any() or end is None
-    parts = [
-        torch.cat(
-            [torch.cat(part(rank, 3, 2, slice_number=piece, slices=slices), 1) for piece in range(slices)], 2
-        )
-        for rank in range(3)
-    ]
+    parts = [torch.cat(part(rank, 3, 2), 1) for rank in range(3)]
     found = torch.cat(parts, 1).transpose(0, 1).flatten(1)
     assert sorted(found.tolist()) == sorted(whole.transpose(0, 1).flatten(1).tolist())
 

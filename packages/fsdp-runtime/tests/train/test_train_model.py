@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime.train import PRESETS
 from fsdp_runtime.train.model import (
@@ -22,8 +20,6 @@ from fsdp_runtime.train.model import (
     rotate,
 )
 from fsdp_runtime.train.optimizers import decay_groups, make_optimizer, without_vocabulary
-from fsdp_runtime.train.parallel.experts import apply_expert_parallel
-from ragged_shard.testing import rank_mesh, simulated_ranks
 
 
 def made(config, **options):
@@ -132,48 +128,6 @@ def test_a_presets_number_of_parameters_is_that_of_its_model(name):
     with torch.device("meta"):
         model = Transformer(PRESETS[name])
     assert PRESETS[name].num_parameters == sum(p.numel() for p in model.parameters())
-
-
-def model_of(experts: int) -> Any:
-    sizes = {"vocab_size": 16, "dim": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ff_dim": 12}
-    model = Transformer(ModelConfig(**sizes, num_experts=experts, tied=False))
-    for number, param in enumerate(model.parameters()):
-        if not param.is_meta:
-            nn.init.normal_(param, generator=torch.Generator().manual_seed(number))
-    return model
-
-
-def mesh_of(*shape: int) -> Any:
-    return rank_mesh(*shape, names=("efsdp", "ep")[-len(shape) :])
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_each_rank_keeps_its_experts_under_the_same_names(device: str) -> None:
-    with simulated_ranks(4, rank=3):
-        with torch.device(device):
-            model, whole = model_of(4), model_of(4)
-        experts = apply_expert_parallel(model, mesh_of(2, 2)["ep"])
-        assert [name for name, _ in model.named_parameters()] == [
-            name for name, _ in whole.named_parameters()
-        ]
-        layer = model.blocks[0].ff
-        assert experts == {layer.w_gate, layer.w_up, layer.w_down}
-        for name in ("w_gate", "w_up", "w_down"):
-            weight, own = getattr(layer, name), getattr(whole.blocks[0].ff, name)[2:]
-            assert isinstance(weight, DTensor)
-            assert weight.placements == (Shard(0),)
-            assert (weight.to_local().shape, weight.device.type) == (own.shape, device)
-            assert device == "meta" or torch.equal(weight.to_local(), own)
-
-
-def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
-    with simulated_ranks(4):
-        with pytest.raises(ValueError, match=r"blocks.0.ff has 6 experts, which 4 ranks .* do not divide"):
-            apply_expert_parallel(model_of(6), mesh_of(4))
-        with pytest.raises(ValueError, match="ep_mesh has 2 axes"):
-            apply_expert_parallel(model_of(4), mesh_of(2, 2))
-        with pytest.raises(ValueError, match="Sequential has no layer of experts"):
-            apply_expert_parallel(nn.Sequential(nn.Linear(2, 2)), mesh_of(4))
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ from train_helpers import losses, read_model, tiny, train, with_changes
 
 from fsdp_runtime.train import systems
 from fsdp_runtime.train.compare import QUANTIZED_TOLERANCE
-from fsdp_runtime.train.plan.memory import make_plan
+from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS
 from ragged_shard.testing import run_ranks
 

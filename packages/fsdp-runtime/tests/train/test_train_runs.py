@@ -54,7 +54,7 @@ def test_curves_at_any_world_size_lie_on_each_other(folder, curve, world_size):
 
 
 @pytest.mark.long
-def test_every_system_block_and_microbatch_gives_the_same_curve(folder, curve):
+def test_every_system_block_microbatch_and_number_of_copies_gives_the_same_curve(folder, curve):
     config = tiny(folder, model=PRESETS["tiny-moe"], steps=20)
     runs: dict[str, dict] = {
         "fsdp2": {"system": "fsdp2"},
@@ -63,10 +63,11 @@ def test_every_system_block_and_microbatch_gives_the_same_curve(folder, curve):
         "kept": {"reshard": False, "checkpointing": True},
         "tiles": {"block": "tile:8x8"},
         "whole": {"block": "whole"},  # norm weights stay as they are
+        "copies": {"hsdp": 2, "accumulate": 3},
         "bf16": {"precision": "bf16"},
     }
     for name, changes in runs.items():
-        run_ranks(2, train, with_changes(config, **changes), folder / name)
+        run_ranks(4 if name == "copies" else 2, train, with_changes(config, **changes), folder / name)
         assert apart(losses(folder / name), curve) < (0.02 if name == "bf16" else SAME), name
     assert apart(losses(folder / "bf16"), curve) > 0
 
@@ -80,7 +81,7 @@ def test_a_run_resumed_at_another_world_size_goes_on_with_the_same_losses(folder
     summaries = run_ranks(2, train_and_stop, config, part, 4, 1)
     assert [summary["stopped"] for summary in summaries] == [True, True]
     assert latest(part).name == f"step-{summaries[0]['steps']:08d}"
-    resumed = run_ranks(3, train, with_changes(config, resume=True), part)
+    resumed = run_ranks(4, train, with_changes(config, resume=True, hsdp=2), part)
     assert resumed[0]["first_step"] == summaries[0]["steps"]
     assert apart(losses(part), losses(whole)) < 1e-5
 

@@ -4,7 +4,6 @@ from layout_planner._blocks import Block, BlockGrid, Elements, Rows, Tile, Whole
 from layout_planner._bound import Bound
 from layout_planner._layout import Layout
 from layout_planner._plan import plan
-from layout_planner._quantized import QuantizedPlan, plan_quantized
 from layout_planner._segment import Segment
 from layout_planner._spec import TensorSpec
 from layout_planner.checkpoints import read_checkpoint
@@ -26,7 +25,6 @@ __all__ = [
     "GroupShape",
     "Layout",
     "ModelShape",
-    "QuantizedPlan",
     "Rows",
     "Segment",
     "ShapeEntry",
@@ -37,7 +35,6 @@ __all__ = [
     "model_names",
     "parse_block",
     "plan",
-    "plan_quantized",
     "read_checkpoint",
     "separate_experts",
 ]

@@ -48,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole tensor; with a period, each whole period (one expert of a stacked weight)."""
+    """The whole tensor."""
 
     def __str__(self) -> str:
         return "whole"
@@ -147,21 +147,16 @@ class BlockGrid:
         ) or offset == self.numel
 
 
-def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None) -> BlockGrid:
+def grid_of(name: str, shape: tuple[int, ...], block: Block) -> BlockGrid:
     """The cut points that `block` leaves in a tensor of this shape.
 
     Raises:
-        ValueError: the period does not divide the tensor, or the block does not apply to its shape; names the
-            tensor.
+        ValueError: the block does not apply to the shape; names the tensor.
         TypeError: `block` is not a block.
     """
     numel = math.prod(shape)
     width = shape[-1] if len(shape) > 1 else 1
-    if period is not None and numel % check_integer(f"{name}: period", period, 1):
-        raise ValueError(
-            f"{name}: a period of {period} elements does not divide its {numel} elements (shape {shape}); "
-            "pass the number of elements of one stacked matrix, or None"
-        )
+    period = numel
     match block:
         case Rows(count):
             size = count * width
@@ -175,12 +170,7 @@ def grid_of(name: str, shape: tuple[int, ...], block: Block, period: int | None)
                     f"{name}: {block} does not apply to a tensor of shape {shape}, which has no rows and columns; "
                     "use Rows or Elements for it"
                 )
-            size, matrix = rows * width, shape[-2] * width
-            if period is not None and matrix % period and period % matrix:
-                raise ValueError(f"{name}: a period of {period} elements cuts through matrices of {matrix}")
-            period = matrix if period is None else min(period, matrix)
-            if period % width:
-                raise ValueError(f"{name}: a period of {period} elements ends inside a row of {width}")
+            size, period = rows * width, shape[-2] * width
         case _:
             raise TypeError(f"{name}: {block!r} is not a block; use Rows, Tile, Whole or Elements")
-    return BlockGrid(numel, size, numel if period is None else period)
+    return BlockGrid(numel, size, period)

@@ -8,18 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from layout_planner._advice import advise
 from layout_planner._blocks import Rows, parse_block
 from layout_planner._checks import MOST_RANKS, shortened
-from layout_planner._gathers import (
-    GROUP_HEADERS,
-    gathers_row,
-    gathers_table,
-    group_dict,
-    group_row,
-    plan_matrices,
-    sweep_gathers,
-)
 from layout_planner._sweep import BF16, Options, plan_group, sweep, sweep_row, sweep_table
 from layout_planner._table import markdown, percent, size
 from layout_planner.checkpoints import read_checkpoint
@@ -28,7 +18,6 @@ from layout_planner.models import ModelShape, load_model, model_names, separate_
 T = TypeVar("T")
 
 _EPILOG = f"models: {', '.join(model_names())}. Blocks: rows:N, tile:RxC, elements:N, whole."
-_GATHERS = "Bytes of a gather of the matrices, quantized with whole tiles or with tiles cut between rows"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,16 +96,12 @@ def _parser() -> _Parser:
             "one tensor for all experts of a layer, or separate tensors for each expert (default: stacked)"
         )
         add("--experts", choices=("stacked", "separate"), default="stacked", help=stacked)
-        period = "blocks run across the stacked experts of a tensor, or start over in each (default: tensor)"
-        add("--period", choices=("tensor", "expert"), default="tensor", help=period)
         if run is not _draw:
-            tiles = "also show the bytes of quantized gathers; 128x128 or 128x128,32x32"
-            add("--tile", type=_listed(tile), default=(), help=tiles)
             add("--json", action="store_true", help="print JSON instead of tables")
         return added
 
     command("plan", _plan, "plan each group of a model at one world size")
-    command("sweep", _sweep, "padding over world sizes and blocks, with advice", many=True)
+    command("sweep", _sweep, "padding over world sizes and blocks", many=True)
     draw = command("draw", _draw, "draw one group's layout as SVG")
     draw.add_argument("-o", "--output", required=True, help="the SVG file to write; - is standard output")
     draw.add_argument(
@@ -189,14 +174,6 @@ def _ends(text: str, read: Callable[[str], int]) -> tuple[int, int]:
     return start, stop
 
 
-def tile(text: str) -> tuple[int, int]:
-    """`128x128`: rows and columns that share a scale."""
-    rows, x, columns = text.partition("x")
-    if not x:
-        raise ValueError(f"{text!r} is not a tile; write its rows and columns, such as 128x128")
-    return number(rows), number(columns)
-
-
 def named(name: str, experts: str) -> ModelShape:
     """A well-known model with experts stacked or separate."""
     return separate_experts(load_model(name)) if experts == "separate" else load_model(name)
@@ -204,7 +181,7 @@ def named(name: str, experts: str) -> ModelShape:
 
 def _chosen(args: argparse.Namespace) -> tuple[ModelShape, Options]:
     """The model that `--model` or `--checkpoint` names, and the planning options."""
-    options = Options(args.align, args.period, args.segments)
+    options = Options(args.align, args.segments)
     if args.checkpoint is None:
         return named(args.model, args.experts), options
     if args.experts != "stacked":
@@ -218,12 +195,6 @@ def _chosen(args: argparse.Namespace) -> tuple[ModelShape, Options]:
 def _plan(args: argparse.Namespace) -> Iterator[str]:
     model, options = _chosen(args)
     planned = [(group, plan_group(group, args.world_size, args.block, options)) for group in model.groups]
-    matrices = [
-        (group, plan)
-        for shape in args.tile
-        for group in model.groups
-        if (plan := plan_matrices(group, args.world_size, args.block, shape, options)) is not None
-    ]
     padded = sum(group.count * layout.padded_numel for group, layout in planned)
     bound = sum(group.count * layout.lower_bound for group, layout in planned)
     if args.json:
@@ -231,7 +202,6 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
             "model": model.name,
             "world_size": args.world_size,
             "block": str(args.block),
-            "period": args.period,
             "align": args.align,
             "groups": [
                 {
@@ -255,8 +225,6 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
             "gap": padded / bound - 1,
             "bf16_bytes_per_rank": BF16 * padded / args.world_size,
         }
-        if args.tile:
-            content["quantized"] = [group_dict(group, plan) for group, plan in matrices]
         yield json.dumps(content, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters, {args.world_size} ranks, block {args.block}"
@@ -286,40 +254,21 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
     gathered = size(BF16 * most)
     yield f"bf16: {size(shard_bytes)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
     yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
-    if args.tile:
-        yield f"\n{_GATHERS}, of one layer:\n"
-        yield markdown(GROUP_HEADERS, [group_row(group, plan) for group, plan in matrices])
 
 
 def _sweep(args: argparse.Namespace) -> Iterator[str]:
     model, options = _chosen(args)
     rows = sweep(model, args.world_size, args.block, options)
-    gathers = sweep_gathers(model, args.world_size, args.block, args.tile, options)
     if args.json:
-        measures = list(rows)
-        content = {"model": model.name, "numel": model.numel, "period": args.period, "align": args.align}
-        if args.tile:
-            content["quantized"] = [gather.to_dict() for gather in gathers]
-        content["measures"] = [row.to_dict() for row in measures]
-        content["advice"] = [advice.to_dict() for advice in advise(model, measures, options)]
-        yield json.dumps(content, indent=2)
+        content = {"model": model.name, "numel": model.numel, "align": args.align}
+        yield json.dumps({**content, "measures": [row.to_dict() for row in rows]}, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
     yield ""
-    table, measures = sweep_table(args.block), []
+    table = sweep_table(args.block)
     yield table.head()
     for row in rows:
-        measures.append(row)
         yield table.row(sweep_row(row))
-    if args.tile:
-        table = gathers_table(args.block)
-        yield f"\n{_GATHERS}, of all layers:\n\n{table.head()}"
-        for gather in gathers:
-            yield table.row(gathers_row(gather))
-    yield ""
-    yield "Advice"
-    for advice in advise(model, measures, options):
-        yield f"- {advice.text}"
 
 
 def _draw(args: argparse.Namespace) -> Iterator[str]:

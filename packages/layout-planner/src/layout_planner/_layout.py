@@ -194,8 +194,7 @@ class Layout:
             "world_size": self.world_size,
             "align": self.align,
             "tensors": [
-                {"name": spec.name, "shape": spec.shape, "block": str(spec.block), "period": spec.period}
-                for spec in self.tensors
+                {"name": spec.name, "shape": spec.shape, "block": str(spec.block)} for spec in self.tensors
             ],
             "segments": [
                 {"shard_size": segment.shard_size, "names": segment.names, "offsets": segment.offsets}
@@ -216,7 +215,7 @@ class Layout:
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
             tensors = tuple(
-                TensorSpec(spec["name"], tuple(spec["shape"]), parse_block(spec["block"]), spec["period"])
+                TensorSpec(spec["name"], tuple(spec["shape"]), parse_block(spec["block"]))
                 for spec in content["tensors"]
             )
             segments = tuple(

@@ -13,27 +13,24 @@ class TensorSpec:
     Args:
         name: unique in its group.
         shape: dimensions in elements, each at least 1; `()` is a scalar.
-        block: the smallest run of elements that stays on one rank.
-        period: elements after which blocks start over, such as one expert of a stacked weight; divides the
-            tensor. None: the whole tensor (for `Tile`: each matrix, since no tile reaches into the next one).
+        block: the smallest run of elements that stays on one rank. A `Tile` starts over in each stacked matrix.
 
     Attributes:
         grid: where it may be cut.
         numel: its elements.
 
     Raises:
-        ValueError: a dimension below 1, or a block or period that does not apply to the shape; names the tensor.
+        ValueError: a dimension below 1, or a block that does not apply to the shape; names the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     block: Block = Rows(1)
-    period: int | None = None
     grid: BlockGrid = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         check_integers(f"{self.name}: a size in shape {self.shape}", self.shape, 1)
-        object.__setattr__(self, "grid", grid_of(self.name, self.shape, self.block, self.period))
+        object.__setattr__(self, "grid", grid_of(self.name, self.shape, self.block))
         object.__setattr__(self, "numel", self.grid.numel)

@@ -9,17 +9,16 @@ from layout_planner._layout import Layout
 from layout_planner._plan import plan
 from layout_planner._table import Table, percent, size
 from layout_planner.baselines import even_rows, lcm_rule
-from layout_planner.models import GroupShape, ModelShape, Period
+from layout_planner.models import GroupShape, ModelShape
 
 BF16 = 2  # bytes
 
 
 @dataclass(frozen=True)
 class Options:
-    """How groups are planned: arguments of `plan`, and whether blocks start over in each stacked expert."""
+    """How groups are planned: arguments of `plan`."""
 
     align: int = 8
-    period: Period = "tensor"
     max_segments: int = 4
 
 
@@ -83,7 +82,7 @@ def plan_group(group: GroupShape, world_size: int, block: Block, options: Option
     Raises:
         ValueError: as `plan` and `GroupShape.specs`; the message names the tensor or the argument.
     """
-    specs = group.specs(block, options.period)
+    specs = group.specs(block)
     return plan(specs, world_size, align=options.align, max_segments=options.max_segments)
 
 

@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal
 
 from layout_planner._blocks import Block, Rows, Tile
 from layout_planner._spec import TensorSpec
 
-Period = Literal["tensor", "expert"]
 Config = dict[str, int]
 
 
@@ -47,22 +45,18 @@ class ShapeEntry:
         """Elements in the tensor."""
         return math.prod(self.shape)
 
-    def spec(self, block: Block, period: Period = "tensor") -> TensorSpec:
+    def spec(self, block: Block) -> TensorSpec:
         """This tensor with that block.
 
         Args:
             block: a `Tile` becomes `Rows(tile.rows)` on a tensor without rows and columns, such as a norm.
-            period: with "expert" blocks start over in each stacked expert, with "tensor" they run across experts.
 
         Raises:
-            ValueError: an unknown period, or a shape or block that `TensorSpec` refuses.
+            ValueError: a shape or block that `TensorSpec` refuses.
         """
-        if period not in ("tensor", "expert"):
-            raise ValueError(f"{self.name}: period {period!r} is neither 'tensor' nor 'expert'")
         if isinstance(block, Tile) and len(self.shape) < 2:
             block = Rows(block.rows)
-        stacked = period == "expert" and self.experts > 1
-        return TensorSpec(self.name, self.shape, block, self.numel // self.experts if stacked else None)
+        return TensorSpec(self.name, self.shape, block)
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,9 @@ class GroupShape:
         """Elements in one layer."""
         return sum(entry.numel for entry in self.tensors)
 
-    def specs(self, block: Block, period: Period = "tensor") -> list[TensorSpec]:
+    def specs(self, block: Block) -> list[TensorSpec]:
         """The tensors of one layer, all with this block, ready for `plan`; see `ShapeEntry.spec`."""
-        return [entry.spec(block, period) for entry in self.tensors]
+        return [entry.spec(block) for entry in self.tensors]
 
 
 @dataclass(frozen=True)

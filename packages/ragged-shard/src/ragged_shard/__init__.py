@@ -3,9 +3,6 @@
 After the RaggedShard of veScale-FSDP (arXiv 2602.22437). Start with `distribute_tensor` or `RaggedDTensor.from_local`.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
-
 import torch as _torch
 
 from ragged_shard import _tensor
@@ -29,7 +26,6 @@ from ragged_shard._device import (
 from ragged_shard._distribute import distribute_like, distribute_tensor, redistribute
 from ragged_shard._geometry import Box, held_boxes
 from ragged_shard._ops import table as _table  # noqa: F401  # fills the op table
-from ragged_shard._pinned import PinnedMemory
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._state_dict import (
     full_optimizer_state_dict,
@@ -39,17 +35,12 @@ from ragged_shard._state_dict import (
 )
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor, RedistributeHandle
 
-if _TYPE_CHECKING:
-    from ragged_shard._checkpoint import HuggingFaceStorageWriter
-
 __version__ = "0.1.0"
 __all__ = [
     "CPU",
     "DISTRIBUTED",
     "Box",
     "DeviceLayer",
-    "HuggingFaceStorageWriter",
-    "PinnedMemory",
     "RaggedDTensor",
     "RaggedShard",
     "RedistributeHandle",
@@ -77,12 +68,3 @@ __all__ = [
 
 # So that torch.load reads these back with its default, weights_only=True.
 _torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, StridedRaggedShard, _tensor._rebuild])
-
-
-def __getattr__(name: str) -> _Any:
-    # With it comes torch.distributed.checkpoint, which a step on one device does not need.
-    if name == "HuggingFaceStorageWriter":
-        from ragged_shard._checkpoint import HuggingFaceStorageWriter
-
-        return HuggingFaceStorageWriter
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,22 +5,15 @@ read as a chunk of the full tensor. The checkpoint does not depend on the ragged
 at any world size. Replicas write the same chunks, of which DCP keeps one. Nothing communicates here.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
-    HuggingFaceStorageWriter as _TorchHuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ragged_shard._geometry import Box
 from ragged_shard._redistribute import box_views
@@ -102,8 +95,7 @@ class OneOfSeveral(torch.Tensor):
         if func == _LAYOUT:
             raise NotImplementedError(
                 f"{args[0]._what}: this rank holds several boxes of it, and torch's HuggingFaceStorageWriter keeps "
-                "only the last. Use ragged_shard.HuggingFaceStorageWriter, which takes the same arguments, or "
-                "torch.distributed.checkpoint.FileSystemWriter"
+                "only the last. Use torch.distributed.checkpoint.FileSystemWriter, or fsdp_runtime.save_safetensors"
             )
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, OneOfSeveral):
@@ -115,65 +107,3 @@ class OneOfSeveral(torch.Tensor):
 
 
 _LAYOUT: Any = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
-
-
-class _PlainBoxes:
-    """A save planner whose boxes are plain tensors."""
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        data = self._planner.resolve_data(item)
-        return data.as_subclass(torch.Tensor) if isinstance(data, OneOfSeveral) else data
-
-
-class HuggingFaceStorageWriter(_TorchHuggingFaceStorageWriter):
-    """torch's writer of safetensors checkpoints, for tensors of which a rank holds several boxes too.
-
-    It takes the same arguments and writes the same format. A second box of a tensor on one rank goes into a second file
-    of that rank; torch's reader and its consolidation put all files together.
-
-    Raises:
-        CheckpointException: on every rank, when saving what several ranks hold without ``save_distributed=True``.
-    """
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the ranks' files, with room for more files of each rank."""
-        if not self.save_distributed:
-            _check_one_writer(plans)
-        numbered = super().prepare_global_plan(plans)
-        return [replace(plan, storage_data={**plan.storage_data, "ranks": len(plans)}) for plan in numbered]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's files, each with at most one box of any tensor."""
-        files: list[dict[str, WriteItem]] = [{}]
-        for item in plan.items:
-            name = item.index.fqn
-            target = next((file for file in files if name not in file), None)
-            if target is None:
-                files.append(target := {})
-            target[name] = item
-        storage = dict(plan.storage_data)
-        ranks, index = storage.pop("ranks"), storage.get("shard_index")
-        results: list[WriteResult] = []
-        for number, items in enumerate(files):
-            own = storage if index is None else {**storage, "shard_index": index + number * ranks}
-            file = replace(plan, items=list(items.values()), storage_data=own)
-            results += super().write_data(file, _PlainBoxes(planner)).wait()  # type: ignore[arg-type]
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result(results)
-        return future
-
-
-def _check_one_writer(plans: list[SavePlan]) -> None:
-    """Raise ValueError unless one rank writes everything, and whole tensors only: all ranks' files have one name."""
-    writers = [rank for rank, plan in enumerate(plans) if plan.items]
-    for rank in writers:
-        for item in plans[rank].items:
-            data = item.tensor_data
-            if len(writers) > 1 or (data is not None and data.chunk.sizes != data.size):
-                raise ValueError(
-                    f"{item.index.fqn}: rank {rank} writes what it holds of it, and ranks {writers} write files of one "
-                    "name, of which one would remain; pass save_distributed=True to HuggingFaceStorageWriter"
-                )

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ragged_shard import _torch_compat as compat
-
 CPU = torch.device("cpu")
 #: The kinds of device that a simulated process group stands for.
 SIMULATED = [CPU.type, "cuda", "meta"]
@@ -51,12 +49,10 @@ class DeviceLayer:
         device: with its index, where the kind of device has one.
         asynchronous: whether work is queued on streams, so that events mean something.
         capturing: whether work is recorded into a graph, so that the CPU may neither wait for the device nor ask it.
-        registers_memory: whether CPU memory that was allocated without the device can be page-locked for its copies.
     """
 
     asynchronous = False
     capturing: bool = False
-    registers_memory: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -95,18 +91,6 @@ class DeviceLayer:
 
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Page-lock CPU memory, so that copies to and from the device do not block. Where `registers_memory`.
-
-        Raises:
-            RuntimeError: the device refuses, say because too much is page-locked already.
-        """
-        raise NotImplementedError(f"{self.device} registers no memory")
-
-    def unregister_memory(self, address: int) -> None:
-        """End what `register_memory` began, after the last use."""
-        raise NotImplementedError(f"{self.device} registers no memory")
 
     #: resize(storage, nbytes) gives a storage memory of the current stream's pool; 0 bytes give it back there.
     resize: Callable[[torch.UntypedStorage, int], object] = staticmethod(torch.UntypedStorage.resize_)
@@ -177,24 +161,6 @@ class StreamLayer(DeviceLayer):
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
-
-    @property
-    def registers_memory(self) -> bool:  # type: ignore[override]
-        """Whether the device's runtime has a call for it that torch offers: CUDA's, and ROCm's under the same name."""
-        return self.device.type == "cuda"
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Page-lock CPU memory for all devices of this kind."""
-        portable = 1  # cudaHostRegisterPortable
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, nbytes, portable))
-        if code:
-            compat.clear_error(self.device)
-            raise RuntimeError(f"cudaHostRegister gave error {code}")
-
-    def unregister_memory(self, address: int) -> None:
-        """End what `register_memory` began."""
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 _layers: dict[torch.device, DeviceLayer] = {}

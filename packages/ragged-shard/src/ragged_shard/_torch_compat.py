@@ -9,7 +9,6 @@ CUDA, `distributed_c10d._world` (which groups there are), and for the test harne
 (`_clear_sharding_prop_cache`), and `torch._C._set_print_stack_traces_on_fatal_signal`.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -166,12 +165,6 @@ def print_native_stacks_on_fatal_signals() -> None:
 def sleeper(device: torch.device) -> Any:
     """The function that keeps a stream of this kind of device busy for a number of cycles, or None if it has none."""
     return getattr(torch.get_device_module(device), "_sleep", None)
-
-
-def clear_error(device: torch.device) -> None:
-    """Forget the error that a failed call of the device's runtime left behind: the next kernel would raise it."""
-    with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=device).fill_(1)
 
 
 def mode_is_active(mode: Any) -> bool:

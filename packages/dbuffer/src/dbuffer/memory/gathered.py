@@ -7,7 +7,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from .. import _torch_compat as compat
 from .geometry import Geometry
 from .recycler import Recycled, Recycler
 
@@ -73,13 +72,6 @@ class GatheredMemory(Recycled):
         self.flats = self.raw = self.own = ()
         self.own_gaps = []
         self.views = MappingProxyType({})
-
-    def count_users(self) -> int:
-        """Number of tensors on the storages: the ones above, and those that autograd saved for a backward."""
-        users = 0
-        for storage, _ in self._storages:
-            users += compat.users(storage)
-        return users
 
 
 @dataclass(frozen=True, eq=False)

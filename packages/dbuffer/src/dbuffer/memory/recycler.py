@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard import DeviceLayer, PinnedMemory, device_layer, is_cpu
+from ragged_shard import DeviceLayer, device_layer, is_cpu
 
 from .. import _torch_compat as compat
 from . import shared
@@ -91,13 +91,9 @@ class Recycler:
     All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
     stream that it was allocated on, so blocks of another stream would add to the activations' peak.
 
-    While a graph is captured, blocks come from the graph's own pool and go back there, never to a buffer outside: each
-    replay writes to them again.
-
     Attributes:
         device: where the blocks are, with index.
         home: the stream from whose pool blocks come. None: the one that is current when memory is asked for.
-        home_in_capture: the same, for blocks of a graph that is being captured.
 
     Args:
         device: where the blocks are.
@@ -106,15 +102,13 @@ class Recycler:
     """
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
-        self._layer = device_layer(device)
-        self.device = self._layer.device
+        self.layer = device_layer(device)
+        self.device = self.layer.device
         self.home: Any = None
-        self.home_in_capture: Any = None
         self._lean = lean
         self._lock = threading.RLock()  # models that are trained in separate threads share this
         self._parked: list[_Block] = []  # the longest parked first
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
-        self._captured: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # with memory of a graph
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
         self._shares = False
@@ -123,7 +117,7 @@ class Recycler:
 
     def share(self) -> None:
         """Take new blocks on the host from the memory that other ranks can read, where that is possible."""
-        on_host = is_cpu(self.device) and not self._layer.asynchronous
+        on_host = is_cpu(self.device) and not self.layer.asynchronous
         if on_host and not self._shares and compat.CAN_SWAP and shared.is_possible():
             self._shares = True
             self._low = shared.arena().address
@@ -141,23 +135,6 @@ class Recycler:
         # Asked of the storages themselves, so that those which died while lent do not count.
         with self._lock:
             return sum(map(torch.UntypedStorage.nbytes, self._homes))
-
-    def note_use(self) -> tuple[Any, bool]:
-        """The end of what the current stream holds, for `wait_for_use`."""
-        return self._layer.record(), self._layer.capturing
-
-    def wait_for_use(self, use: tuple[Any, bool]) -> None:
-        """Let later work of the current stream start after a use that `note_use` has noted.
-
-        An event of a graph means nothing outside, and one from outside nothing in a graph: there it is all that the
-        home stream holds by now.
-        """
-        event, captured = use
-        capturing = self._layer.capturing
-        home = self.home_in_capture if capturing else self.home
-        if (captured or capturing) and home is not None:
-            event = self._layer.record(home)
-        self._layer.wait(event)
 
     def lends(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's memory is from here."""
@@ -177,11 +154,10 @@ class Recycler:
                         f"and torch {torch.__version__} cannot give it other memory; build the buffer again"
                     )
                 self.quarantine(storage)  # an interrupt kept it from being taken back
-            capturing = self._layer.capturing
-            block = None if capturing else self._pop_parked(nbytes)
+            block = self._pop_parked(nbytes)
             if block is not None:
                 if block.last_use is not None:
-                    self._layer.wait(block.last_use)
+                    self.layer.wait(block.last_use)
                 compat.swap_memory(storage, block.storage)
                 self._spare.append(block.storage)
                 self._homes[storage] = block.home
@@ -189,16 +165,13 @@ class Recycler:
                 return
             if self._lean:
                 self.trim()
-            if self._layer.asynchronous:
-                home = self.home_in_capture if capturing else self.home
-                self._homes[storage] = self._resize_at_home(storage, nbytes, home)
-                if capturing:
-                    self._captured.add(storage)
+            if self.layer.asynchronous:
+                self._homes[storage] = self._resize_at_home(storage, nbytes)
             elif self._shares and nbytes >= shared.SMALLEST_SHARED:
                 compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
                 self._homes[storage] = None
             else:
-                self._layer.resize(storage, nbytes)
+                self.layer.resize(storage, nbytes)
                 if nbytes >= SMALLEST:
                     prefer_huge_pages(storage)
                 self._homes[storage] = None
@@ -209,15 +182,14 @@ class Recycler:
     def _empty(self, storage: torch.UntypedStorage) -> None:
         """Give a storage's memory back to its allocator."""
         if storage.resizable():
-            self._layer.resize(storage, 0)
+            self.layer.resize(storage, 0)
         else:  # memory of `shared`
             compat.swap_memory(storage, torch.UntypedStorage(0))
 
-    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int, home: Any) -> Any:
+    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
         """Allocate in the home stream's pool, for use on the current stream. Returns the home stream."""
-        layer = self._layer
-        if home is None:
-            home = layer.current_stream()
+        layer = self.layer
+        home = layer.current_stream() if self.home is None else self.home
         with layer.on(home, ()):
             layer.resize(storage, nbytes)
             allocated = layer.record()
@@ -225,24 +197,13 @@ class Recycler:
         return home
 
     def recycle(self, storage: torch.UntypedStorage) -> None:
-        """Leave the storage empty. The current stream must be behind the last use of its memory.
-
-        Raises:
-            RuntimeError: a graph is captured, and the memory is from before.
-        """
+        """Leave the storage empty. The current stream must be behind the last use of its memory."""
         with self._lock:
-            captured = storage in self._captured
-            if not captured and self._layer.capturing:
-                raise RuntimeError(
-                    "memory that was gathered before a graph's capture began is released inside it, and each replay "
-                    "would use it again; reshard before the capture"
-                )
             nbytes, home = storage.nbytes(), self._homes.pop(storage)
-            last_use = self._layer.record() if self._layer.asynchronous else None
-            self._captured.discard(storage)
-            if captured or not compat.CAN_SWAP:
-                self._layer.wait(last_use, home)
-                self._layer.resize(storage, 0)
+            last_use = self.layer.record() if self.layer.asynchronous else None
+            if not compat.CAN_SWAP:
+                self.layer.wait(last_use, home)
+                self.layer.resize(storage, 0)
                 return
             if (
                 self._shares
@@ -258,7 +219,7 @@ class Recycler:
     def drop(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty, and give its memory back to torch's allocator instead of keeping it."""
         with self._lock:
-            self._layer.wait(self._layer.record(), self._homes.pop(storage))
+            self.layer.wait(self.layer.record(), self._homes.pop(storage))
             self._empty(storage)
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
@@ -273,9 +234,9 @@ class Recycler:
             _quarantine.append(holder)
 
     def trim(self) -> None:
-        """Give all parked blocks back to torch's allocator. A graph that is being captured leaves them alone."""
+        """Give all parked blocks back to torch's allocator."""
         with self._lock:
-            if not self._parked or self._layer.capturing:
+            if not self._parked:
                 return
             parked, self._parked, self._parked_bytes = self._parked, [], 0
             for block in parked:
@@ -287,7 +248,7 @@ class Recycler:
 
     def _give_back(self, block: _Block) -> None:
         if block.last_use is not None:
-            self._layer.wait(block.last_use, block.home)
+            self.layer.wait(block.last_use, block.home)
         self._empty(block.storage)
         self._spare.append(block.storage)
 
@@ -318,7 +279,7 @@ class Recycled:
         if self.present:
             return
         if self._kept:
-            self._recycler.wait_for_use(self._last_use)
+            self._recycler.layer.wait(self._last_use)
         else:
             try:
                 for storage, nbytes in self._storages:
@@ -336,7 +297,7 @@ class Recycled:
             self.present = False  # first: after an interrupt nothing reads what is half freed
             self._kept = self._keeps
             if self._keeps:
-                self._last_use = self._recycler.note_use()
+                self._last_use = self._recycler.layer.record()
                 return
             for storage, _ in self._storages:
                 self._recycler.recycle(storage)
@@ -378,7 +339,7 @@ class ShardMemory:
 
     Args:
         device: where they are.
-        pinned_for: the device whose copies page-locked memory is for; None: the memory is not page-locked.
+        pin_memory: page-lock it, for copies to and from a device.
 
     Attributes:
         flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
@@ -387,14 +348,10 @@ class ShardMemory:
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pinned_for: DeviceLayer | None
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> None:
         self._geometry = geometry
-        self._dtype, self._device = dtype, device
-        self._pinned: list[PinnedMemory] = []  # one a segment, or none
-        if pinned_for is not None:
-            for segment in geometry.layout.segments:
-                self._pinned.append(PinnedMemory(pinned_for, segment.shard_size, dtype))
+        self._dtype, self._device, self._pin_memory = dtype, device, pin_memory
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
@@ -404,13 +361,12 @@ class ShardMemory:
         """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
         geometry = self._geometry
         flats: list[torch.Tensor] = []
-        for index, segment in enumerate(geometry.layout.segments):
-            if self._pinned:
-                flat = self._pinned[index].empty()
-            else:
-                flat = torch.empty(segment.shard_size, dtype=self._dtype, device=self._device)
-                if flat.nbytes >= SMALLEST:
-                    prefer_huge_pages(flat)
+        for segment in geometry.layout.segments:
+            flat = torch.empty(
+                segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pin_memory
+            )
+            if flat.nbytes >= SMALLEST and not self._pin_memory:
+                prefer_huge_pages(flat)
             if zeroed:
                 flat.zero_()
             check_aligned(flat.data_ptr())
@@ -444,16 +400,8 @@ class DebugRecycler(Recycler):
         self._watched: list[_Block] = []
         self._watched_bytes = 0
 
-    def recycle(self, storage: torch.UntypedStorage) -> None:
-        """Leave the storage empty; see `Recycler.recycle`."""
-        if self._layer.capturing:
-            raise RuntimeError(
-                f"{DEBUG_VARIABLE} waits for the device, which a graph cannot capture; unset it"
-            )
-        super().recycle(storage)
-
     def _park(self, block: _Block, nbytes: int) -> None:
-        self._layer.synchronize()
+        self.layer.synchronize()
         _bytes_of(block.storage).fill_(_POISON)
         self._watched.append(block)
         self._watched_bytes += nbytes
@@ -469,7 +417,7 @@ class DebugRecycler(Recycler):
 
     def check(self) -> None:
         """Raise if released memory was written to."""
-        self._layer.synchronize()
+        self.layer.synchronize()
         with self._lock:
             self._check(self._watched)
 

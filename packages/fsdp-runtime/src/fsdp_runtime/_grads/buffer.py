@@ -233,11 +233,10 @@ class GradBuffer:
             self._follow_training()
         self.state = GradState.OPEN
 
-    def write(self, index: int, grad: torch.Tensor, soon: bool = False) -> None:
+    def write(self, index: int, grad: torch.Tensor) -> None:
         """Put one gradient into the buffer, or add it to what is there since the last reduction.
 
-        Args:
-            soon: the reduction is near, so that a small gradient may wait for it and be copied with others.
+        A small gradient waits for others, and is copied with them.
 
         Raises:
             RuntimeError: the parameter was unfrozen while gradients of others wait for their reduction.
@@ -255,7 +254,7 @@ class GradBuffer:
             )
         self.written.add(index)
         if self.options.copy_late or (
-            soon and index in self._small and grad.untyped_storage().nbytes() <= _SMALL_BYTES
+            index in self._small and grad.untyped_storage().nbytes() <= _SMALL_BYTES
         ):
             self._kept[index] = grad
         else:

@@ -101,7 +101,6 @@ class Group:
         self._saved: list[torch.Tensor] = []  # with the version counters of all that autograd may save
         self._full_versions: list[int] = []  # of these, when they became readable; a gather does not count
         self._readable = False  # whether autograd may use tensors that it saved on the gathered memory
-        self._users_at_rest = 0
         self.keeps_storage = False
         self._loaded: list[RaggedDTensor] = []  # until `commit`
         self._digest = ""  # of the values in `load`, where all are known
@@ -399,8 +398,6 @@ class Group:
             param.set_sharded(tensor)
             if self._views:
                 param.set_unsharded(self._views[param.name], self._make_hook, self.plan.dtypes.reduce)
-        if self.buffer is not None:
-            self._users_at_rest = self.buffer.count_users()
 
     def keep_storage(self, enable: bool) -> None:
         """Keep the gathered memory while the parameters are sharded; also that of buffers to come.
@@ -500,15 +497,6 @@ class Group:
                 self._saved.append(param.unsharded)
         self._full_versions = compat.versions(self._saved)
         self._readable = True
-
-    def held_by_autograd(self) -> bool:
-        """Whether a tensor on the gathered memory is saved for a backward to come.
-
-        Once all gradients are there, every use that has one is done; one that has none, of a detached parameter, is
-        not, and shows here.
-        """
-        assert self.buffer is not None
-        return self.buffer.count_users() > self._users_at_rest
 
     # -- staleness --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from dbuffer import Gather, Handle, TransportChoice
 
 from .. import _torch_compat as compat
 from .._grads.scaling import ReduceOptions
-from .._plan.group import Request, children_of, plan_group
+from .._plan.group import Request, plan_group
 from .._plan.mesh import DataMesh, check_alike
 from .._plan.param import MakeHook, ManagedParam, Settings
 from .._torch.streams import Streams
@@ -34,20 +34,26 @@ class UnitState(enum.Enum):
     GATHERING   an all-gather is under way; modules hold the sharded parameters
     UNSHARDED   modules hold the unsharded parameters, views of gathered memory
     PARKED      gathered memory is kept for the next pass; modules hold the sharded parameters
-    THINNED     in backward of a unit around others: groups that are done with were freed, the rest is unsharded
 
         SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-                                ^                 |  ^   |  ^
-                                |            release_early  park
-                             gather               v  |   v  unshard
-                                '------------- THINNED  PARKED --reshard--> SHARDED
+                                                      |  ^
+                                                    park unshard
+                                                      v  |
+                                                     PARKED --reshard--> SHARDED
     """
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
-    THINNED = enum.auto()
     PARKED = enum.auto()
+
+
+def refuse_capture(name: str) -> NoReturn:
+    """Raise RuntimeError: a graph would gather into the same memory in each replay, and record no host work."""
+    raise RuntimeError(
+        f"{name} cannot be captured into a graph: fully_shard moves memory and starts collectives from the host. "
+        "Capture a part inside the unit, such as its attention, or use torch.compile"
+    )
 
 
 # Units that hold more than their shards; few at a time, however many units there are.
@@ -91,15 +97,13 @@ class Unit:
         mp_policy: of `fully_shard`.
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
-        groups: its parameters by kind, dtype, mesh and training state, and where `around_others` by large child.
-        around_others: whether other units are inside, so that parameters in different children are used far apart.
+        groups: its parameters by kind, dtype, mesh and training state.
         on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
         followers: units whose host this is. It gathers and reduces them, on every rank.
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
-        captured: whether its last gather was recorded into a graph.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
@@ -122,14 +126,11 @@ class Unit:
         self.state = UnitState.SHARDED
         self.options = options
         self.groups: list[Group] = []
-        self.around_others = False
         self.on_several_meshes = False
         self.root = True
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
         self.uneven = False
-        self.captured = False
-        self._in_graph = False  # whether any gather was captured; its replays use this memory
         self.closed = ""
         self._request = request
         self.keeps_slices = request.neighbors is not None
@@ -142,10 +143,9 @@ class Unit:
             weakref.finalize(self, streams.take_back).atexit = False
         self.make_hook: MakeHook | None = None
         self._handles: list[Handle] = []
-        self._freed: list[Group] = []  # where thinned
         self.shown: list[tuple[Param, Settings]] = []
         self._shrunk = False  # after forward slices were kept among neighbors
-        self._gathers: dict[tuple[int, ...], list[Gather]] = {}
+        self._gathers: list[Gather] = []  # made when first needed
         self.entered: list[nn.Module] = []
         self._waiting_for: set[nn.Module] = set()
         self.first: nn.Module | None = None
@@ -159,7 +159,7 @@ class Unit:
             self.name = name
             for group in self.groups:
                 group.rename(name)
-            self._gathers.clear()
+            self._gathers = []
 
     def update(self) -> None:
         """Run the optimizer in backward, if there is one. The gradients are published."""
@@ -175,7 +175,7 @@ class Unit:
             for group in self.groups:
                 group.keep_storage(self.options.keep_storage)
         if "gather_by" in changes:
-            self._gathers.clear()
+            self._gathers = []
         if "reduction" in changes:
             for group in self.groups:
                 group.gradients.scale(self.options.reduction)
@@ -199,9 +199,7 @@ class Unit:
         names = [param.name for param in self.params if param.sharded.requires_grad]
         return f"{self.name}, which trains {', '.join(names) or 'nothing'}"
 
-    def lay_out(
-        self, params: list[Param], values: dict[str, torch.Tensor], *, around_others: bool
-    ) -> list[Group]:
+    def lay_out(self, params: list[Param], values: dict[str, torch.Tensor]) -> list[Group]:
         """Groups of these parameters, with memory and values, for `take`. Unit, parameters and modules do not change.
 
         Args:
@@ -209,11 +207,9 @@ class Unit:
         """
         assert self.make_hook is not None
         kinds: dict[tuple[Any, ...], list[Param]] = {}
-        children = children_of(params) if around_others else {}
         for param in params:
-            child = children.get(param.name, 0)
             dtypes = (param.dtype, param.grad_dtype)
-            key = (param.kind, param.data, dtypes, param.requires_grad, child, param.selected)
+            key = (param.kind, param.data, dtypes, param.requires_grad, param.selected)
             kinds.setdefault(key, []).append(param)
         groups = []
         for (kind, *_), members in kinds.items():
@@ -228,11 +224,11 @@ class Unit:
             groups.append(group)
         return groups
 
-    def take(self, groups: list[Group], *, around_others: bool) -> None:
+    def take(self, groups: list[Group]) -> None:
         """Use these groups of `lay_out`, and put their sharded parameters into the modules."""
         if self.groups:
-            self._gathers.clear()
-        self.groups, self.around_others = groups, around_others
+            self._gathers = []
+        self.groups = groups
         meshes: set[DataMesh] = set()
         for group in groups:
             meshes.add(group.plan.data)
@@ -282,17 +278,12 @@ class Unit:
     def adopt(self) -> None:
         """Copy parameters that were moved or assigned into the shards; gathered values are out of date then."""
         self.check_open()
-        if self._in_graph and any(group.buffer is not None and group.has_moved() for group in self.groups):
-            raise RuntimeError(
-                f"{self.name}: its parameters were replaced, but a graph was captured that uses the memory of the ones "
-                "before; copy values in place instead (load_state_dict without assign=True, or param.copy_)"
-            )
         self.reshard()
         for group in self.groups:
             before = group.buffer
             group.adopt()
             if group.buffer is not before:
-                self._gathers.clear()
+                self._gathers = []
 
     def materialize(self) -> None:
         """Like `adopt`, and allocate parameters that are on the meta device; see `Group`."""
@@ -300,7 +291,7 @@ class Unit:
         for group in self.groups:
             if group.buffer is None:
                 group.materialize()
-                self._gathers.clear()
+                self._gathers = []
 
     def _refuse_meta(self) -> None:
         prefix = "" if self.root else f"{self.name}."
@@ -344,10 +335,10 @@ class Unit:
         Args:
             after: events that must have completed first. Defaults to all work of the current stream.
         """
-        if self.captured:
-            self._leave_capture()
         if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
             return
+        if self._streams.layer.capturing:
+            refuse_capture(self.name)
         if self.closed:
             self.check_open()
         if self.state is UnitState.PARKED:
@@ -356,33 +347,18 @@ class Unit:
             self.reshard()
         if self._handles:  # of an earlier gather, of which not all could start
             self.reshard()
-        absent = self.groups
-        if self.state is UnitState.THINNED:  # in one order on all ranks, for any order of backward
-            absent = [group for group in self.groups if group in self._freed]
         with label("all_gather", self.name):
-            for group in absent:
+            for group in self.groups:
                 if group.buffer is None:
                     self.prepare()
                 group.begin_gather()
             not_at_rest.add(self)
-            self.captured = self._streams.layer.capturing
-            if self.captured:
-                self._in_graph = True
-                self._streams.follow_capture()
-            key = tuple(map(id, absent))
-            calls = self._gathers.get(key)
-            if calls is None:
-                calls = self._gathers[key] = self._gathers_of(absent)
+            if not self._gathers:
+                self._gathers = self._gathers_of(self.groups)
             stream = self._streams.gather
-            for call in calls:
+            for call in self._gathers:
                 self._handles.append(call.start(stream, after))
             self.state = UnitState.GATHERING
-
-    def _leave_capture(self) -> None:
-        """After a capture, free what a graph alone gathers: outside of its replays the values are not there."""
-        if not self._streams.layer.capturing:
-            self.captured = False
-            self.reshard()
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
         """The calls that gather these groups: one for each mesh."""
@@ -395,8 +371,6 @@ class Unit:
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
-        if self.captured:
-            self._leave_capture()
         if self.state is UnitState.UNSHARDED:
             return
         if self.state is not UnitState.GATHERING:
@@ -404,7 +378,6 @@ class Unit:
         for handle in self._handles:
             handle.wait()
         self._handles = []
-        self._freed = []
         self.state = UnitState.UNSHARDED
         for group in self.groups:
             group.register_unsharded()
@@ -423,11 +396,10 @@ class Unit:
                 handle.wait()
             self._handles = []
             self.state = UnitState.SHARDED
-            freed, self._freed = self._freed, []
             for group in self.groups:
                 assert group.buffer is not None
                 neighbors = group.plan.neighbors if keep_slices and self.keeps_slices else None
-                if neighbors is not None and group not in freed:
+                if neighbors is not None:
                     group.buffer.shrink(neighbors)
                     self._shrunk = True
                 written = group.release() or written
@@ -497,16 +469,6 @@ class Unit:
                 f"{self.name}, {lost}, while the module held the gathered parameter, which the shards do not follow. "
                 "Call model.reshard() first, so that modules hold the sharded parameters"
             )
-
-    def release_early(self, group: Group) -> None:
-        """Free one group of an outer unit as soon as its backward is done."""
-        present = self.state is UnitState.UNSHARDED or self.state is UnitState.THINNED
-        if present and group not in self._freed and not group.held_by_autograd():
-            written = group.release()
-            self._freed.append(group)
-            self.state = UnitState.THINNED
-            if written:
-                self._refuse_written()
 
     def _refuse_written(self) -> NoReturn:
         raise RuntimeError(

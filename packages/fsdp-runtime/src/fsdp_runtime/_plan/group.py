@@ -3,7 +3,6 @@
 A step plans, validates and hashes nothing of this again.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from ..quantization import QuantizationPolicy, meet_tiles
 from .mesh import DataMesh, place
 from .param import ManagedParam
 
-MIN_CHILD = 1 << 18  # elements. Smaller children share a buffer and a reduction.
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
 ROW = Rows(1)
 ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
@@ -123,11 +121,6 @@ class GroupPlan:
     geometry: Geometry
     params: tuple[ParamPlan, ...]
     neighbors: dist.ProcessGroup | None
-
-    @property
-    def large(self) -> bool:
-        """Whether the group is worth a separate reduction."""
-        return self.layout.numel >= MIN_CHILD
 
     def buffer_options(self, *, gradients: bool = False) -> dict[str, Any]:
         """Common arguments of the `DBuffer`s of parameters and of gradients."""
@@ -276,20 +269,6 @@ def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
     names = tuple(runs[i].name for i in order)
     offsets = tuple(starts[i][0] * size + starts[i][1] for i in order)
     return Layout(tuple(runs), layout.world_size, layout.align, (Segment(size, names, offsets),))
-
-
-def children_of(params: Sequence[ManagedParam[Any]]) -> dict[str, int]:
-    """The parameters of a unit around other units that share a group: those of each large child; all small ones, 0.
-
-    embed.weight: 1    final_norm.weight: 0    head.weight: 2         (the other units run in between)
-    """
-    sizes: dict[str, int] = {}
-    for param in params:
-        child = param.name.split(".")[0]
-        sizes[child] = sizes.get(child, 0) + math.prod(param.shape)
-    large = [child for child, size in sizes.items() if size >= MIN_CHILD]
-    numbers = {child: number for number, child in enumerate(large, start=1)}
-    return {param.name: numbers.get(param.name.split(".")[0], 0) for param in params}
 
 
 # -- values in a planned layout ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ragged_shard import PinnedMemory
+from ragged_shard import CPU
 
 from .. import _torch_compat as compat
 from .._params.unit import Unit
@@ -224,7 +224,7 @@ class Activations:
         index = bisect.bisect_left(self._free, nbytes, key=_SIZE)
         if index < len(self._free):
             return self._free.pop(index)
-        return PinnedMemory(self._layer, nbytes, torch.uint8).empty()
+        return torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=True)
 
     def _free_sent(self) -> None:
         """Free device memory, after the copies out of it."""

@@ -22,16 +22,14 @@ import torch.distributed as dist
 
 from dbuffer import AllReduce, DBuffer, Handle
 
-from .. import _torch_compat as compat
 from .._grads.buffer import WRITABLE, Closed, GradBuffer
-from .._grads.missing import WAY_OUT, Missing
+from .._grads.missing import Missing
 from .._grads.scaling import AllReduceHook, Scaling
 from .._params.group import Group
 from .._params.unit import Param, Unit, label
 from .._plan.mesh import DataMesh
 from .._torch.streams import Streams
 
-_NO_RUN = -1
 _COMPLETED = operator.attrgetter("completed")
 
 
@@ -88,7 +86,7 @@ class Reduction:
         """Publish which parameters have no gradient on this rank, if other ranks decide whether they get one.
 
         Raises:
-            RuntimeError: they do, and a graph is captured or the store does not answer.
+            RuntimeError: they do, and the store does not answer.
         """
         data = group.plan.data
         stays_partial = data.hybrid and not self._options.all_reduce
@@ -97,11 +95,6 @@ class Reduction:
         names = {param.index: f"{param.name} of {group.name}" for param in closed.missing}
         key = f"{group.name} {closed.number}"
         missing = self._missing[group] = Missing(data, group.gradients.ledger, key, names)
-        if missing.asks and self._streams.layer.capturing:
-            raise RuntimeError(
-                f"{', '.join(names.values())} got no gradient, and a graph cannot find out whether other ranks have "
-                f"one; {WAY_OUT}"
-            )
         group.gradients.published = missing
         missing.publish()
 
@@ -194,7 +187,7 @@ class Reduction:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
             self._event = layer.record()
-        if self.groups[0].plan.offload is not None:  # memory of the host is given back; not in a graph
+        if self.groups[0].plan.offload is not None:  # memory of the host is given back
             layer.wait_on_host(self._event)
         else:
             layer.wait(self._event)
@@ -241,8 +234,6 @@ class Backward:
         self.waiting: set[Unit] = set()
         self.partial: set[Unit] = set()
         self._streams = streams
-        self._run = _NO_RUN
-        self._accumulating: set[Unit] = set()  # units with gradients from before this backward
         self._queue: list[Reduction] = []  # in the order of their launches
         self._flying: list[Reduction] = []  # those that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
@@ -255,8 +246,6 @@ class Backward:
 
     def begin(self) -> None:
         """A run of the autograd engine has reached the model."""
-        self._run = compat.backward_id()
-        self._accumulating = set(self.waiting)
         self.updated = set()
 
     def check_not_updated(self, unit: Unit) -> None:
@@ -285,40 +274,10 @@ class Backward:
             grad = grad.to_dense()
         group = param.group
         gradients = group.gradients
-        last = unit.around_others and self._is_last_of(unit, group, param)
-        if last and unit.options.reshard_after_backward and len(gradients.trained) == len(group.params):
-            unit.release_early(group)  # frozen ones get no gradient that tells when they are used up
         if gradients.state not in WRITABLE:
             self._make_room(group)
             self.waiting.add(unit)
-        gradients.write(param.index, grad, not unit.around_others)
-        del grad
-        # Ranks that use different parameters must not reduce at different times.
-        options = unit.options
-        differ = (
-            options.reduce_unused
-            or unit.on_several_meshes
-            or options.update is not None
-            or unit.host is not None
-            or unit.uneven
-        )
-        if last and group.plan.large and options.requires_gradient_sync and not differ:
-            gradients_of = [(each, each.gradients) for each in unit.groups]
-            complete = [each for each, own in gradients_of if own.written and own.trained <= own.written]
-            self.reduce(unit, complete)
-
-    def _is_last_of(self, unit: Unit, group: Group, param: Param) -> bool:
-        """Whether this is the last gradient that the group still waits for, so that backward has used all of it.
-
-        Not in a run inside a run (reentrant checkpoints): there more gradients of this parameter may come. Nor where
-        gradients from before wait: those of the same parameters come again.
-        """
-        if compat.backward_id() != self._run or unit in self._accumulating:
-            return False
-        written, trained = group.gradients.written, group.gradients.trained
-        if len(trained) > len(written) + 1:
-            return False
-        return param.index not in written and trained - written == {param.index}
+        gradients.write(param.index, grad)
 
     def _make_room(self, group: Group) -> None:
         """Wait until the group's gradient buffer is free, then let it accept gradients."""

@@ -22,7 +22,7 @@ from .. import _torch_compat as compat
 from .._params.empty_buffers import empty_buffers
 from .._params.group import Group
 from .._params.seeds import check_same_values
-from .._params.unit import Unit, UnitState, label
+from .._params.unit import Unit, UnitState, label, refuse_capture
 from .._torch.streams import Streams
 from .activations import Activations
 from .backward import Backward, find_used_anywhere
@@ -35,8 +35,7 @@ _EMPTY = (
     " set_full_state_dict(model, state_dict, rank0_only=True) sends them from rank 0, if it has them"
 )
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
-_USABLE = (UnitState.UNSHARDED, UnitState.THINNED)
-_PRESENT = (*_USABLE, UnitState.PARKED)  # nothing has to be gathered
+_PRESENT = (UnitState.UNSHARDED, UnitState.PARKED)  # nothing has to be gathered
 
 
 _begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # those that have begun a forward, some long ago
@@ -138,29 +137,6 @@ class Pass:
         layer = self.streams.layer
         layer.wait(layer.record() if event is None else event, self.streams.gather)
 
-    def _check_capture(self, event: Any) -> None:
-        """Raise if a graph cannot capture this model's pass."""
-        if event is not None:
-            raise RuntimeError(
-                "set_post_optim_event: a graph cannot wait for an event from before its capture"
-            )
-        for unit in self.units:
-            if not (unit.at_rest or unit.captured):
-                raise RuntimeError(
-                    f"{unit.name} is gathered: a graph would use these values in each replay; call its `reshard` "
-                    "before the capture"
-                )
-            if unit.offloads_activations:
-                raise RuntimeError(
-                    f"{unit.name} offloads its activations, to memory that may be another in each step, which a graph "
-                    "cannot capture; shard without activations in offload_policy"
-                )
-            if any(group.plan.offload is not None for group in unit.groups):
-                raise RuntimeError(
-                    f"{unit.name} is offloaded: the CPU waits for its gradients, which a graph cannot capture; "
-                    "shard without offload_policy"
-                )
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @property
@@ -180,10 +156,10 @@ class Pass:
         alone = root.options.skippable or root.host is not None  # not on every rank
         if alone:
             self._check_follower(root)
+        if self.streams.layer.capturing:
+            refuse_capture(root.name)
         with label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
-            if self.streams.layer.capturing:
-                self._check_capture(event)
             if event is not None and any(unit.has_moved() for unit in self.units):
                 self.streams.layer.wait(event)  # the shards are written here too
                 event = None
@@ -195,7 +171,7 @@ class Pass:
             _begun.add(self)
             if root not in self._forward:
                 empty = empty_buffers(root.modules)
-                if not (alone or self.streams.layer.capturing):
+                if not alone:
                     check_same_values(self.units)
                 if not alone:
                     self._watch_order(empty)
@@ -386,8 +362,7 @@ class Pass:
     def finish_copies(self) -> None:
         """Let the host wait until gathers have read shards that are in CPU memory: users may write to them now."""
         layer = self.streams.layer
-        if not layer.capturing:  # else `_check_capture` has raised
-            layer.wait_on_host(layer.record(self.streams.gather))
+        layer.wait_on_host(layer.record(self.streams.gather))
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -410,7 +385,7 @@ class Pass:
             self._backward.enter(unit)
             if self.activations is not None:
                 self.activations.enter_backward()
-        elif unit.state in _USABLE:
+        elif unit.state is UnitState.UNSHARDED:
             return
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
@@ -429,8 +404,6 @@ class Pass:
         for unit in self.units:
             if unit.shown:
                 unit.hide(in_backward=True)
-        if self.streams.layer.capturing:
-            self.streams.follow_capture()
         self.backward.begin()
         if self.activations is not None:
             self.activations.begin_backward()

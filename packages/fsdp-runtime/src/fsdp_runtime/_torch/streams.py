@@ -26,13 +26,8 @@ class Streams:
 
     def take_back(self) -> None:
         """Let memory that ends from now on, used by collectives under way or not, be free only behind them."""
-        if not self.layer.capturing:  # a graph cannot wait for what is outside of it
-            for stream in (self.gather, self.reduce):
-                self.layer.wait(self.layer.record(stream), self.recycler.home)
-
-    def follow_capture(self) -> None:
-        """Take gathered memory of the graph that is being captured from the pool of the stream that is current now."""
-        self.recycler.home_in_capture = self.layer.current_stream()
+        for stream in (self.gather, self.reduce):
+            self.layer.wait(self.layer.record(stream), self.recycler.home)
 
 
 # One for each device, as long as a unit uses it: models in one process gather one after the other anyway.

@@ -13,7 +13,7 @@ offload                 shards in CPU memory                                    
 
 from .convert import convert_checkpoint
 from .export import iter_full_params
-from .fp8_files import read_safetensors, safetensors_shapes
+from .fp8_files import read_safetensors
 from .full_params import full_params
 from .full_state import (
     get_full_optimizer_state_dict,
@@ -42,7 +42,6 @@ __all__ = [
     "offload",
     "read_safetensors",
     "reload",
-    "safetensors_shapes",
     "save_safetensors",
     "set_full_optimizer_state_dict",
     "set_full_state_dict",

@@ -93,7 +93,7 @@ def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -
     operations = [type(operation).__name__ for operation in converter.operations]
     raise ValueError(
         f"{name} is made of {[file for files in lists for file in files][:4]} by {operations} of transformers, which "
-        "load_safetensors does not follow; use from_pretrained inside integrations.transformers.sharded_loading"
+        "load_safetensors does not follow; use from_pretrained on rank 0, then set_full_state_dict(rank0_only=True)"
     )
 
 

@@ -54,21 +54,6 @@ def read_safetensors(
     }
 
 
-def safetensors_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in safetensors files, without the scales of FP8 weights. Reads headers only.
-
-    Args:
-        path: a `.safetensors` file, an index, or a folder with either.
-
-    Raises:
-        ValueError: a header or index is damaged, or does not fit its file.
-        OSError: a file is missing or cannot be read.
-        ImportError: safetensors is not installed.
-    """
-    stored = Checkpoint(path).tensors
-    return {name: tensor.shape for name, tensor in stored.items() if not name.endswith(SCALES)}
-
-
 def tile_in(folder: Path) -> tuple[int, int]:
     """Rows and columns of a tile, as the `config.json` of a folder says. Raises ValueError where it does not."""
     path = folder / CONFIG

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dbuffer import DeviceLayer, device_layer
-from ragged_shard import CPU, PinnedMemory, RaggedDTensor, is_cpu
+from ragged_shard import CPU, RaggedDTensor, is_cpu
 
 from .._params.unit import Unit
 from .._plan.group import wrap_local
@@ -33,7 +33,7 @@ class HostCopy:
         allocate, fetch  after which it has its bytes again
 
     `send` and `fetch` copy on the current stream; `free` and `allocate` go to the memory pool of the current stream.
-    Streams are ordered by the caller. Page-locked memory is kept for the next time.
+    Streams are ordered by the caller.
     """
 
     def __init__(self, storage: torch.UntypedStorage, layer: DeviceLayer) -> None:
@@ -43,15 +43,13 @@ class HostCopy:
                 "numpy or a file (tensor.numpy(), torch.load(mmap=True)); keep such memory out of what is offloaded"
             )
         self.storage, self._layer, self.nbytes = storage, layer, storage.nbytes()
-        self._pinned = PinnedMemory(layer, self.nbytes, torch.uint8) if layer.asynchronous else None
         self._host: torch.Tensor | None = None
 
     def send(self) -> None:
         """Copy the bytes to the CPU."""
         if self._host is None:
-            empty = torch.empty(self.nbytes, dtype=torch.uint8, device=CPU) if self._pinned is None else None
-            self._host = self._pinned.empty() if self._pinned is not None else empty
-        assert self._host is not None
+            pinned = self._layer.asynchronous
+            self._host = torch.empty(self.nbytes, dtype=torch.uint8, device=CPU, pin_memory=pinned)
         self._host.copy_(self._bytes(), non_blocking=True)
 
     def free(self) -> None:
@@ -68,7 +66,7 @@ class HostCopy:
         self._bytes().copy_(self._host, non_blocking=True)
 
     def forget(self) -> None:
-        """Drop the copy; its memory may serve the next one."""
+        """Drop the copy."""
         self._host = None
 
     def view(self, local: torch.Tensor) -> torch.Tensor:

@@ -206,8 +206,10 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Entry]:
         if param is not None and param.group.holds_values:
             continue
         if buffers or param is not None or isinstance(target.tensor, nn.Parameter):
-            group = None if param is None else param.group
-            others.append(Entry(name, target.tensor.detach(), None, group))
+            value, group = target.tensor.detach(), None
+            if param is not None:
+                value, group = param.plain(value), param.group
+            others.append(Entry(name, value, None, group))
     return [*_by_group(model, names), *others]
 
 

@@ -10,9 +10,7 @@
 Tried with accelerate 1.15.
 """
 
-import re
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
-from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
+from ragged_shard import RaggedDTensor
 
 from ._replaced import replaced
 
@@ -171,120 +169,17 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 
 
 def load_state(accelerator: Any, input_dir: str | Path | None = None, **options: Any) -> None:
-    """`accelerator.load_state`, also of full state dicts, which torch cannot slice; one rank's error is every rank's.
+    """`accelerator.load_state`, also of full state dicts, which torch cannot slice.
 
-    Sharded ones are read by each rank; of full ones rank 0 gives every rank its slices, a tensor at a time. Ranks
-    compare what they find before anything is loaded, and again at the end. In addition to what loading communicates:
-    two all-gathers of pickled objects, under 100 bytes a rank each, or as many as the longest error message takes.
-
-    A rank beyond those that saved has no file of random states. It takes the step that accumulation counts from the
-    others, and keeps its generators.
+    Sharded ones are read by each rank; of full ones rank 0 gives every rank its slices, a tensor at a time. A file that
+    one rank alone cannot read raises there, and the others wait until the launcher ends them.
 
     Args:
         accelerator: with models that `shard` has sharded, prepared.
-        input_dir: the folder. None: the newest, with `automatic_checkpoint_naming`.
-        options: of `accelerator.load_state`.
-
-    Raises:
-        OSError, RuntimeError, ValueError: on every rank, with the name of the rank: a folder or file that is missing or
-            cannot be read; newest checkpoints or steps that differ; whatever schedulers, samplers, hooks and registered
-            objects raise. Errors of models and optimizers are those of torch's distributed checkpoint, or of
-            `set_full_state_dict`, on every rank too.
+        input_dir, options: of `accelerator.load_state`.
     """
-    folder, step, problem, steps = Path(), None, None, set[int]()
-    try:
-        folder = _folder(accelerator, input_dir)
-        step = _check_files(accelerator, folder, options.get("load_kwargs") or {})
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    answers = raise_on_all_ranks(problem, "load_state", (folder.name if input_dir is None else "", step))
-    for rank, (name, other) in enumerate(answers):
-        if name != answers[0][0]:
-            raise ValueError(
-                f"load_state: the newest checkpoint is {answers[0][0]} on rank 0 and {name} on rank {rank}; pass "
-                "input_dir"
-            )
-        steps |= set() if other is None else {other}
-        if len(steps) > 1:
-            raise ValueError(
-                f"load_state: rank {rank} saved its random states at another step than the ranks before it: {steps}"
-            )
-    began: list[Any] = []  # reading what each rank reads by itself, after which nothing communicates
-    hook = accelerator.register_load_state_pre_hook(lambda *_: began.append(True))
-    hook.hooks_dict_ref().move_to_end(hook.id, last=False)
-    try:
-        with full_state_dicts():
-            accelerator.load_state(str(folder), **options)
-    except Exception as error:
-        if not began:
-            raise
-        problem = error
-    finally:
-        hook.remove()
-    raise_on_all_ranks(problem, f"load_state of {folder}")
-    if step is None and steps:
-        accelerator.step = steps.pop()
-
-
-def _folder(accelerator: Any, input_dir: str | Path | None) -> Path:
-    """The folder that `accelerator.load_state` reads."""
-    if input_dir is not None:
-        folder = Path(input_dir).expanduser()
-    elif accelerator.project_configuration.automatic_checkpoint_naming:
-        folders = Path(accelerator.project_dir, "checkpoints").iterdir()
-        folder = max(folders, key=lambda folder: int(re.findall("[0-9]+", folder.name)[0]))
-    else:
-        raise ValueError("no input_dir is given, and automatic_checkpoint_naming is off")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder")
-    return folder
-
-
-def _check_files(accelerator: Any, folder: Path, load_kwargs: dict[str, Any]) -> int | None:
-    """Read the files of this rank as Accelerate will, but mapped, so that none fails while other ranks wait.
-
-    Returns:
-        The step in the file of random states; None where the checkpoint was saved with fewer ranks.
-    """
-    from accelerate.utils import constants, load
-
-    plugin, rank = getattr(accelerator.state, "fsdp_plugin", None), accelerator.process_index
-    if accelerator.scaler is not None:
-        read_mapped(folder / constants.SCALER_NAME, torch.load)
-    if plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT and rank == 0:
-        for path in [
-            *_numbered(folder / constants.FSDP_MODEL_NAME, accelerator._models),
-            *_numbered(folder / constants.OPTIMIZER_NAME, accelerator._optimizers),
-        ]:
-            read_mapped(path, torch.load)
-    for path in _numbered(folder / constants.SCHEDULER_NAME, accelerator._schedulers):
-        read_mapped(path, load, **load_kwargs)
-    for index in range(len(accelerator._custom_objects)):
-        read_mapped(folder / f"custom_checkpoint_{index}.pkl", load, weights_only=False)
-    name = constants.RNG_STATE_NAME
-    saved_by = [int(other.stem.rpartition("_")[2]) for other in folder.glob(f"{name}_[0-9]*.pkl")]
-    if rank > max(saved_by, default=-1):
-        return None
-    step: int | None = read_mapped(folder / f"{name}_{rank}.pkl", load).get("step")
-    return step
-
-
-def _numbered(path: Path, objects: list[Any]) -> list[Path]:
-    return [path.with_name(f"{path.name}_{i}.bin" if i else f"{path.name}.bin") for i in range(len(objects))]
-
-
-def read_mapped(path: Path, load: Callable[..., Any], **options: Any) -> Any:
-    """What `load`, such as `torch.load`, finds in a file, mapped where it can be.
-
-    Raises:
-        OSError, RuntimeError: it cannot be read; the message names it.
-    """
-    try:
-        return load(path, **{"map_location": CPU, "mmap": zipfile.is_zipfile(path), **options})
-    except Exception as error:
-        if getattr(error, "filename", None):
-            raise
-        raise RuntimeError(f"{path} cannot be read: {error}") from error
+    with full_state_dicts():
+        accelerator.load_state(None if input_dir is None else str(input_dir), **options)
 
 
 @contextmanager

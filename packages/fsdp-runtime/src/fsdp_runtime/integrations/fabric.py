@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
-from ragged_shard import CPU, RaggedDTensor, raise_on_all_ranks
+from ragged_shard import CPU, RaggedDTensor
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -102,9 +102,7 @@ class RaggedStrategy:
     ) -> dict[str, Any]:
         """As Fabric's, for `Fabric.load` and `Fabric.load_raw`; full checkpoints too, which torch cannot slice.
 
-        Of a file each rank maps the bytes and copies its own ranges; nothing is sent but the path and small objects.
-        Ranks compare what they see first, and names and shapes are checked before anything is written: where one rank
-        cannot read the file, all raise.
+        Of a file each rank maps the bytes and copies its own ranges; nothing is sent but the path.
 
         Args:
             path: a folder (sharded) or a file (full), seen by all ranks; rank 0's counts.
@@ -116,26 +114,28 @@ class RaggedStrategy:
             What else the file has.
 
         Raises:
-            ValueError, TypeError: names, shapes or kinds that differ; a path that is a file on some ranks only.
+            ValueError, TypeError: names, shapes or kinds that differ.
             KeyError: something that `state` asks for is not in the file.
-            OSError, RuntimeError: a file that a rank cannot read.
+            OSError, RuntimeError: a file that cannot be read.
         """
         inherited: Any = super()
         path = Path(inherited.broadcast(path))
-        wanted_state = state if isinstance(state, dict) else {"model": state}
-        models = {key: value for key, value in wanted_state.items() if _is_ragged(value)}
-        ((key, model),) = models.items() if len(models) == 1 else [("", None)]
-        wanted = {} if model is state else wanted_state
-        file = None if model is None else _read(path, key, model, wanted, strict, weights_only)
-        if model is None or file is None:
+        models = (
+            {key: value for key, value in state.items() if _is_ragged(value)}
+            if isinstance(state, dict)
+            else {}
+        )
+        if not path.is_file() or not (_is_ragged(state) or len(models) == 1):
             remainder: dict[str, Any] = inherited.load_checkpoint(
                 path=path, state=state, strict=strict, weights_only=weights_only
             )
             return remainder
-        if model is state:
-            set_full_state_dict(model, file, strict=strict)
+        file = torch.load(path, mmap=True, map_location=CPU, weights_only=weights_only)
+        if not models:
+            set_full_state_dict(state, file, strict=strict)
             return {}
-        return _load(file, key, model, wanted_state, strict)
+        ((key, model),) = models.items()
+        return _load(path, file, key, model, state, strict)
 
 
 def _is_ragged(value: Any) -> bool:
@@ -144,57 +144,19 @@ def _is_ragged(value: Any) -> bool:
     )
 
 
-def _read(
-    path: Path, key: str, model: nn.Module, wanted: dict[str, Any], strict: bool, weights_only: bool | None
-) -> dict[str, Any] | None:
-    """What a full checkpoint has, states of optimizers by name; None where the path is no file, on all ranks.
-
-    Whatever a rank finds here is known to all before they load, since loading communicates.
-    """
-    kind: str = "nothing"
-    file: Any = {}
-    absent: list[str] = []
-    problem: Exception | None = None
-    try:
-        kind = "a file" if path.is_file() else "a folder" if path.is_dir() else kind
-        if kind == "a file":
-            file = torch.load(path, mmap=True, map_location=CPU, weights_only=weights_only)
-        if not isinstance(file, dict):
-            raise TypeError(f"the file has a {type(file).__name__}; expected a dict")
-        for name, value in wanted.items():
-            if isinstance(value, torch.optim.Optimizer) and name in file:
-                file[name] = _by_name(file[name], model)
-        absent = [name for name in wanted if name not in file]
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    answers = raise_on_all_ranks(problem, f"load_checkpoint: {path}", (kind, absent))
-    for rank, (other, _) in enumerate(answers):
-        if other != answers[0][0]:
-            raise ValueError(
-                f"load_checkpoint: {path} is {answers[0][0]} on rank 0 and {other} on rank {rank}; all ranks must see "
-                "the same checkpoint"
-            )
-    if kind != "a file":
-        return None
-    for rank, (_, absent) in enumerate(answers):
-        for name in absent:
-            if strict or name == key or any(name not in others for _, others in answers):
-                raise KeyError(
-                    f"load_checkpoint: on rank {rank} {path} has no {name!r}, which the state asks for "
-                    f"(strict={strict})"
-                )
-    content: dict[str, Any] = file
-    return content
-
-
 def _load(
-    file: dict[str, Any], key: str, model: nn.Module, state: dict[str, Any], strict: bool
+    path: Path, file: dict[str, Any], key: str, model: nn.Module, state: dict[str, Any], strict: bool
 ) -> dict[str, Any]:
+    for name in state:
+        if name not in file and (strict or name == key):
+            raise KeyError(
+                f"load_checkpoint: {path} has no {name!r}, which the state asks for (strict={strict})"
+            )
     set_full_state_dict(model, file.pop(key), strict=strict)
     for name in [name for name in state if name in file]:
         value = file.pop(name)
         if isinstance(state[name], torch.optim.Optimizer):
-            set_full_optimizer_state_dict(model, state[name], value)
+            set_full_optimizer_state_dict(model, state[name], _by_name(value, model))
         elif hasattr(state[name], "load_state_dict"):
             state[name].load_state_dict(value)
         else:

@@ -144,27 +144,12 @@ def _for_comparison(options: argparse.Namespace) -> RunConfig:
 
 
 def _plan(argv: list[str]) -> int:
-    from .plan.command import print_plan
-    from .plan.models import find_model
+    from .plan import print_plan
 
-    parser = _parser(
-        "plan",
-        "What each rank will hold and send; without --hsdp, --tp, --pp, --cp and --ep also which of them fit in "
-        "memory, fewest bytes sent first. With --measure, beside a run of a few steps.",
-    )
-    parser.add_argument("--memory", type=float, metavar="GiB", help="of a rank (default: the GPU's, else 80)")
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="plan this model: a config.json of transformers, safetensors (no activations), or a folder with either",
-    )
+    parser = _parser("plan", "The bytes that each rank will hold, by unit and by kind. Nothing is allocated.")
     add_run_options(parser)
     options = parser.parse_args(argv)
-    if options.model is not None:
-        options.hf_config = find_model(options.model)
-    if options.memory is not None and not options.memory > 0:
-        raise TrainError(f"--memory {options.memory}: expected a positive number of GiB")
-    return print_plan(run_config(options), options.ranks, options.memory)
+    return print_plan(run_config(options), options.ranks)
 
 
 def _export(argv: list[str]) -> int:
@@ -188,7 +173,7 @@ def _verify(argv: list[str]) -> int:
 
 _SUBCOMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "compare": ("the same work on several systems, optimizers or wire formats", _compare),
-    "plan": ("what a run will hold and send, and which splits of its ranks fit", _plan),
+    "plan": ("what a rank will hold in memory, before anything is trained", _plan),
     "export": ("a checkpoint as one safetensors file", _export),
     "verify": ("whether checkpoints are as they were written", _verify),
 }

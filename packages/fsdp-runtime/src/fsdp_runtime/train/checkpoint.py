@@ -371,7 +371,7 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
 def load(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill model and optimizer from a checkpoint written at any world size and under any splits. Collective.
+    """Fill model and optimizer from a checkpoint written at any world size. Collective.
 
     Raises:
         TrainError: files are missing or damaged.

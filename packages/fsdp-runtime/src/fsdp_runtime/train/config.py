@@ -15,7 +15,6 @@ from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
 from .report import TRACKERS
-from .splits import AXES, SCHEDULES, Splits, check_optimizer, check_splits, find_splits
 from .tracing import check_snapshot, step_range
 
 FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
@@ -27,7 +26,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "quantize": ("none",),
     "reduce": ("none",),
     "offload_activations": (False,),
-    **dict.fromkeys(AXES, (1,)),
+    "hsdp": (1,),
 }
 
 
@@ -84,12 +83,7 @@ class RunConfig:
     )
     reshard: bool = _option(True, "free gathered blocks between forward and backward (default: yes)")
     offload_activations: bool = _option(False, "keep activations in CPU memory")
-    hsdp: int = _option(1, "copies of the sharded model, a set of ranks each")
-    tp: int = _option(1, "ranks that share each matrix (tensor and sequence parallel)")
-    pp: int = _option(1, "ranks that share the layers (pipeline); microbatches are those of --accumulate")
-    cp: int = _option(1, "ranks that share each sequence (context parallel)")
-    ep: int = _option(1, "ranks that share each layer's experts")
-    pp_schedule: str = _option("1f1b", f"schedule of the pipeline: {', '.join(SCHEDULES)}")
+    hsdp: int = _option(1, "copies of the sharded model, a set of ranks each", least=1)
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
     log_every: int = _option(1, "steps between lines of metrics", least=1)
@@ -122,7 +116,6 @@ class RunConfig:
         60.0,
         "seconds without progress after which the late collective and missing ranks are named; 0 for never",
     )
-    measure: bool = _option(False, "count the peak of live bytes, to compare with the plan's (default: no)")
 
     def check(self, world_size: int) -> None:
         """Raises `TrainError` for any mistake that shows without data and without other ranks."""
@@ -179,48 +172,27 @@ class RunConfig:
             )
         if self.hf_config and not Path(self.hf_config).is_file():
             raise TrainError(f"--hf-config {self.hf_config}: no such file")
-        splits = self.splits(world_size)
-        self._check_division(splits)
-        if not splits.plain:
-            self._check_splits(splits)
+        self._check_division(world_size)
 
     def divides(self, world_size: int) -> bool:
-        """True if the splits divide this number of ranks, and the readers divide the batch."""
-        try:
-            return self.batch % (self.splits(world_size).readers * self.accumulate) == 0
-        except TrainError:
-            return False
+        """True if `--hsdp` divides this number of ranks, which divides the batch."""
+        return world_size % self.hsdp == 0 and self.batch % (world_size * self.accumulate) == 0
 
-    def _check_division(self, splits: Splits) -> None:
-        """Raises `TrainError`, with numbers that fit, if the readers and microbatches do not divide the batch."""
-        parts = splits.readers * self.accumulate
+    def _check_division(self, ranks: int) -> None:
+        """Raises `TrainError`, with numbers that fit, where copies do not divide the ranks, or ranks the batch."""
+        if ranks % self.hsdp:
+            near = -(-ranks // self.hsdp) * self.hsdp
+            raise TrainError(f"--hsdp {self.hsdp} copies of {ranks} ranks: use --ranks {near}")
+        parts = ranks * self.accumulate
         if self.batch % parts == 0:
             return
         fits = [] if self.resume else [f"--batch {-(-self.batch // parts) * parts}"]  # a run keeps its batch
-        fewer = [ranks for ranks in range(1, splits.world_size) if self.divides(ranks)]
+        fewer = [number for number in range(1, ranks) if self.divides(number)]
         fits += [f"{fewer[-1]} ranks"] if fewer else []
-        readers = f"{splits.readers} ranks" if splits.plain else f"{splits.readers} readers of {splits}"
         raise TrainError(
-            f"a global batch of {self.batch} sequences does not divide by {readers} x {self.accumulate} microbatches: "
-            f"use {' or '.join(fits) or 'another --accumulate'}"
+            f"a global batch of {self.batch} sequences does not divide by {ranks} ranks x {self.accumulate} "
+            f"microbatches: use {' or '.join(fits) or 'another --accumulate'}"
         )
-
-    def splits(self, world_size: int) -> Splits:
-        """The numbers of ranks of each kind of parallelism.
-
-        Raises:
-            TrainError: they do not divide the ranks.
-        """
-        return find_splits({axis: getattr(self, axis) for axis in AXES}, self.pp_schedule, world_size)
-
-    def _check_splits(self, splits: Splits) -> None:
-        """Raises `TrainError` for options that do not work with the splits."""
-        inside = [f"--{axis} {getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) > 1]
-        if self.hf_config and inside:
-            raise TrainError(f"{inside[0]} knows the modules of the built-in model, not of --hf-config")
-        if not self.hf_config:
-            check_splits(splits, self.model, self.seq_len, self.accumulate)
-            check_optimizer(self.optimizer, splits.tp, self.model)
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Linear warm-up to `peak`, then a cosine down to ``min_lr * peak`` at the last step."""
@@ -345,7 +317,6 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
             "another model"
         )
     changes = {
-        "measure": False,
         "profile": None,
         "memory_snapshot": None,
         "model": _model(options, saved.model),

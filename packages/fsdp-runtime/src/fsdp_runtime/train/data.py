@@ -303,7 +303,6 @@ class Batches:
         rank, world_size: the rank whose part is read.
         seed: of the shuffle; None keeps the order (held-out text).
         vocab_size: tokens must be below it.
-        slice_number, slices: which of equal slices of each sequence is read.
         documents: sequences that end with their document; what follows has the target `IGNORED`.
 
     Raises:
@@ -318,8 +317,6 @@ class Batches:
     world_size: int
     seed: int | None
     vocab_size: int
-    slice_number: int = 0
-    slices: int = 1
     documents: Windows | None = None
 
     def __post_init__(self) -> None:
@@ -367,14 +364,12 @@ class Batches:
                 f"{self.corpus.names[file]} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
-        length = self.seq_len // self.slices
-        first = self.slice_number * length
-        tokens = torch.from_numpy(rows[:, first : first + length + 1])
+        tokens = torch.from_numpy(rows)
         if self.documents is None:
             tokens = to_device(tokens, device)
             return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         end = torch.from_numpy(self.documents.lengths[windows])[:, None]
-        targets = tokens[:, 1:].masked_fill(torch.arange(first, first + length) >= end, IGNORED)
+        targets = tokens[:, 1:].masked_fill(torch.arange(self.seq_len) >= end, IGNORED)
         return to_device(tokens[:, :-1].contiguous(), device), to_device(targets, device)
 
     def _starts(self, windows: Any) -> Any:

@@ -89,11 +89,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((peak for key, peak in PEAK_BF16 if key in name), None)
 
 
-def device_memory(device: torch.device) -> int | None:
-    """Bytes of one device's memory; None on CPU and where it cannot be asked."""
-    return torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
-
-
 def multiplies_fp8(device: torch.device) -> bool:
     """True if the device multiplies FP8 matrices: NVIDIA's from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -62,7 +62,7 @@ def num_cores() -> int:
 
 
 def pick_ranks(config: RunConfig, asked: int | None) -> int:
-    """Local ranks of a run: `asked`, or the largest number that the machine has and that the splits and batch allow."""
+    """Local ranks of a run: `asked`, or the largest number that the machine has and that the batch allows."""
     device = pick_device(config.device)
     if asked is not None:
         if asked < 1:

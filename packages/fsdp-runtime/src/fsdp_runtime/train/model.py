@@ -1,9 +1,6 @@
 # ruff: noqa: N803, N806  (capitals are dimensions)
 """A Llama-style transformer, dense or mixture-of-experts, top to bottom. It knows nothing of sharding.
 
-Other parallelism replaces or sets `CausalAttention`, `MixtureOfExperts.sum_counts`,
-`Transformer.positions` and `Transformer.stage`.
-
 Suffixes name dimensions: B sequences, T positions, D model, H heads, K heads of keys and values, C channels of a
 head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N tokens, V vocabulary.
 
@@ -11,14 +8,11 @@ head, F hidden of the feed-forward, E experts, S chosen (token, expert) pairs, N
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ragged_shard import is_cpu
@@ -88,12 +82,10 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def rope_tables(
-    length: int, head_dim: int, theta: float, device: torch.device, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation of `length` positions from `first` on, fp32, each (T, C // 2)."""
+def rope_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotation of `length` positions, fp32, each (T, C // 2)."""
     frequency_C = theta ** (-torch.arange(0, head_dim - 1, 2, device=device, dtype=torch.float32) / head_dim)
-    position_T = torch.arange(first, first + length, device=device, dtype=torch.float32)
+    position_T = torch.arange(length, device=device, dtype=torch.float32)
     angle_TC = torch.outer(position_T, frequency_C)
     return angle_TC.cos(), angle_TC.sin()
 
@@ -103,15 +95,6 @@ def rotate(x_BHTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     left, right, *rest = x_BHTC.float().split(cos_TC.shape[-1], dim=-1)
     turned = torch.cat((left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC, *rest), dim=-1)
     return turned.to(x_BHTC.dtype)
-
-
-class CausalAttention(nn.Module):
-    """Causal attention of queries, keys and values; no parameters."""
-
-    def forward(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
-        """(B, H, T, C) out: each position sees itself and those before it."""
-        gqa = k_BKTC.shape[1] != q_BHTC.shape[1]
-        return F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=gqa)
 
 
 class Attention(nn.Module):
@@ -125,7 +108,6 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, K * C, bias=False)
         self.wv = nn.Linear(config.dim, K * C, bias=False)
         self.wo = nn.Linear(H * C, config.dim, bias=False)
-        self.inner: nn.Module = CausalAttention()
 
     def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         """(B, T, D) in and out."""
@@ -133,7 +115,9 @@ class Attention(nn.Module):
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD))
         )
-        y_BHTC = self.inner(rotate(q_BHTC, cos_TC, sin_TC), rotate(k_BKTC, cos_TC, sin_TC), v_BKTC)
+        q_BHTC, k_BKTC = rotate(q_BHTC, cos_TC, sin_TC), rotate(k_BKTC, cos_TC, sin_TC)
+        gqa = k_BKTC.shape[1] != q_BHTC.shape[1]
+        y_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=gqa)
         y_BTD: Tensor = self.wo(y_BHTC.transpose(1, 2).flatten(2))
         return y_BTD
 
@@ -163,7 +147,6 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k = config.top_k
         self.num_experts = E = config.num_experts
-        self.sum_counts: Callable[[Tensor], Tensor] = _whole
         self.router = nn.Linear(config.dim, E, bias=False)
         self.w_gate = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
         self.w_up = nn.Parameter(torch.empty(E, config.ff_dim, config.dim))
@@ -182,7 +165,7 @@ class MixtureOfExperts(nn.Module):
         counts_E = counts_E.scatter_add(0, chosen_BTk.flatten(), torch.ones_like(order_S))
         y_SD = self._experts(x_ND[token_S], counts_E) * weight_BTk.flatten()[order_S, None].to(x_ND.dtype)
         y_ND = torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
-        return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk, self.sum_counts)
+        return y_ND.view_as(x_BTD), balance_loss(probs_BTE, chosen_BTk)
 
     def _experts(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Pairs sorted by expert, each through its expert's SwiGLU."""
@@ -190,23 +173,18 @@ class MixtureOfExperts(nn.Module):
 
 
 def swiglu_of_experts(
-    x_SD: Tensor,
-    counts_E: Tensor,
-    gate_EFD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    act: Callable[[Tensor], Tensor] = F.silu,
+    x_SD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
 ) -> Tensor:
     """Rows sorted by expert, `counts_E` of each, through their expert's SwiGLU. An expert may get none."""
     if x_SD.dtype == torch.bfloat16 and not is_cpu(x_SD.device):  # one kernel, and no sync with the host
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         gate_SF = F.grouped_mm(x_SD, gate_EFD.transpose(1, 2), offs=offsets_E)
         up_SF = F.grouped_mm(x_SD, up_EFD.transpose(1, 2), offs=offsets_E)
-        return F.grouped_mm(act(gate_SF) * up_SF, down_EDF.transpose(1, 2), offs=offsets_E)
+        return F.grouped_mm(F.silu(gate_SF) * up_SF, down_EDF.transpose(1, 2), offs=offsets_E)
     parts = x_SD.split(_split_sizes(counts_E, len(x_SD)))
     # unbind: the backward of all slices of a stack is one stack, not a sum of E padded ones.
     experts = zip(parts, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
-    return torch.cat([act(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
+    return torch.cat([F.silu(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in experts])
 
 
 def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
@@ -218,24 +196,15 @@ def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
     return sizes
 
 
-def _whole(counts_BE: Tensor) -> Tensor:
-    """The counts of a whole sequence, where no other process has a part of it."""
-    return counts_BE
-
-
-def balance_loss(
-    probs_BTE: Tensor, chosen_BTk: Tensor, sum_counts: Callable[[Tensor], Tensor] = _whole
-) -> Tensor:
+def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
     """E * sum over experts of (share of choices) * (mean probability), per sequence, averaged; 1 when even.
 
-    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches. `sum_counts`
-    adds what other slices of the same sequences chose; the mean over slices is then the loss of whole sequences.
+    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches.
     """
     E = probs_BTE.shape[-1]
     counts_BE = probs_BTE.new_zeros(len(probs_BTE), E).scatter_add(
         1, chosen_BTk.flatten(1), torch.ones_like(chosen_BTk, dtype=probs_BTE.dtype).flatten(1)
     )
-    counts_BE = sum_counts(counts_BE)
     share_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
     return E * (share_BE * probs_BTE.mean(dim=1)).sum(dim=-1).mean()
 
@@ -258,20 +227,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or (`stage`) consecutive layers of it.
-
-    `checkpointing` recomputes each block in backward instead of keeping its activations. `positions` says which of a
-    sequence's positions come in; None: all, from the first on.
-    """
-
-    embed: nn.Embedding | None
-    norm: nn.RMSNorm | None
-    head: nn.Linear | None
+    """The whole model. `checkpointing` recomputes each block in backward instead of keeping its activations."""
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.config, self.checkpointing = config, checkpointing
-        self.positions: range | None = None
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -280,45 +240,23 @@ class Transformer(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the head the embedding, where the configuration says so (`to_empty` parts them)."""
-        if self.config.tied and self.head is not None and self.embed is not None:
+        if self.config.tied:
             self.head.weight = self.embed.weight
 
-    def stage(self, *parts: range) -> "Transformer":
-        """Some layers as a model of their own, on the same parameters under the same names.
-
-        The first layer brings the embedding with it, the last one norm and head.
-        """
-        made = Transformer.__new__(Transformer)
-        nn.Module.__init__(made)
-        made.config, made.checkpointing, made.positions = self.config, self.checkpointing, self.positions
-        chosen = [number for part in parts for number in part]
-        made.embed = self.embed if 0 in chosen else None
-        made.blocks = nn.ModuleList()
-        for number in chosen:  # not from 0 on: names stay
-            made.blocks.add_module(str(number), self.blocks.get_submodule(str(number)))
-        last = self.config.num_layers - 1 in chosen
-        made.norm, made.head = (self.norm, self.head) if last else (None, None)
-        return made
-
-    def forward(self, x: Tensor, aux: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T) to logits (B, T, V) and the balancing loss, a mean over layers.
-
-        A stage that is not the first takes (B, T, D) and the balancing loss so far; one that is not the last returns
-        them.
-        """
-        x_BTD = x if self.embed is None else self.embed(x)
-        config, positions = self.config, self.positions or range(x.shape[1])
-        tables = rope_tables(len(positions), config.head_dim, config.rope_theta, x.device, positions.start)
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens to logits (B, T, V) and the balancing loss, a mean over layers."""
+        x_BTD, config = self.embed(tokens_BT), self.config
+        tables = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
         # A block's unit would cast them, but FSDP2 of torch 2.11 does not again when the block is recomputed.
         cos_TC, sin_TC = (table.to(x_BTD.dtype) for table in tables)
-        aux = x_BTD.new_zeros((), dtype=torch.float32) if aux is None else aux
+        aux = x_BTD.new_zeros((), dtype=torch.float32)
         for block in self.blocks:
             if self.checkpointing and self.training:
                 x_BTD, layer_aux = checkpoint(block, x_BTD, cos_TC, sin_TC, use_reentrant=False)
             else:
                 x_BTD, layer_aux = block(x_BTD, cos_TC, sin_TC)
             aux = aux + layer_aux / config.num_layers
-        return (x_BTD if self.norm is None or self.head is None else self.head(self.norm(x_BTD))), aux
+        return self.head(self.norm(x_BTD)), aux
 
 
 def init_parameter(config: ModelConfig, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -350,11 +288,6 @@ def losses_of(
     model: nn.Module, tokens: Tensor, targets: Tensor, reduction: str = "mean"
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats, a mean or sum over tokens, and the model's balancing loss (0 where it has none)."""
-    return losses_from(model(tokens), targets, reduction)
-
-
-def losses_from(out: Any, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
-    """`losses_of` for an output of the model. Logits cut by token (a DTensor) need torch's ``loss_parallel``."""
+    out = model(tokens)
     logits, aux = out if isinstance(out, tuple) else (out.logits, targets.new_zeros((), dtype=torch.float32))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
-    return loss.to_local() if isinstance(loss, DTensor) else loss, aux
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction), aux

@@ -126,7 +126,6 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
 def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
     """The groups, those parameters apart that have a row for each token, with the option not to rotate these rows."""
     tokens = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    tokens.add(getattr(getattr(model, "config", None), "vocab_size", 0))  # a stage may have the head alone
     rows = {
         id(m.weight): len(m.weight)
         for m in model.modules()

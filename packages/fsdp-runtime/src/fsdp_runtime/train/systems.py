@@ -8,16 +8,17 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPModule
 from fsdp_runtime.memory import SelectiveOffloadPolicy
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
@@ -33,6 +34,22 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]  # a microbatch: tokens and those that follow, (rows, positions)
 
 
+def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -> DeviceMesh | None:
+    """The mesh of all ranks: ("shard",), or with several copies ("replicate", "shard"); None in one process.
+
+    Collective: makes process groups, with this timeout; that of all ranks keeps its own.
+    """
+    if not dist.is_initialized():
+        return None
+    ranks = dist.get_world_size()
+    if copies == 1:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device_type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups() if timeout is not None else ():
+        group.set_timeout(timeout)
+    return mesh
+
+
 def wrap_order(model: nn.Module) -> list[nn.Module]:
     """The modules that become units: each layer. The root, with what is left, comes after."""
     names = set(getattr(model, "_no_split_modules", None) or ("Block",))
@@ -46,7 +63,7 @@ class System:
 
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.config, self.device, self.mesh = config, device, mesh
-        self.readers = 1 if mesh is None else mesh.size()  # ranks that have different tokens
+        self.ranks = 1 if mesh is None else mesh.size()
         self.tokens = config.batch * config.seq_len  # in the last step, of all ranks
         self.token_loss: TokenLoss | None = None
 
@@ -83,27 +100,25 @@ class System:
             self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16", cache_enabled=False
         )
 
-    def roots(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that gather what they have around their layers."""
-        return [model]
-
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Say which step comes."""
 
     def average_over_tokens(self, model: nn.Module) -> None:
         """Make the loss the mean over the tokens of all ranks and microbatches, not the mean of their means."""
-        self.token_loss = TokenLoss(self.roots(model))
+        self.token_loss = TokenLoss(model)
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d.
 
-        After `average_over_tokens` the sum of their cross-entropies by the step's tokens, times the readers: the mean
-        over readers is the loss in both cases.
+        After `average_over_tokens` the sum of their cross-entropies by the step's tokens, times the ranks: the mean
+        over ranks is the loss in both cases.
         """
         loss, step, parts = torch.zeros((), device=self.device), None, len(batches)
         if self.token_loss is not None:
             step = self.token_loss.step((count_tokens(targets) for _, targets in batches), wait=False)
-            parts *= self.readers  # the balancing loss is a mean over sequences: all readers have as many
+            parts *= (
+                self.ranks
+            )  # the balancing loss is a mean over sequences, of which all ranks have as many
         for tokens, targets in batches:
             with self.autocast():
                 cross_entropy, aux = losses_of(model, tokens, targets, *self.reduction)
@@ -113,7 +128,7 @@ class System:
         if step is None:
             return loss
         self.tokens = step.total
-        return loss * self.readers
+        return loss * self.ranks
 
     def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
         """The sum of the microbatches' cross-entropies, or after `average_over_tokens` of their tokens', 0-d."""
@@ -195,15 +210,9 @@ class FSDP2(FullyShard):
 
 
 class Runtime(FullyShard):
-    """fsdp_runtime.fully_shard, with `--block` as its block policy; `options` are further arguments of it."""
+    """fsdp_runtime.fully_shard, with `--block` as its block policy."""
 
     name = "fsdp_runtime"
-
-    def __init__(
-        self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
-    ) -> None:
-        super().__init__(config, device, mesh)
-        self.options = options
 
     def fully_shard(
         self, model: nn.Module, layers: list[nn.Module]
@@ -212,7 +221,7 @@ class Runtime(FullyShard):
         from fsdp_runtime import fully_shard
 
         if self.config.block == "auto":
-            ranks = self.mesh.size() if self.mesh is not None else 1
+            ranks = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
             policy = declared_blocks(self.config.optimizer, model, [*layers, model], ranks)
         else:
             policy = parse_block_option(self.config.block)
@@ -220,13 +229,11 @@ class Runtime(FullyShard):
             "block_policy": policy,
             "quantization_policy": quantization(self.config.quantize, self.config.reduce),
             "offload_policy": SelectiveOffloadPolicy(self.config.offload_activations),
-            **self.options,
         }
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Round gradients as any run does in this step, resumed or not."""
-        for root in self.roots(model):
-            root.set_reduction_step(step)  # type: ignore[operator]
+        model.set_reduction_step(step)  # type: ignore[operator]
 
 
 class Float8(FullyShard):
@@ -365,14 +372,6 @@ def not_installed(system: str) -> str | None:
     if system in FLOAT8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed (pip install --no-deps torchao)"
     return None
-
-
-def pool_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of gathered buffers of models that fsdp_runtime has sharded, lent and kept; 0 of others."""
-    from fsdp_runtime.memory import gathered_memory
-
-    sizes = [gathered_memory(module) for module in modules if isinstance(module, FSDPModule)]
-    return sum(stats.lent_bytes + stats.parked_bytes for stats in sizes)
 
 
 def quantization(weights: str, gradients: str) -> Any:

@@ -32,10 +32,7 @@ def step_range(text: str) -> range:
 def check_snapshot(step: int, steps: int, device: torch.device) -> None:
     """Raises `TrainError` if a run of `steps` steps on a device can write no memory snapshot of `step`."""
     if not has_memory_snapshots(device):
-        raise TrainError(
-            f"--memory-snapshot {step}: torch records no allocations of {device.type} devices; --measure counts live "
-            "bytes"
-        )
+        raise TrainError(f"--memory-snapshot {step}: torch records no allocations of {device.type} devices")
     if step >= steps:
         raise TrainError(f"--memory-snapshot {step}: the last step of --steps {steps} is {steps - 1}")
 

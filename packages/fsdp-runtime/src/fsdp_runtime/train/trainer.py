@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime.memory import StepMeter
 from fsdp_runtime.token_loss import count_tokens
 from ragged_shard import device_layer
 
@@ -33,11 +32,8 @@ from .errors import TrainError, agreed, check_agreement, check_model, say
 from .hardware import StepClock, copy_to_host, memory_mb, own_device, peak_flops, to_device
 from .model import ModelConfig, Transformer, flops_per_token, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
-from .parallel.meshes import make_meshes
-from .parallel.runtime import SplitRuntime
 from .report import CURVES, METRICS, Report, draw_curves, open_trackers, read_metrics
-from .splits import check_splits
-from .systems import System, make_system, pool_bytes
+from .systems import build_hf_model, make_mesh, make_system
 from .tracing import Recorder, step_range
 
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
@@ -82,9 +78,6 @@ class BadNumbers:
         return f"step {step}: {what}; update skipped, {self.total} so far"
 
 
-MEASURED_STEP = 6  # the step whose peak of live bytes is counted, where asked for
-
-
 @dataclass
 class _Sums:
     """The figures of a step on their way: reduced over ranks, not yet read."""
@@ -126,25 +119,17 @@ class Trainer:
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-        self._roots: list[nn.Module] = []
-        self._meter = StepMeter(self.device, lambda: pool_bytes(self._roots)) if config.measure else None
-        self.splits = config.splits(self.world_size)
         allowed = timedelta(seconds=config.timeout)
-        self.meshes = make_meshes(self.splits, self.device.type, allowed)
         with agreed("reading the data"):
             self.data = data_of(config)
             self.batches = self._batches(self.data, held_out=False)
             self.held_out = self._batches(self.data, held_out=True)
         check_agreement({"--data (a digest of names and sizes)": self.data.identity})
-        if not (self.splits.plain or config.hf_config):  # the vocabulary is the data's
-            sizes = model_config(config, self.data.vocab_size)
-            check_splits(self.splits, sizes, config.seq_len, config.accumulate)
-        self.system = self._system()
+        self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
         self.model, self.optimizer = self._build()
         if config.documents:
             self.system.average_over_tokens(self.model)
-        if self.splits.pp == 1:  # else ranks have other layers
-            check_model(self.model)
+        check_model(self.model)
         self.group = (
             dist.new_group(backend="gloo", timeout=allowed) if distributed and config.save_every else None
         )
@@ -161,7 +146,6 @@ class Trainer:
         if config.save_every:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
-        self._roots = self.system.roots(self.model)
         self.flops = self._flops()
         self.peak = peak_flops(self.device, config.precision)
 
@@ -176,19 +160,12 @@ class Trainer:
             seq_len=config.seq_len,
             batch=config.batch,
             accumulate=config.accumulate,
-            rank=self.rank if self.splits.plain else self.meshes.rank_of("readers"),
-            world_size=self.splits.readers,
+            rank=self.rank,
+            world_size=self.world_size,
             seed=12345 if held_out else config.seed,
             vocab_size=data.vocab_size,
-            slice_number=self.meshes.rank_of("cp"),
-            slices=self.splits.cp,
             documents=documents,
         )
-
-    def _system(self) -> System:
-        if self.splits.plain:
-            return make_system(self.config, self.device, self.meshes.shard_mesh)
-        return SplitRuntime(self.config, self.device, self.meshes)
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.config
@@ -197,15 +174,13 @@ class Trainer:
             return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
 
         if config.hf_config:
-            from .systems import build_hf_model
-
             model = build_hf_model(config.hf_config, config.seed, self.data.vocab_size, config.checkpointing)
             self._described = ckpt.describe(model)
             return self.system.build(model, None, optimizer_of)
         sizes = model_config(config, self.data.vocab_size)
         with torch.device("meta"):
             skeleton = Transformer(sizes, checkpointing=config.checkpointing)
-        self._described = ckpt.describe(skeleton)  # the whole, whichever layers this rank has
+        self._described = ckpt.describe(skeleton)
 
         def initialise(name: str, value: Tensor) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed}/{name}".encode()))
@@ -269,10 +244,8 @@ class Trainer:
                 self._held_out(report)
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
-                asked = config.measure and self.step + 1 == min(MEASURED_STEP, config.steps)
-                measured = self._meter if asked else None
                 self.beat(f"step {self.step + 1}")
-                with measured.step() if measured else contextlib.nullcontext(), recorder.step(self.step):
+                with recorder.step(self.step):
                     sums = self._train_step()
                 self._lap = clock.lap()
                 if waiting is not None:
@@ -449,8 +422,6 @@ class Trainer:
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
-            "measured_peak": self._meter.peak if self._meter else None,
-            "measured_rest": self._meter.rest if self._meter else None,
             "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
 
@@ -464,7 +435,9 @@ class Trainer:
     def _headline(self) -> str:
         count = sum(math.prod(shape) for shape, _ in self._described.values())
         config = self.config
-        ranks = f"rank{'s' if self.world_size > 1 else ''}{'' if self.splits.plain else f' ({self.splits})'}"
+        ranks = (
+            f"rank{'s' if self.world_size > 1 else ''}{f' (hsdp {config.hsdp})' if config.hsdp > 1 else ''}"
+        )
         return (
             f"{count / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} {ranks}, "
             f"{config.optimizer}, {config.precision}, "

@@ -24,7 +24,7 @@ their process group, for the next call.
 
 from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
-from ragged_shard.testing._device import CaptureError, SimulatedDevice
+from ragged_shard.testing._device import SimulatedDevice
 from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
 from ragged_shard.testing._memory import LiveBytes, record_memory
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
@@ -32,7 +32,6 @@ from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 from ragged_shard.testing._worker import rank_mesh
 
 __all__ = [
-    "CaptureError",
     "Collective",
     "HostWaits",
     "LiveBytes",

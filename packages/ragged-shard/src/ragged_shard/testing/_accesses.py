@@ -33,14 +33,13 @@ class Access:
 
 @dataclass(eq=False)
 class Block:
-    """Memory at one address, from its allocation until it is given back; `capture`: that of the graph with it, or 0."""
+    """Memory at one address, from its allocation until it is given back."""
 
     address: int
     nbytes: int
     home: Any
     on_host: bool
     pinned: bool
-    capture: int = 0
     accesses: list[Access] = field(default_factory=list)
 
 

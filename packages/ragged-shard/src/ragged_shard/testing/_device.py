@@ -47,10 +47,6 @@ from ragged_shard.testing._accesses import (
 _HOST = 0
 
 
-class CaptureError(RuntimeError):
-    """Something that a graph cannot record."""
-
-
 @dataclass(eq=False)
 class SimulatedStream:
     """A queue of ops: its number, and what of every stream has happened before its next op."""
@@ -58,11 +54,9 @@ class SimulatedStream:
     number: int
     name: str
     clock: Clock = field(default_factory=dict)
-    capture: int = 0  # the capture that it takes part in
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         """Let later ops start after the event."""
-        event.check_capture(self)
         join(self.clock, event.clock)
 
 
@@ -72,36 +66,18 @@ class SimulatedEvent:
 
     device: "SimulatedDevice"
     clock: Clock = field(default_factory=dict)
-    capture: int = 0
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark the end of the work that is queued on the stream."""
         self.clock = {**stream.clock}
         join(self.clock, self.device.host)
-        self.capture = stream.capture
-
-    def check_capture(self, stream: SimulatedStream) -> None:
-        """Raise if an event and a stream are not in the same capture; a stream joins that of the event."""
-        self._refuse_if_recorded()
-        if self.capture and not stream.capture:
-            self.device.join_capture(stream)
-        elif self.capture != stream.capture:
-            raise CaptureError(f"{stream.name} waits during a capture for an event from outside it")
-
-    def _refuse_if_recorded(self) -> None:
-        if self.capture not in (0, self.device.captures):
-            raise CaptureError(f"an event that a graph recorded is used after the capture, at {where()}")
 
     def query(self) -> bool:
         """Whether it has completed: as the device's `completes` says."""
-        self.device.refuse_in_capture("asks whether an event has completed")
-        self._refuse_if_recorded()
         return self.device.completes()
 
     def synchronize(self) -> None:
         """Block the host until it has completed."""
-        self.device.refuse_in_capture("waits for an event")
-        self._refuse_if_recorded()
         join(self.device.host, self.clock)
 
 
@@ -118,16 +94,14 @@ class SimulatedDevice(StreamLayer):
         host: what the host has waited for.
         pools: what a caching allocator would hold.
         accesses: how many were checked.
-        addresses: while capturing, of all memory from outside that ops use, in their order.
-        captures: the number of the capture under way; 0: none.
-        registered: CPU memory that is registered now: address -> bytes.
         copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 
     Raises:
         RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
             where no error can be raised (a tensor dies) is raised at the next op, and at the end.
-        CaptureError: inside `capture`, for what a graph cannot record.
     """
+
+    capturing: bool = False  # tests set it
 
     def __init__(self, device: str = CPU.type, completes: Callable[[], bool] = lambda: True) -> None:
         super().__init__(torch.device(device))
@@ -135,14 +109,7 @@ class SimulatedDevice(StreamLayer):
         self.host: Clock = {}
         self.pools = Pools()
         self.accesses = 0
-        self.addresses: list[int] = []
         self._numbers = itertools.count(1)
-        self._streams: list[SimulatedStream] = []
-        self._outside: set[int] = set()  # addresses of memory from before the capture
-        self.captures = 0
-        self._numbers_of_captures = itertools.count(1)
-        self._side: SimulatedStream | None = None  # where graphs are captured, unless on another stream
-        self.registered: dict[int, int] = {}
         self.copied_out = self.copied_in = 0
         self._default = self.new_stream()
         self._default.name = "the default stream"
@@ -178,17 +145,10 @@ class SimulatedDevice(StreamLayer):
 
     # -- the layer --------------------------------------------------------------------------------------------------
 
-    @property
-    def capturing(self) -> bool:  # type: ignore[override]
-        """Whether the current stream takes part in a capture."""
-        return bool(self.current_stream().capture)
-
     def new_stream(self, priority: int = 0) -> SimulatedStream:
         """A new stream."""
         number = next(self._numbers)
-        stream = SimulatedStream(number, f"stream {number}")
-        self._streams.append(stream)
-        return stream
+        return SimulatedStream(number, f"stream {number}")
 
     def current_stream(self) -> SimulatedStream:
         """This thread's."""
@@ -214,35 +174,14 @@ class SimulatedDevice(StreamLayer):
         return SimulatedEvent(self)
 
     def synchronize(self) -> None:
-        """Block the host until the device has done all its work. Refused in a capture."""
-        self.refuse_in_capture("synchronizes")
+        """Block the host until the device has done all its work."""
         for block in self._blocks.values():
             for access in block.accesses:
                 join(self.host, {access.stream: access.time})
 
     def wait_for_current(self) -> None:
         """Make the host wait for the current stream, as reading a number of the device does."""
-        self.refuse_in_capture("waits for the current stream")
         join(self.host, self.current_stream().clock)
-
-    @property
-    def registers_memory(self) -> bool:  # type: ignore[override]
-        """Yes, as CUDA does."""
-        return True
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Let memory of the host be pinned."""
-        self.registered[address] = nbytes
-        self._blocks[address] = Block(address, nbytes, self._default, True, True)
-
-    def unregister_memory(self, address: int) -> None:
-        """End it. Raises RaceError where the host does not know that the last access has completed."""
-        del self.registered[address]
-        block = self._blocks.get(address)
-        for access in () if block is None else block.accesses:
-            if access.stream != _HOST and self.host.get(access.stream, 0) < access.time:
-                raise RaceError(f"memory is unregistered at {where()} before the last {access} has completed")
-        self._blocks.pop(address, None)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give a storage memory of the current stream's pool, or with 0 bytes give its memory back to its pool."""
@@ -253,56 +192,12 @@ class SimulatedDevice(StreamLayer):
             if nbytes:
                 self._allocate(storage, False, False)
 
-    # -- capture ----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def capture(self, stream: SimulatedStream | None = None) -> Iterator[list[int]]:
-        """Record a stream's work, as `torch.cuda.graph` does; what cannot be recorded raises CaptureError.
-
-        Args:
-            stream: becomes the current one. Defaults to one that all captures share, as torch's do.
-
-        Yields:
-            the addresses of all memory from outside that ops use, in their order.
-        """
-        self.synchronize()
-        if stream is None:
-            stream = self._side = self._side or self.new_stream()
-        self.captures = next(self._numbers_of_captures)
-        self._outside, self.addresses = set(self._blocks), []
-        try:
-            self.join_capture(stream)
-            with self._switch(stream):
-                yield self.addresses
-            self.raise_late()
-            for other in self._streams:
-                joined = stream.clock.get(other.number, 0) >= other.clock.get(other.number, 0)
-                if other.capture and not joined:
-                    raise CaptureError(f"{other.name} took part in a capture and was not joined at its end")
-        finally:
-            self.captures = 0
-            for other in self._streams:
-                other.capture = 0
-        join(self._default.clock, stream.clock)  # a replay on the default stream
-
-    def join_capture(self, stream: SimulatedStream) -> None:
-        """Let a stream take part in the capture under way; CUDA's default stream cannot."""
-        if stream is self._default:
-            raise CaptureError(f"the default stream cannot take part in a capture, at {where()}")
-        stream.capture = self.captures
-
-    def refuse_in_capture(self, what: str) -> None:
-        """Raise if work is being captured."""
-        if self.capturing:
-            raise CaptureError(f"the host {what} during a capture, at {where()}")
-
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _allocate(self, storage: torch.UntypedStorage, on_host: bool, pinned: bool) -> Block:
         home = self.current_stream()
-        block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned, self.captures)
+        block = Block(storage.data_ptr(), storage.nbytes(), home, on_host, pinned)
         self._blocks[block.address] = block
-        self._outside.discard(block.address)
         if not on_host:
             time = self._tick(home)
             block.accesses.append(
@@ -331,10 +226,6 @@ class SimulatedDevice(StreamLayer):
         if block is None or block.on_host:
             return
         self.pools.add(block.home.name, -block.nbytes)
-        if (
-            block.capture != self.captures and block.capture
-        ):  # the graph's pool serves nothing outside the graph
-            return
         known = {**block.home.clock}
         join(known, self.host)
         for access in block.accesses:
@@ -389,16 +280,11 @@ class SimulatedDevice(StreamLayer):
             mixed = any(on_host) and (to_device or not all(on_host))
             waits = waits or any(block.on_host and not block.pinned for _, _, block in known)
             stream = self.current_stream()
-            if mixed and waits:
-                self.refuse_in_capture(f"waits for {op}, a copy that is pageable or blocking,")
             if all(on_host) and not to_device:
-                self.refuse_in_capture(f"runs {op}")
                 stream = SimulatedStream(_HOST, "the host", self.host)
             what = f"{op} at {where()}"
             time = self._tick(stream)
             for tensor, writing, block in known:
-                if stream.capture and block.address in self._outside:
-                    self.addresses.append(tensor.data_ptr())
                 low, high = bytes_of(tensor)
                 if high > low:
                     self._access(

@@ -105,7 +105,7 @@ class CodedShard(ShardMemory):
         self, geometry: Geometry, format: BlockFormat, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._planes = CodePlanes(geometry.layout, format)
-        super().__init__(geometry, dtype, device, None)
+        super().__init__(geometry, dtype, device, False)
 
     def allocate(self, *, zeroed: bool = False) -> None:
         """Allocate codes and scales."""

@@ -195,10 +195,6 @@ class SubclassGroup(Group):
         )
         super()._allocate()  # without views: the gather makes the unsharded parameters
 
-    def held_by_autograd(self) -> bool:
-        """True: uses by saved tensor subclasses are not visible."""
-        return True
-
     def begin_gather(self) -> None:
         """Record the versions of the gathered values."""
         self._gathered_versions = self._versions()

@@ -1,10 +1,9 @@
-# ruff: noqa: N803, N806  (capitals are dimensions)
 """Expert parallelism: the ranks of a mesh axis divide the experts; tokens are sent to them and back.
 
     x_SD sorted by expert  --all-to-all-->  pairs of this rank's experts  -- SwiGLU -->  --all-to-all-->  y_SD
     counts_E               --all-to-all-->  how many come from each rank, for each expert
 
-Suffixes as in `model`; R ranks of the axis, L = E / R experts on each, P pairs that this rank's experts get.
+Suffixes as in `fsdp_runtime.train.model`; R ranks, L = E / R experts on each, P pairs of this rank's experts.
 
     experts = apply_expert_parallel(model, mesh["ep"])
     for block in model.blocks:
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..model import MixtureOfExperts, swiglu_of_experts
+from fsdp_runtime.train.model import MixtureOfExperts, swiglu_of_experts
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -95,7 +94,6 @@ class ParallelMixtureOfExperts(MixtureOfExperts):
         nn.Module.__init__(self)
         self.train(layer.training)
         self.top_k, self.num_experts, self.router = layer.top_k, layer.num_experts, layer.router
-        self.sum_counts = layer.sum_counts
         self.w_gate = _shared_out(layer.w_gate, mesh)
         self.w_up = _shared_out(layer.w_up, mesh)
         self.w_down = _shared_out(layer.w_down, mesh)
@@ -143,10 +141,14 @@ class ParallelStackedExperts(nn.Module):
             x_ND[token_S],
             counts_E,
             self._group,
-            lambda x, counts: swiglu_of_experts(x, counts, gate_LFD, up_LFD, down_LDF, self.act_fn),
+            lambda x, counts: self._computed(x, counts, gate_LFD, up_LFD, down_LDF),
         )
         y_SD = y_SD * weight_Nk.flatten()[order_S, None].to(y_SD.dtype)
         return torch.zeros_like(x_ND).index_add(0, token_S, y_SD)
+
+    def _computed(self, x_PD: Tensor, counts_L: Tensor, *weights_LXX: Tensor) -> Tensor:
+        parts = zip(x_PD.split(counts_L.tolist()), *(weight.unbind() for weight in weights_LXX), strict=True)
+        return torch.cat([self.act_fn(x @ g.t()) * (x @ u.t()) @ d.t() for x, g, u, d in parts])
 
 
 def through_experts(

@@ -1,1 +1,0 @@
-"""``fsdp-train plan``: what a run takes, on paper. `command` prints it."""
