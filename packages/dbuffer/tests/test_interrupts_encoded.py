@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from dbuffer_helpers import Interrupted, simulated_mesh, zero
+from dbuffer_helpers import Interrupted, simulated_mesh
 from test_interrupts import interrupted_at, sweep
 
 from dbuffer import (
@@ -108,22 +107,6 @@ def interrupt_waits(make, start, tensors, step, without=()):
 def test_a_wait_for_quantized_weights_interrupted_at_any_bytecode():
     with simulated_mesh(2, "cpu") as mesh:
         interrupt_each_wait(lambda: build(mesh, wire=BlocksOnWire(BlockFP8((4, 4)))), start_gather, gathered)
-
-
-@pytest.mark.long
-def test_a_wait_for_the_codes_that_neighbors_keep_interrupted_at_any_bytecode():
-    with simulated_mesh(2, "cpu") as mesh:
-        group = dist.new_group([0, 1])
-
-        def start(buffer, value):
-            buffer.forget_neighbors()
-            buffer.keep_codes_for(group)
-            start_gather(buffer, value).wait()
-            buffer.shrink(group)
-            zero(buffer.shard)  # what was kept is what comes back
-            return Gather([buffer]).start()
-
-        interrupt_each_wait(lambda: build(mesh, wire=BlocksOnWire(BlockFP8((4, 4)))), start, gathered)
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,8 @@ ON_3: Table = {
              r"torch\.float64 cannot be quantized"),
     "full of a form": (lambda: full(wire=Elsewhere(), align=16).full, ValueError,
                        "full does not apply, since the wire form keeps gathered tensors elsewhere"),
+    "slices of a form": (lambda: full(wire=Elsewhere(), align=16).shrink(dist.group.WORLD), ValueError,
+                         "shrink does not apply, since the wire form keeps gathered tensors elsewhere"),
     "reduction of a form": (lambda: ReduceScatter([full(wire=Elsewhere(), align=16)]), ValueError,
                             "a reduction does not apply, since the wire form keeps gathered tensors elsewhere"),
     # -- reductions in a wire form

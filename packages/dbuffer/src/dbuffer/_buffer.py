@@ -416,33 +416,23 @@ class DBuffer:
             group: consecutive ranks of the shard axis; its size divides that axis's.
 
         Raises:
-            ValueError: the size does not divide.
-            RuntimeError: released, a collective is under way, or tensors were gathered as codes that were not kept.
+            ValueError: the size does not divide, or the wire form keeps gathered tensors elsewhere.
+            RuntimeError: released, or a collective is under way.
         """
         self.check_idle("shrink")
         self.check_gathered("shrink")
+        if not self.gathered.flats:
+            raise ValueError(
+                f"{self.name}: shrink does not apply, since the wire form keeps gathered tensors elsewhere"
+            )
         if self.mesh_view.size % group.size():
             raise ValueError(
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            kept = None if self.encoder is None else self.encoder.kept()
-            if kept is None and not self.gathered.flats:
-                raise RuntimeError(
-                    f"{self.name}: shrink of tensors that are gathered as codes; call keep_codes_for before the gather"
-                )
-            slices = slices_among(self.gathered.raw, group) if kept is None else kept
-            self.neighbor = NeighborSlices(slices, group, self.layer.record(), coded=kept is not None)
+            slices = slices_among(self.gathered.raw, group)
+            self.neighbor = NeighborSlices(slices, group, self.layer.record())
         self.release()
-
-    def keep_codes_for(self, group: dist.ProcessGroup | None) -> None:
-        """Make the next gathers of a quantized buffer keep their codes for `shrink(group)`, until a release.
-
-        `shrink` then keeps 1/size of the codes instead of 1/size of the gathered memory. None: keep nothing. No effect
-        on other buffers.
-        """
-        if self.encoder is not None:
-            self.encoder.keep_for(group)
 
     def forget_encoding(self) -> None:
         """Encode the shard again at the next gather, even if its version counter has not changed.

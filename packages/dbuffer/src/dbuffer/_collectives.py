@@ -302,16 +302,11 @@ def _gather_neighbors(
     def pairs_of(buffer: DBuffer, slices: NeighborSlices) -> Pairs:
         layer.wait(slices.ready)
         buffer.gathered.materialize()
-        coded = buffer.encoder if slices.coded else None
-        receive = buffer.gathered.raw if coded is None else coded.receive()
-        return list(zip(receive, slices.flats, strict=True))
+        return list(zip(buffer.gathered.raw, slices.flats, strict=True))
 
     def finish() -> None:  # after the collective, which reads the slices on another stream
-        for buffer, slices in zip(buffers, kept, strict=True):
+        for buffer in buffers:
             buffer.neighbor = None
-            if slices.coded and buffer.encoder is not None:
-                buffer.encoder.keep_for(None)
-                buffer.encoder.decode()
 
     with layer.on(stream, after):
         try:

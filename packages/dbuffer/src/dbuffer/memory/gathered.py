@@ -85,13 +85,11 @@ class NeighborSlices:
         flats: 1-D, one a segment, of equal size on all ranks of the group.
         group: whose slices make up the whole, in the order of its ranks.
         ready: the event after which they may be read.
-        coded: whether they are of what travelled, and must be read back.
     """
 
     flats: Flats
     group: dist.ProcessGroup
     ready: object
-    coded: bool
 
 
 def slices_among(flats: Flats, group: dist.ProcessGroup) -> Flats:

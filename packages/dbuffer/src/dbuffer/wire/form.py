@@ -8,7 +8,6 @@ buffer.
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
@@ -43,19 +42,8 @@ class Encoder:
     def retire(self) -> None:
         """Never use this form's memory again: a failed gather may still access it."""
 
-    def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Make `decode` also save this rank's slice for a smaller `group`, for `kept`. None: save nothing."""
-
-    def kept(self) -> Flats | None:
-        """The saved slices, once. None if a slice of the gathered memory itself is to be kept."""
-        return None
-
     def release(self) -> None:
-        """Drop saved slices, and free memory used instead of the gathered memory."""
-
-    def receive(self) -> Flats:
-        """Memory for the kept slices of all ranks of the group, allocated; `decode` follows."""
-        raise NotImplementedError
+        """Free memory used instead of the gathered memory, or by a gather that did not complete."""
 
     def forget(self) -> None:
         """Invalidate cached codes; the shard may have changed."""

@@ -500,11 +500,8 @@ class Group:
 
     # -- staleness --------------------------------------------------------------------------------------------------
 
-    def begin_gather(self, *, keep_slices: bool) -> None:
+    def begin_gather(self) -> None:
         """Record the versions of the gathered values.
-
-        Args:
-            keep_slices: whether slices for a smaller group are kept when the parameters are resharded.
 
         Raises:
             NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.

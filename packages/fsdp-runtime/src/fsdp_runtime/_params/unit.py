@@ -351,7 +351,7 @@ class Unit:
             for group in self.groups:
                 if group.buffer is None:
                     self.prepare()
-                group.begin_gather(keep_slices=self.keeps_slices and not self._shrunk)
+                group.begin_gather()
             not_at_rest.add(self)
             if not self._gathers:
                 self._gathers = self._gathers_of(self.groups)

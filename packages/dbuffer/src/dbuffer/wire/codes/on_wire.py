@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ... import _torch_compat as compat
-from ...memory.gathered import Flats, GatheredMemory, slices_among
+from ...memory.gathered import Flats, GatheredMemory
 from ...memory.geometry import Geometry
 from ...memory.recycler import Recycler, Scratch, hold_forever
 from ..blocks import VALUES, BlockFormat
@@ -90,8 +89,6 @@ class BlockDecoder(Encoder):
         self.scratch: Sequence[Scratch] = (*received, scales)
         self._received = [scratch.flat for scratch in received]
         self._received_scales = scales.flat.view(torch.float32)
-        self._neighbors: dist.ProcessGroup | None = None  # keep slices for this group
-        self._kept: Flats | None = None
 
     def materialize(self) -> None:
         """Allocate the receive buffers, for use on the current stream."""
@@ -102,15 +99,11 @@ class BlockDecoder(Encoder):
         """Dequantize into the gathered memory and free the receive buffers."""
         for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
             self._format.dequantize(runs, codes, self._received_scales, raw)
-        if self._neighbors is not None:
-            self._kept = slices_among(tuple(scratch.flat for scratch in self.scratch), self._neighbors)
-        for scratch in self.scratch:
-            scratch.release()
+        self.release()
         return False
 
     def release(self) -> None:
-        """Drop kept slices, and free the receive buffers of a gather that did not complete."""
-        self._kept = None
+        """Free the receive buffers."""
         for scratch in self.scratch:
             scratch.release()
 
@@ -118,20 +111,6 @@ class BlockDecoder(Encoder):
         """Never use the receive buffers again."""
         for scratch in self.scratch:
             scratch.retire()
-
-    def keep_for(self, group: dist.ProcessGroup | None) -> None:
-        """Keep 1/size of all ranks' codes and scales for a smaller group."""
-        self._neighbors = group
-
-    def kept(self) -> Flats | None:
-        """Codes of each segment, then scales, as bytes."""
-        kept, self._kept = self._kept, None
-        return kept
-
-    def receive(self) -> Flats:
-        """The planes of codes, then of scales, as bytes."""
-        self.materialize()
-        return tuple(scratch.flat for scratch in self.scratch)
 
 
 class BlockEncoder(BlockDecoder):

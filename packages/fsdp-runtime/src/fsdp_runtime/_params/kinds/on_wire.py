@@ -71,12 +71,6 @@ class OnWireGroup(Group):
         wire: Any = self.plan.wire
         return CodePlanes(self.plan.layout, wire.format)
 
-    def begin_gather(self, *, keep_slices: bool) -> None:
-        """Also keep codes for a smaller group, if slices will be kept."""
-        super().begin_gather(keep_slices=keep_slices)
-        assert self.buffer is not None
-        self.buffer.keep_codes_for(self.plan.neighbors if keep_slices else None)
-
     def expect_update(self) -> None:
         """Quantize again before the next gather, even if the version counter does not change."""
         if self.buffer is not None:

@@ -195,7 +195,7 @@ class SubclassGroup(Group):
         )
         super()._allocate()  # without views: the gather makes the unsharded parameters
 
-    def begin_gather(self, *, keep_slices: bool) -> None:
+    def begin_gather(self) -> None:
         """Record the versions of the gathered values."""
         self._gathered_versions = self._versions()
 
