@@ -57,15 +57,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("share_amax", "streams.layer.on(streams.gather, after)"): (
         "the next gather takes memory of the compute stream's pool, so it waits for that stream"
     ),
-    ("_HostCopy.__init__", "self._layer.record()"): (
-        "not reached: memory of a CPU is not copied to the host"
-    ),
-    ("_HostCopy.read", "self._layer.wait_on_host(self._event)"): (
-        "not reached: memory of a CPU is not copied to the host"
-    ),
-    ("Stateful._complete", "self.synchronize()"): (
-        "a state dict then has values from before the refresh, in order; other tests compare them"
-    ),
     ("Reduction._unused", "self._streams.layer.wait_on_host(self._event)"): (
         "orders this rank after what others publish, not memory; tests on real ranks need it"
     ),
@@ -80,9 +71,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ),
     ("Pass.before_save", "layer.synchronize()"): (
         "the comparison of collectives that follows reads numbers of the host, not memory"
-    ),
-    ("_OffloadedStates.offload", "optimizer.synchronize()"): (
-        "a refresh that is under way then ends in the next step, in order; other tests compare the states"
     ),
     ("GradBuffer.discard", "self.buffer.wait()"): (
         "no reduction uses memory that accepts gradients; only an interrupt of the host could leave one there"
