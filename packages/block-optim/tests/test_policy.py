@@ -98,7 +98,7 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     model = Model(dim=64, vocabulary=96)
     options: dict[str, Any] = {
         "others": "adamw8bit",
-        "overrides": {"qkv": {"matrices": (4,) * 4}, r"up\.weight": "adamw8bit"},
+        "overrides": {"qkv": {"matrices": (32,) * 4}, r"up\.weight": "adamw8bit"},
     }
     policy = Recipe(model, adamw={"block": Tile(8, 8)}, **options)
     blocks = {name: policy(name, p) for name, p in model.named_parameters()}
