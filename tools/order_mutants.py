@@ -51,15 +51,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("_gather_neighbors", "layer.on(stream, after)"): (
         "the slices' event and the memory's last use are waited for separately"
     ),
-    ("_HostCopy.__init__", "self._layer.record()"): (
-        "not reached: memory of a CPU is not copied to the host"
-    ),
-    ("_HostCopy.read", "self._layer.wait_on_host(self._event)"): (
-        "not reached: memory of a CPU is not copied to the host"
-    ),
-    ("Stateful._complete", "self.synchronize()"): (
-        "a state dict then has values from before the refresh, in order; other tests compare them"
-    ),
     ("Reduction._unused", "self._streams.layer.wait_on_host(self._event)"): (
         "orders this rank after what others publish, not memory; tests on real ranks need it"
     ),

@@ -7,7 +7,7 @@ import torch
 from routing_helpers import Model
 from torch import nn
 
-from block_optim import Muon, block_policy_for
+from block_optim import Muon, Recipe
 from block_optim.core.policy import BlockRequest, fit_requests
 from block_optim.muon.matrices import block_of_matrices
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
@@ -37,7 +37,7 @@ def padding(layer, policy, world_size):
 @pytest.mark.parametrize("units", [None, ["layer"]])
 def test_a_policy_does_not_keep_the_unsharded_parameters(units):
     layer: Any = Layer()
-    policy = block_policy_for(layer, units=units and [layer], world_size=units and 2)
+    policy = Recipe(layer, units=units and [layer], world_size=units and 2)
     assert policy("wq.weight", layer.wq.weight) == Whole()
     gone = weakref.ref(layer.wq.weight)
     del layer
@@ -98,9 +98,9 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     model = Model(dim=64, vocabulary=96)
     options: dict[str, Any] = {
         "others": "adamw8bit",
-        "overrides": {"qkv": {"matrices": (4,) * 4}, r"up\.weight": "adamw8bit"},
+        "overrides": {"qkv": {"matrices": (32,) * 4}, r"up\.weight": "adamw8bit"},
     }
-    policy = block_policy_for(model, adamw8bit={"block": Tile(8, 8)}, **options)
+    policy = Recipe(model, adamw={"block": Tile(8, 8)}, **options)
     blocks = {name: policy(name, p) for name, p in model.named_parameters()}
     assert blocks["blocks.0.experts"] == Rows(64)
     assert blocks["blocks.0.qkv.weight"] == Rows(32)
@@ -109,7 +109,7 @@ def test_the_policy_of_a_routed_model_gives_each_parameter_its_algorithms_block(
     assert blocks["to_logits.weight"] == Tile(8, 8)
     assert blocks["tok.weight"] is None  # an embedding, of which fp32 states need no blocks
     assert blocks["blocks.0.norm.weight"] is blocks["blocks.0.qkv.bias"] is None
-    spare = block_policy_for(model, units=[*model.blocks, model], world_size=64, max_padding=0.0, **options)
+    spare = Recipe(model, units=[*model.blocks, model], world_size=64, max_padding=0.0, **options)
     weights = dict(model.named_parameters())
     assert spare("", weights["blocks.0.down.weight"]) is None
     assert spare("", weights["blocks.0.up.weight"]) == Tile(1, 256)

@@ -198,7 +198,7 @@ ONE: Table = {
     "nothing trains": (lambda: routed(nn.ReLU()), ValueError, "no parameter that requires a gradient"),
     "no algorithm": (lambda: Mixed([{"params": [("w", p())]}]), ValueError,
                      r"first: w\) has algorithm=None: expected one of muon"),
-    "Mixed's policy": (lambda: Mixed.block_policy(), TypeError, "use block_policy_for"),
+    "Mixed's policy": (lambda: Mixed.block_policy(), TypeError, "use Recipe"),
     "fused differs": (lambda: add_groups(*mixed(fused=(True, False))), ValueError,
                       "fused=False in one group, True in its first one"),
     "other algorithms": (lambda: load(routed(), routed(), algorithm="adamw8bit"), ValueError,

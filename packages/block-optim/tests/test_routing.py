@@ -15,7 +15,6 @@ from block_optim import (
     Muon,
     Recipe,
     Shampoo,
-    block_policy_for,
     mixed_optimizer_for,
 )
 from block_optim.routing.mixed import ALGORITHMS
@@ -206,7 +205,7 @@ def test_overrides_by_pattern_choose_algorithms_options_and_blocks():
     assert [group_of[f"blocks.{i}.up.weight"]["algorithm"] for i in (0, 1)] == ["soap", "adamw"]
     assert [group_of[f"blocks.{i}.down.weight"]["algorithm"] for i in (0, 1)] == ["shampoo", "muon"]
     assert (group_of["tok.weight"]["algorithm"], group_of["tok.weight"]["lr"]) == ("adamw", 0.5)
-    policy, weights = block_policy_for(model, overrides=overrides), dict(model.named_parameters())
+    policy, weights = Recipe(model, overrides=overrides), dict(model.named_parameters())
     assert policy("", weights["blocks.0.up.weight"]) == Tile(8, 8)
     assert policy("", weights["blocks.0.down.weight"]) == Tile(16, 48)
     give(model, 0)
@@ -276,11 +275,7 @@ def test_a_recipe_of_a_model_routes_its_policy_and_its_optimizer_alike():
         "overrides": {"up": Shampoo},
     }
     recipe = Recipe(model, lr=0.1, verbose=False, **options)
-    policy = block_policy_for(
-        model, others="adamw8bit", adamw8bit=options["adamw"], overrides=options["overrides"]
-    )
     assert {recipe(n, p) for n, p in model.named_parameters()} > {Tile(4, 8), Whole(), Tile(48, 16)}
-    assert all(recipe(n, p) == policy(n, p) for n, p in model.named_parameters())
     optimizer: Any = recipe(model)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert set(optimizer.optimizers) == {"muon", "adamw", "adamw8bit", "shampoo"}

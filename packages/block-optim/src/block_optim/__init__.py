@@ -9,7 +9,7 @@ from block_optim.core.params import Param
 from block_optim.ema import EMA
 from block_optim.muon.muon import Muon
 from block_optim.routing.mixed import Mixed
-from block_optim.routing.recipe import Recipe, block_policy_for
+from block_optim.routing.recipe import Recipe
 from block_optim.routing.routes import mixed_optimizer_for
 from block_optim.shampoo.shampoo import Shampoo
 from block_optim.shampoo.soap import SOAP
@@ -27,7 +27,6 @@ __all__ = [
     "Recipe",
     "Shampoo",
     "StepGradients",
-    "block_policy_for",
     "local_of",
     "mixed_optimizer_for",
 ]

@@ -165,8 +165,6 @@ class Moments:
             if wide is not weight:
                 self._write(param, wide, weight, done, int(step))
             done += weight.numel()
-        if not done:
-            step.add_(1)
 
     def _call(
         self, lists: list[list[torch.Tensor]], steps: list[torch.Tensor], options: dict[str, Any]

@@ -213,6 +213,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict, without states of parameters that have left the groups."""
         self._sync()
+        for param in self.members:  # an update may have added states
+            for key, value in self.state.get(param.tensor, {}).items():
+                param.check_state(key, value)
         left = {
             t: self.state.pop(t)
             for t in list(self.state)

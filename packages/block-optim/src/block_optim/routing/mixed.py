@@ -86,7 +86,7 @@ class Mixed(BlockOptimizer):
             TypeError: always.
         """
         raise TypeError(
-            "Mixed has no block policy: use block_policy_for(model, overrides=...), which follows the same "
+            "Mixed has no block policy: use Recipe(model, overrides=...), which follows the same "
             "rules as mixed_optimizer_for, or a function that asks the block_policy of each parameter's algorithm"
         )
 

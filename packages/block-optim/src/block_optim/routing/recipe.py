@@ -1,6 +1,6 @@
 """An optimizer's options, stated once for `fully_shard` and for the optimizer itself."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from block_optim.core.base import BlockOptimizer
-from block_optim.core.policy import BlockRequest, Policy, make_policy
-from block_optim.routing.routes import Override, mixed_optimizer_for, routes_of
+from block_optim.core.policy import BlockRequest, make_policy
+from block_optim.routing.routes import mixed_optimizer_for, routes_of
 from layout_planner import Block
 
 
@@ -45,15 +45,10 @@ class Recipe:
         **options: Any,
     ) -> None:
         self._kind, self._options = kind, options
-        where: dict[str, Any] = {"units": units, "world_size": world_size, "max_padding": max_padding}
         if isinstance(kind, nn.Module):
-            others = options.get("others", "adamw")
-            narrow = options.get("adamw") if others == "adamw8bit" else None
-            self._policy = block_policy_for(
-                kind, others=others, overrides=options.get("overrides"), adamw8bit=narrow, **where
-            )
+            self._policy = make_policy(_requests_of(kind, options), units, world_size, max_padding)
         else:
-            self._policy = kind.block_policy(**where, **options)
+            self._policy = kind.block_policy(units, world_size, max_padding=max_padding, **options)
 
     @overload
     def __call__(self, params: str, param: torch.Tensor) -> Block | None: ...
@@ -68,38 +63,13 @@ class Recipe:
         return self._kind(params, **self._options)
 
 
-def block_policy_for(
-    model: nn.Module,
-    *,
-    others: str = "adamw",
-    overrides: Mapping[str, Override] | None = None,
-    adamw8bit: Mapping[str, Any] | None = None,
-    units: Iterable[nn.Module] | None = None,
-    world_size: int | None = None,
-    max_padding: float = 0.05,
-) -> Policy:
-    """A policy ``(name, parameter) -> block or None`` for `fully_shard`, each parameter's by its algorithm.
-
-    As `BlockOptimizer.block_policy` of the algorithms: Muon's matrices are kept whole (with ``units`` where that pays),
-    8-bit AdamW's tensors on the grid of their blocks; the rest may be cut anywhere. Communicates nothing.
-
-    Args:
-        model: before it is sharded.
-        others: as in `mixed_optimizer_for`.
-        overrides: as in `mixed_optimizer_for`.
-        adamw8bit: options of `AdamW8bit`: ``block``, ``min_8bit_numel``, ``quantize``.
-        units: the modules that are sharded as one group each, inner ones first; None keeps every matrix whole.
-        world_size: ranks over which a unit is sharded; needed with ``units``.
-        max_padding: padding that whole matrices are worth, as a share of a unit.
-
-    Raises:
-        ValueError: as `mixed_optimizer_for`; units without world_size.
-    """
-    params = dict(model.named_parameters())
+def _requests_of(model: nn.Module, options: Mapping[str, Any]) -> Callable[[str, torch.Tensor], BlockRequest]:
+    """The block that each parameter's algorithm would like, by the options of `mixed_optimizer_for`."""
+    params, others = dict(model.named_parameters()), options.get("others", "adamw")
     requests: Any = WeakTensorKeyDictionary()  # an id may be that of another tensor later
-    for route in routes_of(model, others=others, overrides=overrides or {}):
+    for route in routes_of(model, others=others, overrides=options.get("overrides") or {}):
         name, kind = route.names[0], route.kind
-        shared = adamw8bit or {} if route.algorithm == "adamw8bit" else {}
+        shared = (options.get("adamw") or {}) if route.algorithm == others == "adamw8bit" else {}
         block, optional = None, True
         if kind is not None:
             block = kind.block_of(name, params[name], kind.all_options({**shared, **dict(route.options)}))
@@ -110,4 +80,4 @@ def block_policy_for(
         known: BlockRequest | None = requests.get(param)
         return known or BlockRequest(name, tuple(param.shape), None)
 
-    return make_policy(request, units, world_size, max_padding)
+    return request

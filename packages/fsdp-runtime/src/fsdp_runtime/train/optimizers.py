@@ -93,7 +93,7 @@ def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_s
     import block_optim
 
     if spec.routed:
-        return block_optim.block_policy_for(model, units=units, world_size=world_size)
+        return block_optim.Recipe(model, units=units, world_size=world_size)
     return getattr(block_optim, spec.cls).block_policy()
 
 
