@@ -23,7 +23,7 @@ from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train import __main__ as train_cli
-from fsdp_runtime.train.checkpoint import check_same_model, check_same_run, latest, read_about
+from fsdp_runtime.train.checkpoint import check_same_run, latest, read_about
 from fsdp_runtime.train.config import RunConfig, resumed_config
 from fsdp_runtime.train.data import Batches, read_data
 from fsdp_runtime.train.errors import one_line
@@ -329,8 +329,8 @@ def _run_files(run: _Run) -> list[Target]:
         config.check(2)
         RunConfig.from_json(json.loads(json.dumps(config.to_json())))
         found = read_about(run.checkpoint)
-        check_same_model(run.checkpoint, found["parameters"], real[2])
-        check_same_run(run.checkpoint, found, RunConfig.from_json(json.loads(real[0])), real[1]["data"])
+        own = RunConfig.from_json(json.loads(real[0]))
+        check_same_run(run.checkpoint, found, own, real[1]["data"], real[2])
 
     def metrics_file(draw: Random) -> bytes:
         if draw.random() < 0.5:

@@ -48,9 +48,9 @@ def test_declared_dependencies_equal_what_is_imported(package):
     third_party = imported & (
         set(PACKAGES)
         | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers", "accelerate"}
-        | {"lightning-fabric", "torchtitan", "trackio", "typing-extensions", "verl", "wandb"}
+        | {"lightning-fabric", "torchtitan", "typing-extensions", "verl"}
     )
-    through_torch = {"tensorboard"}  # torch.utils.tensorboard imports it
+    through_torch: set[str] = set()
     assert third_party - {package} == (needed | optional) - through_torch
 
 

@@ -49,13 +49,12 @@ def test_a_run_ends_with_a_plot_metrics_and_a_checkpoint(folder, started):
 
 
 @pytest.mark.long
-def test_what_a_rank_finds_wrong_is_one_line_from_the_command_and_leaves_no_folder(folder, started):
+def test_what_a_rank_finds_wrong_is_one_line_from_the_command(folder, started):
     running = started("new/runs/first", "--dtype", "float99")
     said = running.communicate(timeout=120)[1]
     assert said.startswith("fsdp-train: --dtype 'float99': expected a type of integers")
     assert said.count("\n") == 1
     assert running.returncode == 2
-    assert not (folder / "new").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -81,7 +80,7 @@ sys.exit(main([]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert done.stdout.index("verify  ") < done.stdout.index("small (1.6M)") < done.stdout.index("--ranks")
+    assert done.stdout.index("verify  ") < done.stdout.index("--ranks")
     assert done.stderr.strip().endswith(
         "numpy, rich, safetensors not installed: pip install 'fsdp-runtime[train]'"
     )

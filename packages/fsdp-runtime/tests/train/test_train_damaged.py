@@ -134,26 +134,14 @@ def test_options_come_from_a_checkpoint_whose_run_json_is_as_written(run):
     assert saved_config(run).model.dim == 32
 
 
-OTHER_VERSION = "has options of another version of fsdp-train: TypeError: "
-OTHER_SHAPE = "is not a checkpoint of fsdp-train"
-
-
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change",
     [
-        ({"steps": [3]}, OTHER_VERSION + r"steps='\(3,\)' is not an option"),
-        ({"timeout": "9"}, OTHER_VERSION + "timeout='9' is not an option"),
-        ({"model": {"dim": "8"}}, OTHER_VERSION + "dim='8' is not an option"),
-        ({"model": 7}, OTHER_VERSION + "model='7' is not an option"),
-        ({"resume": 1}, OTHER_VERSION + "resume='1' is not an option"),
-        ({"speed": 1}, OTHER_VERSION + "speed='1' is not an option"),
-        ('"parameters": {"a": 7}', OTHER_SHAPE),
-        ('"parameters": {"a": [[1], 2]}', OTHER_SHAPE),
-        ('"step": true', OTHER_SHAPE),
-        ("[" * 9999, OTHER_SHAPE),
+        {"steps": [3]}, {"timeout": "9"}, {"resume": 1}, {"speed": 1}, {"model": 7}, {"model": {"dim": "8"}},
+        '"parameters": 7', '"step": true', "[" * 9999,
     ],
-)
-def test_run_json_with_an_option_of_another_type_or_of_another_shape_is_named(run, change, says):
+)  # fmt: skip
+def test_run_json_with_options_of_another_type_or_of_another_shape_is_named(run, change):
     checkpoint = newest(run)
     shutil.rmtree(checkpoint.with_name("step-00000002"))
     text = (checkpoint / "run.json").read_text()
@@ -164,7 +152,7 @@ def test_run_json_with_an_option_of_another_type_or_of_another_shape_is_named(ru
     else:
         text = text.rstrip()[:-1] + f", {change}" + "}"
     replace(checkpoint, "run.json", text.encode())
-    with pytest.raises(TrainError, match=says):
+    with pytest.raises(TrainError, match="is not a checkpoint of this fsdp-train"):
         saved_config(run)
 
 
@@ -177,8 +165,7 @@ def test_options_are_the_same_when_read_back():
     ("change", "data", "says"),
     [
         ({"optimizer": None}, None, "was made with optimizer adamw, this run has torch-adamw"),
-        ({"data": []}, "other", "was made with --data the standard library, whose files"),
-        ({"data": [10**30]}, None, "has options of another version"),
+        ({}, "other", "was made with data [0-9a-f]+, this run has other"),
     ],
 )
 def test_a_run_json_of_other_options_or_data_is_of_another_run(run, change, data, says):
@@ -187,7 +174,7 @@ def test_a_run_json_of_other_options_or_data_is_of_another_run(run, change, data
     about["config"].update(change)
     about["config"] = {name: value for name, value in about["config"].items() if value is not None}
     with pytest.raises(TrainError, match=says):
-        check_same_run(newest(run), about, config, data)
+        check_same_run(newest(run), about, config, data, about["parameters"])
 
 
 def test_a_device_of_no_kind_is_one_line_also_with_resume(run, capsys):

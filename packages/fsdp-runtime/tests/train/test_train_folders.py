@@ -1,30 +1,28 @@
 """Whose folder it is, and what a run that goes on takes from it."""
 
 import argparse
-import contextlib
 import dataclasses
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from fsdp_runtime.train import PRESETS, RunConfig, TrainError
 from fsdp_runtime.train.checkpoint import CHECKPOINTS, METADATA, RUN_FILE, name_of
 from fsdp_runtime.train.config import add_run_options, resumed_config
-from fsdp_runtime.train.runs import choose_folder, this_launch
+from fsdp_runtime.train.runs import choose_folder
 
 
 def test_a_folder_is_one_runs_at_a_time(tmp_path):
     config = RunConfig(out=str(tmp_path / "run"))
     with (
         choose_folder(config),
-        pytest.raises(TrainError, match=r"run is in use by another run, process \d+ on "),
+        pytest.raises(TrainError, match=r"run is in use by another run"),
         choose_folder(config),
     ):
         pass
-    with choose_folder(config) as again:
-        assert again.path.is_dir()
+    with choose_folder(config) as (again, _):
+        assert again.is_dir()
 
 
 def test_a_run_that_was_killed_holds_no_lock(tmp_path):
@@ -49,7 +47,7 @@ def test_a_run_that_was_killed_holds_no_lock(tmp_path):
 def test_two_runs_that_begin_at_once_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with choose_folder(RunConfig()) as first, choose_folder(RunConfig()) as second:
-        assert [first.path.name, second.path.name] == ["001", "002"]
+        assert [path.name for path, _ in (first, second)] == ["001", "002"]
 
 
 def save_in(run):
@@ -63,60 +61,20 @@ def save_in(run):
 def test_a_restart_by_torchrun_goes_on_in_the_folder_that_the_launch_began(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-12")
-    with choose_folder(RunConfig(out=out)) as begun:
-        assert not begun.resume
+    with choose_folder(RunConfig(out=out)) as (begun, resume):
+        assert not resume
     with choose_folder(RunConfig(out=out)) as again:  # before the first checkpoint: from the beginning
-        assert (again.path, again.resume) == (begun.path, False)
-    save_in(begun.path)
+        assert again == (begun, False)
+    save_in(begun)
     with choose_folder(RunConfig(out=out)) as again:
-        assert (again.path, again.resume) == (begun.path, True)
+        assert again == (begun, True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-13")
     if out:
         with pytest.raises(TrainError, match="holds a run already"), choose_folder(RunConfig(out=out)):
             pass
     else:
-        with choose_folder(RunConfig()) as other:
-            assert (other.path.name, other.resume) == ("002", False)
-
-
-def test_without_an_id_the_folder_that_torchrun_made_tells_its_launches_apart(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert this_launch() == ""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    names = set()
-    for start in ("a_1/none_1/attempt_0/0", "a_1/none_1/attempt_1/3", "a_2/none_2/attempt_0/0"):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{start}/error.json")
-        names.add(this_launch())
-    assert names == {"a_1/none_1", "a_2/none_2"}
-
-
-def test_a_restart_waits_for_a_rank_of_its_launch_that_was_cut_off_and_still_ends(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-12")
-    config = RunConfig(out=str(tmp_path / "run"), timeout=20)
-    stack = contextlib.ExitStack()
-    before = stack.enter_context(choose_folder(config))
-    ending = threading.Timer(0.5, stack.close)
-    ending.start()
-    with choose_folder(config) as again:
-        assert again.path == before.path
-    ending.join()
-
-
-def start_and_fail(out, name):
-    with choose_folder(RunConfig(out=str(out))) as folder:
-        (folder.path / name).mkdir()
-        raise KeyError
-
-
-def test_a_start_that_failed_removes_what_it_made_and_nothing_else(tmp_path):
-    out = tmp_path / "a" / "b"
-    with pytest.raises(KeyError):
-        start_and_fail(out, "checkpoints")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(KeyError):
-        start_and_fail(out, "mine")
-    assert (out / "mine").exists()
+        with choose_folder(RunConfig()) as (other, resume):
+            assert (other.name, resume) == ("002", False)
 
 
 def resumed(saved, tmp_path, *argv):

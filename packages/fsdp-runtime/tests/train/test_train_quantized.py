@@ -1,13 +1,10 @@
 """Runs whose weights and gradients travel quantized."""
 
-import importlib.util
 import shutil
 
 import pytest
 from train_helpers import losses, read_model, tiny, train, with_changes
 
-from fsdp_runtime.train import systems
-from fsdp_runtime.train.compare import QUANTIZED_TOLERANCE
 from fsdp_runtime.train.plan import make_plan
 from fsdp_runtime.train.report import METRICS
 from ragged_shard.testing import run_ranks
@@ -61,20 +58,3 @@ def test_a_plan_says_what_a_gather_and_a_reduction_send(folder):
     assert coded.sent - norms == coded.codes
     assert coded.codes < 0.26 * plain.sent
     assert coded.reduced - norms < 0.30 * plain.reduced  # rows of 32 and 64 elements have a scale each
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-def test_torchaos_float8_learns_as_plain_runs_do_and_as_under_fsdp2(losses_with):
-    plain, ours, fsdp2 = (
-        losses_with(system=system, precision="bf16", steps=4)
-        for system in ("fsdp_runtime", "fsdp_runtime_float8", "fsdp2_float8")
-    )
-    assert ours != plain
-    assert ours == pytest.approx(plain, rel=QUANTIZED_TOLERANCE)
-    assert ours == pytest.approx(fsdp2, rel=1e-2)
-
-
-def test_without_torchao_it_says_so(monkeypatch):
-    monkeypatch.setattr(systems.importlib.util, "find_spec", lambda name: None)
-    for system in ("fsdp_runtime_float8", "fsdp2_float8"):
-        assert "torchao is not installed" in str(systems.not_installed(system))

@@ -38,11 +38,6 @@ ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
     ({**DOCUMENTS, "system": "fsdp2"}, "--documents: fsdp2 averages the means of ranks"),
     ({**DOCUMENTS, "documents": False}, "--end-token 10: only --documents ends sequences there"),
-    (
-        {"system": "fsdp2_float8", "save_every": 2},
-        "fsdp2_float8 is here for comparison and saves no checkpoints",
-    ),
-    ({"log_to": ("wandb", "mlflow")}, "--log-to mlflow: expected tensorboard, wandb, trackio"),
     ({"memory_snapshot": 2}, "--memory-snapshot 2: torch records no allocations of cpu devices"),
     *(
         ({"profile": p}, f"--profile {p}: expected START:STOP")
@@ -87,13 +82,13 @@ ARGV = [
     (["--ranks", "0"], "--ranks 0"),
     (["--ranks", "5", "--batch", "12"], "does not divide by 5 ranks"),
     (["--layers", "0"], "num_layers is 0"),
-    (["--resume", "runs/001"], "unrecognized arguments: runs/001; say --resume --out runs/001 (see "),
+    (["--resume", "runs/001"], "unrecognized arguments: runs/001 (see "),
     (["--lr", "nan"], "--lr nan"),
     (["--system", "deepspeed"], "--save-every 0"),
     (["export", "nowhere"], "nowhere has no complete checkpoint"),
     (["verify", "nowhere"], "nowhere has no complete checkpoint"),
     (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
-    (["comapre"], "'comapre' is not a subcommand, did you mean compare?"),
+    (["comapre"], "'comapre' is not a subcommand: there are compare, "),
     (["export"], "the following arguments are required: run"),
     (["--tp", "2"], "unrecognized arguments: --tp 2 (see fsdp-train --help)"),
     (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
@@ -196,7 +191,7 @@ FILES: list[tuple[dict[str, Any], Any, str]] = [
       for config in ("[]", "7", '{"quantization_config": 3}', "[" * 100_000, "{",
                      *(f'{{"quantization_config": {{"weight_block_size": {size}}}}}'
                        for size in ("[1]", "[[1], 2]", "[0, 8]", '["4", 8]', "[1.5, 8]")))),
-    ({}, lambda folder: make_plan(tiny(folder, system="fsdp2"), 256, 2), "not --system fsdp2"),
+    ({}, lambda folder: make_plan(tiny(folder, system="fsdp2"), 256, 2), "not fsdp2"),
     ({}, lambda folder: Layout.from_json(json.dumps({"format": "9" * 100_000})), "this is not a layout"),
     ({}, lambda folder: replace(PRESETS["tiny"], dim=30), "channels a head"),
     ({}, lambda folder: replace(PRESETS["tiny"], num_kv_heads=3), "do not divide by 3"),

@@ -25,12 +25,13 @@ from train_helpers import (
     with_changes,
 )
 
-from fsdp_runtime.train import PRESETS, TrainError, checkpoint, systems
+from fsdp_runtime.train import PRESETS, Trainer, TrainError, checkpoint, systems
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.model import losses_of
+from fsdp_runtime.train.report import METRICS, Report, read_metrics
 from fsdp_runtime.train.runs import export
 from fsdp_runtime.train.trainer import BadNumbers
-from ragged_shard.testing import RankError, run_ranks, shut_down
+from ragged_shard.testing import RankError, SimulatedDevice, host_waits, run_ranks, shut_down
 
 # Sums are rounded differently on other numbers of ranks and other CPUs. A router then sends a token to another expert,
 # which moves later losses in the fourth digit; a wrong gradient moves the first.
@@ -284,3 +285,25 @@ def test_a_transformers_model_trains_and_exports_under_its_own_names(folder, tmp
 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     model.load_state_dict(load_file(tmp_path / "m.safetensors"))
+
+
+def test_a_metrics_file_that_cannot_be_written_is_the_problem_of_the_report(tmp_path):
+    full = mock.Mock(**{"write.side_effect": OSError(errno.ENOSPC, "No space left on device")})
+    with Report(tmp_path, 0, 4, quiet=True) as report, mock.patch.object(report, "_file", full):
+        report.step({"step": 0, "loss": 1.0})
+    assert "No space left on device" in str(report.problem)
+
+
+def test_without_checkpoints_and_a_plot_only_metrics_are_written(folder, tmp_path):
+    Trainer(tiny(folder, system="one", steps=2), tmp_path, quiet=True).run()
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|not available)")
+def test_training_waits_nowhere_and_reads_figures_after_their_copy(folder, tmp_path):
+    with SimulatedDevice():
+        trainer = Trainer(tiny(folder, system="one", steps=4, log_every=1), tmp_path, quiet=True)
+        with host_waits([*trainer.model.parameters(), *trainer.model.buffers()]) as waits:
+            trainer.run()
+    assert waits.lines == []
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [0, 1, 2, 3]

@@ -10,7 +10,7 @@ import torch
 from train_helpers import tiny, train
 
 from fsdp_runtime.train import Trainer, TrainError
-from fsdp_runtime.train.tracing import Recorder
+from fsdp_runtime.train.tracing import recording
 from ragged_shard.testing import run_ranks
 
 
@@ -61,17 +61,16 @@ ENDS: tuple = (None, {})
 
 
 def test_a_memory_snapshot_is_written_after_its_step_with_all_history(allocator, tmp_path):
-    with Recorder(None, 1, tmp_path, 3, GPU) as recorder:
+    with recording(None, 1, 0, tmp_path, 3, GPU) as after:
         for step in range(3):
-            with recorder.step(step):
-                allocator.append(step)
+            allocator.append(step)
+            after(step)
     assert allocator == [STARTS, 0, 1, "memory-rank-3.pickle", 2, ENDS]
 
 
 @pytest.mark.parametrize("asked", [None, 7])
 def test_an_out_of_memory_error_writes_a_snapshot_before_the_history_ends(allocator, tmp_path, asked):
-    recorder = Recorder(None, asked, tmp_path, 0, GPU)
-    with pytest.raises(torch.OutOfMemoryError) as error, recorder, recorder.step(0):
+    with pytest.raises(torch.OutOfMemoryError) as error, recording(None, asked, 0, tmp_path, 0, GPU):
         raise torch.OutOfMemoryError("20 GiB")
     written = ["out-of-memory-rank-0.pickle"]
     assert allocator == (written if asked is None else [STARTS, *written, ENDS])
@@ -79,10 +78,10 @@ def test_an_out_of_memory_error_writes_a_snapshot_before_the_history_ends(alloca
 
 
 def test_other_errors_write_no_snapshot_and_a_failed_one_hides_no_error(allocator, tmp_path):
-    with pytest.raises(RuntimeError), Recorder(None, None, tmp_path, 0, GPU):
+    with pytest.raises(RuntimeError), recording(None, None, 0, tmp_path, 0, GPU):
         raise RuntimeError("NCCL")
     assert not allocator
-    with pytest.raises(torch.OutOfMemoryError) as error, Recorder(None, None, tmp_path / "gone", 0, GPU):
+    with pytest.raises(torch.OutOfMemoryError) as error, recording(None, None, 0, tmp_path / "gone", 0, GPU):
         raise torch.OutOfMemoryError("20 GiB")
     assert error.value.__notes__[0].startswith("No memory snapshot: FileNotFoundError: ")
 
@@ -96,8 +95,9 @@ def test_a_memory_snapshot_beyond_the_last_step_is_refused(folder, allocator):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_a_gpu_has_who_allocated(tmp_path):
-    with Recorder(None, 0, tmp_path, 0, GPU) as recorder, recorder.step(0):
+    with recording(None, 0, 0, tmp_path, 0, GPU) as after:
         kept = torch.zeros(1 << 20, device=GPU)
+        after(0)
     snapshot = pickle.loads((tmp_path / "memory-rank-0.pickle").read_bytes())
     frames = [frame["name"] for event in snapshot["device_traces"][0] for frame in event["frames"]]
     assert "test_a_snapshot_of_a_gpu_has_who_allocated" in frames

@@ -1,18 +1,15 @@
 """The command line. Without a subcommand it trains; under torchrun it joins, else it starts ranks."""
 
 import argparse
-import difflib
 import importlib.util
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from .config import RunConfig, add_run_options, resumed_config, run_config
 from .errors import TrainError, one_line, say, silence
-from .model import PRESETS
 from .report import closing_lines
 
 _NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
@@ -31,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         first = arguments[0] if arguments else "-"
         if not first.startswith("-") and first not in _SUBCOMMANDS:
-            near = difflib.get_close_matches(first, _SUBCOMMANDS, 1)
-            hint = f", did you mean {near[0]}?" if near else f": there are {', '.join(_SUBCOMMANDS)}"
-            raise TrainError(f"{first!r} is not a subcommand{hint}")
+            raise TrainError(f"{first!r} is not a subcommand: there are {', '.join(_SUBCOMMANDS)}")
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing and not {"-h", "--help"} & set(arguments):
             raise TrainError(f"{', '.join(missing)} not installed: pip install 'fsdp-runtime[train]'")
@@ -59,23 +54,8 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 def _overview() -> str:
     """The top of ``--help``."""
     rows = [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
-    presets = [f"{name} ({_count(model.num_parameters)})" for name, model in PRESETS.items()]
-    return "\n".join(
-        [
-            "Pretrain a small transformer on real text, sharded over all local ranks.",
-            "",
-            "subcommands (each has --help); without one it trains:",
-            *rows,
-            "",
-            "presets, with their parameters at 256 tokens:",
-            *textwrap.wrap(", ".join(presets), 100, initial_indent="  ", subsequent_indent="  "),
-        ]
-    )
-
-
-def _count(number: int) -> str:
-    unit, size = ("B", 1e9) if number >= 1e9 else ("M", 1e6)
-    return f"{number / size:.{0 if number >= 100 * size else 1 if number >= size else 2}f}{unit}"
+    first = "Pretrain a small transformer on real text, sharded over all local ranks."
+    return "\n".join([first, "", "subcommands (each has --help); without one it trains:", *rows])
 
 
 def _train(argv: list[str]) -> int:
@@ -83,12 +63,7 @@ def _train(argv: list[str]) -> int:
     parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run_options(parser)
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = options.resume and not unknown[0].startswith("-")
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}" + f"; say --resume --out {unknown[0]}" * bool(hint)
-        )
+    options = parser.parse_args(argv)
     config = _resumed(options) if options.resume else run_config(options)
     if "RANK" in os.environ:
         from .launch import run_rank, status_of

@@ -16,8 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,15 +31,15 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from ragged_shard import DISTRIBUTED, device_layer, gather_from_ranks
+from ragged_shard import gather_from_ranks, is_cpu
 
 from ..checkpoint.dcp_files import METADATA, Reader
 from .config import RunConfig
-from .errors import TrainError, agreed, causes, named, one_line
+from .errors import TrainError, agreed, causes, one_line
 
 SUMS = "sums.json"
 RUN_FILE = "run.json"
@@ -150,15 +148,7 @@ class Planner(DefaultLoadPlanner):
 _PART = ".part"
 _NAME = re.compile(r"step-\d{8,19}")
 CHECKPOINTS = "checkpoints"
-# Values are copied by storage: the other way of torch 2.11 does not know ragged tensors.
-_IN_START = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-)
-_BESIDE_TRAINING = StagingOptions(
-    use_pinned_memory=True, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=True
-)
-# Settings of the optimizer by parameter, not by group: ranks of a pipeline have other parameters.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # settings of the optimizer by parameter
 _FAILURES = (Exception, CheckpointException)  # DCP's does not derive from Exception
 
 
@@ -170,22 +160,20 @@ class Checkpoints:
         keep: how many complete ones stay.
         group: a process group with gloo, for DCP's coordination, apart from the training's collectives; None for one
             process.
-        device: of the values. Those of an accelerator are copied to pinned memory, which is kept for the next save,
-            while the next forward and backward run.
-
-    Collective: one gather of small objects, the hosts' names.
+        device: of the values. They are copied to the host's memory, which is kept for the next save; training goes on
+            while files are written.
     """
 
     def __init__(
         self, folder: Path, keep: int, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self._hosts = gather_from_ranks(socket.gethostname())
         self.folder, self.keep, self.group = folder / CHECKPOINTS, keep, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._pending: tuple[int, Any] | None = None  # step, and the future of DCP's save
-        self._layer = device_layer(device)
-        self._stager = DefaultStager(_BESIDE_TRAINING) if self._layer.asynchronous else None
-        self._copied: Any = None  # the future of its copies
+        # Values are copied by storage: the other way of torch 2.11 does not know ragged tensors.
+        ways = {"use_shared_memory": False, "use_async_staging": False}
+        far = not is_cpu(device)
+        self._stager = DefaultStager(StagingOptions(use_pinned_memory=far, use_non_blocking_copy=far, **ways))
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for part in self.folder.glob(f"*{_PART}"):  # of a save that was killed
@@ -194,7 +182,7 @@ class Checkpoints:
     def start(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]
     ) -> None:
-        """Begin to save; training may go on as soon as this returns, up to `wait_for_copies`.
+        """Copy what is saved and begin to write; training may go on as soon as this returns.
 
         Collective: one gather of small objects, and DCP's own. `about` becomes ``run.json``.
         """
@@ -208,34 +196,19 @@ class Checkpoints:
                     shutil.rmtree(part, ignore_errors=True)
                     part.mkdir(parents=True)
                     write_synced(part / RUN_FILE, json.dumps({**about, "step": step}, indent=1))
-            if self._stager is not None:
-                weights = _with_copied_buffers(weights, model)
-                self._layer.synchronize()  # the stager's stream does not wait for this one
             future = async_save(
                 {"model": weights, "optimizer": state},
                 storage_writer=SummingWriter(part, self.rank),
                 process_group=self.group,
-                async_stager=self._stager or DefaultStager(_IN_START),
+                async_stager=self._stager,
             )
-            if isinstance(future, AsyncSaveResponse):
-                self._copied, future = future.staging_completion, future.upload_completion
         except Exception as error:  # reported as a failed write is: at a step's end, by all ranks
             future.set_exception(error)
         self._pending = step, future
 
-    def wait_for_copies(self) -> None:
-        """Wait until no value is read any more, so that an optimizer may write. A failed copy is the save's failure."""
-        if self._copied is not None:
-            copied, self._copied = self._copied, None
-            copied.exception()
-
     def failed(self) -> bool:
         """True once this rank knows that the running save has failed."""
-        return self.written() and self._pending is not None and self._pending[1].exception() is not None
-
-    def written(self) -> bool:
-        """True once this rank knows that the running save is complete on disk."""
-        return self._pending is not None and self._pending[1].done()
+        return self._pending is not None and self._pending[1].done() and bool(self._pending[1].exception())
 
     def finish(self) -> int | None:
         """Wait for the running save and make it the latest; returns its step. All ranks call it.
@@ -243,7 +216,6 @@ class Checkpoints:
         Raises:
             TrainError: it could not be written; the folder of the one before stays the latest.
         """
-        self.wait_for_copies()
         if self._pending is None:
             return None
         (step, future), self._pending = self._pending, None
@@ -257,8 +229,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
             newest = latest(self.folder.parent)
             stays = f"{newest} stays" if newest else "there is no older one"
-            why = root_cause(error, self._hosts)
-            raise TrainError(f"cannot save {part.with_suffix('')}: {why}; {stays}") from error
+            raise TrainError(f"cannot save {part.with_suffix('')}: {root_cause(error)}; {stays}") from error
         return step
 
     def _publish(self, part: Path, step: int) -> None:
@@ -274,17 +245,6 @@ class Checkpoints:
         published = sorted(_published(self.folder), key=lambda path: path.name)
         for old in [path for path in published if path.name < final.name][: -(self.keep - 1) or None]:
             shutil.rmtree(old)
-
-
-def _with_copied_buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict with copies of the model's buffers, to which a forward may write."""
-    buffers = {buffer.data_ptr() for buffer in model.buffers()}
-
-    def is_buffer(value: Any) -> bool:
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DISTRIBUTED)
-        return plain and value.data_ptr() in buffers
-
-    return {name: value.clone() if is_buffer(value) else value for name, value in weights.items()}
 
 
 def name_of(step: int) -> str:
@@ -346,25 +306,20 @@ def shortened(lines: list[str], most: int = 200) -> str:
     )
 
 
-_ABOUT = {"config": dict, "identity": dict, "parameters": dict, "step": int, "world_size": int}
-
-
 def read_about(checkpoint: Path) -> dict[str, Any]:
     """Read ``run.json``: the run that a checkpoint belongs to.
 
     Raises:
-        TrainError: no complete checkpoint, or not of this program.
+        TrainError: no complete checkpoint, or not of this version of the program.
     """
     try:
         about: dict[str, Any] = json.loads((checkpoint / RUN_FILE).read_text())
-        for name, kind in _ABOUT.items():
-            if type(about.get(name)) is not kind:
-                raise ValueError(f"{RUN_FILE} has no {name}")
-        for name, (shape, dtype) in about["parameters"].items():
-            if not isinstance(dtype, str) or any(type(size) is not int for size in shape):
-                raise ValueError(f"{RUN_FILE} has no shape and dtype of {name}")
+        RunConfig.from_json(about["config"])
+        for name, kind in {"identity": dict, "parameters": dict, "step": int}.items():
+            if type(about[name]) is not kind:
+                raise TypeError(f"{name} is no {kind.__name__}")
     except (OSError, *MALFORMED) as error:
-        raise TrainError(f"{checkpoint} is not a checkpoint of fsdp-train: {one_line(error)}") from error
+        raise TrainError(f"{checkpoint} is not a checkpoint of this fsdp-train: {one_line(error)}") from error
     return about
 
 
@@ -393,74 +348,46 @@ def describe(model: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def check_same_model(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise, naming the first difference, if a checkpoint is of another model; both as of `describe`."""
-    for name in sorted(saved.keys() | current.keys()):
-        if saved.get(name) != current.get(name):
-            raise TrainError(
-                f"{checkpoint} is a checkpoint of another model: {name} is {_shown(saved.get(name))} there and "
-                f"{_shown(current.get(name))} here"
-            )
-
-
-def saved_options(checkpoint: Path, about: dict[str, Any]) -> RunConfig:
-    """The options of the run that a checkpoint is of; `about` is what `read_about` returned.
-
-    Raises:
-        TrainError: they are of another version of this program.
-    """
-    try:
-        return RunConfig.from_json(about["config"])
-    except MALFORMED as error:
-        raise TrainError(
-            f"{checkpoint} has options of another version of fsdp-train: {one_line(error)}"
-        ) from error
-
-
 # Options that a resumed run may not change; sizes of the model are in addition. Of the data it has a digest.
 _FIXED = ("optimizer", "seed", "seq_len", "batch", "documents", "end_token", "dtype")
 
 
-def check_same_run(checkpoint: Path, about: dict[str, Any], config: RunConfig, data: str) -> None:
-    """Raise, with both values, if a checkpoint's run was not the beginning of this one, whose data has this digest."""
-    saved = saved_options(checkpoint, about)
-    before, now = (
-        {**{name: getattr(run, name) for name in _FIXED}, **vars(run.model)} for run in (saved, config)
-    )
+def check_same_run(
+    checkpoint: Path, about: dict[str, Any], config: RunConfig, data: str, parameters: dict[str, list[Any]]
+) -> None:
+    """Raise, naming the first difference, if a checkpoint's run was not the beginning of this one.
+
+    Args:
+        about: as of `read_about`.
+        data: the digest of this run's data.
+        parameters: of this run's model, as of `describe`.
+    """
+    saved = about["parameters"]
+    for name in sorted(saved.keys() | parameters.keys()):
+        if saved.get(name) != parameters.get(name):
+            there, here = (both.get(name, "absent") for both in (saved, parameters))
+            raise TrainError(
+                f"{checkpoint} is a checkpoint of another model: {name} is {there} there and {here} here"
+            )
+    run = RunConfig.from_json(about["config"])
+    before, now = ({**{name: getattr(c, name) for name in _FIXED}, **vars(c.model)} for c in (run, config))
+    before["data"], now["data"] = about["identity"].get("data"), data
     for name, value in now.items():
         if before[name] != value:
             raise TrainError(f"{checkpoint} was made with {name} {before[name]}, this run has {value}")
-    if about["identity"].get("data") != data:
-        paths = [" ".join(run.data) or "the standard library" for run in (saved, config)]
-        raise TrainError(
-            f"{checkpoint} was made with --data {paths[0]}, whose files had other names or sizes than those of "
-            f"{paths[1]}"
-        )
     if about["step"] > config.steps:
         raise TrainError(f"{checkpoint} is beyond --steps {config.steps}")
 
 
-def _shown(entry: list[Any] | None) -> str:
-    return "absent" if entry is None else f"{entry[1]} {'x'.join(map(str, entry[0])) or 'scalar'}"
-
-
-def root_cause(error: BaseException, hosts: Sequence[str] = ()) -> str:
-    """The error that caused a failure, in one line: DCP wraps errors of ranks, and torch.save hides a full disk.
-
-    With `hosts`, by rank, where there are several: also on which rank.
-    """
-    failed = getattr(error, "failures", None)
-    if failed and len(set(hosts)) > 1:
-        rank = min(failed)
-        return f"{named(rank, hosts)}: {root_cause(failed[rank][0])}"
+def root_cause(error: BaseException) -> str:
+    """The error that caused a failure, in one line: DCP wraps errors of ranks, and torch.save hides a full disk."""
     chain = list(causes(error))
     for cause in chain:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-    deepest = chain[-1]
-    if "unexpected pos" in str(deepest):  # what torch.save says when a write came up short
+    if "unexpected pos" in str(chain[-1]):  # what torch.save says when a write came up short
         return "not all bytes could be written (is the disk full?)"
-    return one_line(deepest)
+    return one_line(chain[-1])
 
 
 def _sync_folder(path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ragged_shard import is_cpu
 
-from .config import FLOAT8, SYSTEMS, RunConfig
+from .config import SYSTEMS, RunConfig
 from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
@@ -213,8 +213,7 @@ def compare_losses(config: RunConfig, ways: list[Way]) -> tuple[int, list[str]]:
     status, lines = 0, []
     for way in others:
         names = {first.name, way.name}
-        rounds_on_wire = "fsdp_runtime" in names and (config.quantize != "none" or config.reduce != "none")
-        rounded = rounds_on_wire or names & set(FLOAT8)
+        rounded = "fsdp_runtime" in names and (config.quantize != "none" or config.reduce != "none")
         tolerance = QUANTIZED_TOLERANCE if rounded else TOLERANCE[config.precision]
         pairs = list(zip(way.losses(), first.losses(), strict=False))
         distance = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)

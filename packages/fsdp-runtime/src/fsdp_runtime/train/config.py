@@ -14,11 +14,9 @@ from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .report import TRACKERS
 from .tracing import check_snapshot, step_range
 
-FLOAT8 = ("fsdp_runtime_float8", "fsdp2_float8")  # torchao's float8 on the system before the underscore
-System = Literal["fsdp_runtime", "fsdp2", "fsdp_runtime_float8", "fsdp2_float8", "ddp", "deepspeed", "one"]
+System = Literal["fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
 # Options that only fsdp_runtime has, with the values that change nothing.
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
@@ -30,9 +28,9 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _option(default: Any, text: str, *, least: int | None = None, parse: Any = None) -> Any:
-    """A field with a flag: its help, the smallest value of a finite number, and how its text is parsed."""
-    return field(default=default, metadata={"help": text, "least": least, "parse": parse})
+def _option(default: Any, text: str, *, least: int | None = None) -> Any:
+    """A field with a flag: its help, and the smallest value of a finite number."""
+    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class RunConfig:
     seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
     system: System = _option(  # noqa: RUF009  (a string)
         "fsdp_runtime",
-        "fsdp_runtime, fsdp2, the same with torchao's float8 (_float8), ddp, deepspeed or one (no sharding)",
+        "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)",
     )
     block: str = _option(
         "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
@@ -87,11 +85,6 @@ class RunConfig:
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
     log_every: int = _option(1, "steps between lines of metrics", least=1)
-    log_to: tuple[str, ...] = _option(
-        (),
-        f"also log metrics to these trackers, with commas between them: {', '.join(TRACKERS)}",
-        parse=lambda text: tuple(text.split(",")),
-    )
     profile: str | None = _option(
         None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
     )
@@ -136,8 +129,6 @@ class RunConfig:
             raise TrainError(
                 f"--late {self.late:g}: expected seconds below --timeout {self.timeout:g}, or 0 for no reports"
             )
-        if unknown := [name for name in self.log_to if name not in TRACKERS]:
-            raise TrainError(f"--log-to {','.join(unknown)}: expected {', '.join(TRACKERS)}")
         if self.profile and step_range(self.profile).stop > self.steps:
             raise TrainError(
                 f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
@@ -159,10 +150,8 @@ class RunConfig:
             if self.system != "fsdp_runtime" and (value := getattr(self, name)) not in plain:
                 value = ",".join(value) if isinstance(value, tuple) else value
                 raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
-        if self.system in ("deepspeed", *FLOAT8) and (self.save_every or self.resume):
-            raise TrainError(
-                f"{self.system} is here for comparison and saves no checkpoints: add --save-every 0"
-            )
+        if self.system == "deepspeed" and (self.save_every or self.resume):
+            raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
         if self.system == "deepspeed" and self.on_nan == "skip":
             raise TrainError("--on-nan skip: deepspeed decides about updates")
         check_present(self.device)
@@ -273,7 +262,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         text, default = option.metadata["help"], option.default
         if default not in (None, ()) and "default" not in text:
             text += f" (default: {default})"
-        _add(run, _flag(option.name), option.name, option.type, text, option.metadata["parse"])
+        _add(run, _flag(option.name), option.name, option.type, text)
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: small)")
     types = {size.name: size.type for size in dataclasses.fields(ModelConfig)}
@@ -282,13 +271,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         _add(model, flag, name, types[name], text)
 
 
-def _add(group: Any, flag: str, name: str, hint: Any, text: str, parse: Any = None) -> None:
-    kind: dict[str, Any] = {
-        "type": parse or next((t for t in (int, float) if t in (hint, *get_args(hint))), str)
-    }
+def _add(group: Any, flag: str, name: str, hint: Any, text: str) -> None:
+    kind: dict[str, Any] = {"type": next((t for t in (int, float) if t in (hint, *get_args(hint))), str)}
     if hint is bool:
         kind = {"action": argparse.BooleanOptionalAction}
-    elif get_origin(hint) is tuple and not parse:
+    elif get_origin(hint) is tuple:
         kind = {"nargs": "+", "metavar": "PATH"}
     group.add_argument(flag, dest=name, default=None, help=text, **kind)
 

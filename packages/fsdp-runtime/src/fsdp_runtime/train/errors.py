@@ -5,9 +5,7 @@ import os
 import re
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -62,20 +60,6 @@ def agreed(doing: str) -> Iterator[None]:
         everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(messages)
         number = named(rank, [host for _, host in messages]).removeprefix("rank ")
         raise TrainError(text if everywhere else f"rank {number}: {text}") from cause
-
-
-def failed_collective(error: BaseException) -> str:
-    """The function of torch.distributed that raised an exception, and its caller; "" if unknown."""
-    collective, caller = "", ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
-            collective = collective or f"{code.co_name} in {caller}"
-        elif not collective and str(frame.f_globals.get("__name__")).startswith(
-            ("fsdp_runtime", "ragged_shard")
-        ):
-            caller = f"{code.co_name} ({Path(code.co_filename).name}:{line})"
-    return collective
 
 
 def named(rank: int, hosts: Sequence[str]) -> str:

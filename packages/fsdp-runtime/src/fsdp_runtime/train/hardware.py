@@ -1,4 +1,4 @@
-"""Devices of this machine: their names, peaks for MFU, memory and times."""
+"""Devices of this machine: their names, memory and times."""
 
 import os
 import resource
@@ -15,29 +15,6 @@ from ragged_shard import CPU, device_layer, is_cpu
 from .errors import TrainError
 
 DEVICES = ("cpu", "cuda")  # that can be asked for; "auto" takes any accelerator
-# Dense bf16 peak by vendors' data sheets, FLOP/s; matched in this order against the device's name.
-PEAK_BF16: tuple[tuple[str, float], ...] = (
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("B100", 1.75e15),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX 5090", 209e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-)
 
 
 def pick_device(asked: str) -> torch.device:
@@ -79,19 +56,6 @@ def backends(device: torch.device) -> str:
     """Backends of a process group for tensors of the device and of the CPU."""
     own, cpu = (dist.get_default_backend_for_device(kind) for kind in (device, CPU))
     return cpu if is_cpu(device) else f"{CPU.type}:{cpu},{device.type}:{own}"
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s that MFU is measured against; None where it is not known (CPUs, fp32, other GPUs)."""
-    if device.type != "cuda" or precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_BF16 if key in name), None)
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """True if the device multiplies FP8 matrices: NVIDIA's from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_present(asked: str) -> None:

@@ -34,21 +34,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from fsdp_runtime import Watchdog
-from ragged_shard import gather_from_ranks, installed_versions, is_cpu, list_ranks
+from ragged_shard import gather_from_ranks, installed_versions, is_cpu
 
 from .checkpoint import latest
 from .config import RunConfig
 from .errors import (
     TrainError,
     check_agreement,
-    failed_collective,
     lost_contact,
     one_line,
     say,
     this_rank,
 )
 from .hardware import backends, own_device, pick_device
-from .report import check_installed, closing_lines
+from .report import closing_lines
 
 USER_ERROR, CRASH = 2, 1  # exit statuses
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,7 +94,6 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> dict[s
         if received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
 
-    check_installed(config.log_to)
     with tempfile.TemporaryDirectory(prefix="fsdp-train-") as name, on_stop_signals(on_signal):
         control = Path(name)
         settings = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
@@ -233,13 +231,12 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
     reports: list[str] = []
     try:
         config.check(world_size)
-        _init_process_group(config, rank, world_size)
+        _init_process_group(config, world_size)
         # Handlers come after set-up: a rank that waits for others in C++ would not run them, so a signal ends it.
         with on_stop_signals(stop.receive):
             check_options(config)
-            with choose_folder(config) as folder:
-                out = folder.path
-                config = dataclasses.replace(config, resume=folder.resume)
+            with choose_folder(config) as (out, resume):
+                config = dataclasses.replace(config, resume=resume)
                 if control and rank == 0:
                     (control / "out").write_text(str(out))
                 with _watching(config, rank, world_size, reports, out) as beat:
@@ -254,8 +251,7 @@ def run_rank(config: RunConfig, *, quiet: bool = False, control: Path | None = N
         lost = lost_contact(error)
         if isinstance(error, TrainError) and not lost:
             raise
-        where = failed_collective(error)
-        text = f"{this_rank(rank)}: {where and f'{where}: '}{one_line(error)}{_keep_traceback(out, rank)}"
+        text = f"{this_rank(rank)}: {one_line(error)}{_keep_traceback(out, rank)}"
         text = "; ".join([text, *(reports if lost else [])])  # of the watchdog
         if lost:
             time.sleep(_GRACE)
@@ -278,60 +274,13 @@ def check_options(config: RunConfig) -> None:
     check_agreement({**options, "the content of --hf-config": model, **versions})
 
 
-def _init_process_group(config: RunConfig, rank: int, world_size: int) -> None:
+def _init_process_group(config: RunConfig, world_size: int) -> None:
     if "RANK" not in os.environ or dist.is_initialized():
         return
     if config.system == "one" and world_size == 1:
         return
     device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-    allowed = timedelta(seconds=config.timeout)
-    store: Store | None = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        shared = PrefixStore("fsdp-train-meeting", _agents_store(allowed))
-        store = PrefixStore(f"round-{meet(shared, rank, world_size, config.timeout)}", shared)
-    dist.init_process_group(backends(device), store=store, rank=rank, world_size=world_size, timeout=allowed)
-
-
-def _agents_store(timeout: timedelta) -> Store:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
-def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """A key for this round of ranks, the same on all of them. Called on every rank.
-
-    Agents keep one store for all rounds of a job, with the addresses that ranks of earlier rounds wrote, and hosts
-    count restarts separately: no variable tells two rounds apart.
-
-        rank r                                the store                      rank 0
-        hello/r = its own word  ------------> hello/r ---------------------> reads it
-        waits for answer/WORD   <------------ answer/WORD = the key <------- its own word is the key
-        KEY/r = ""              ------------> KEY/r -----------------------> waits for KEY/1 ... KEY/n
-
-    Raises:
-        ConnectionError: after `timeout` seconds; on rank 0 with the ranks that are missing.
-    """
-    word, deadline = secrets.token_hex(8), time.monotonic() + timeout
-
-    def wait(problem: str) -> None:
-        if time.monotonic() > deadline:
-            raise ConnectionError(problem)
-        time.sleep(0.05)
-
-    if rank:
-        store.set(f"hello/{rank}", word)
-        while not store.check([f"answer/{word}"]):
-            wait(f"rank 0 has not answered rank {rank} for {timeout:g} s")
-        key = store.get(f"answer/{word}").decode()
-        store.set(f"{key}/{rank}", "")
-        return key
-    missing = list(range(1, world_size))
-    while missing := [other for other in missing if not store.check([f"{word}/{other}"])]:
-        for other in missing:
-            if store.check([f"hello/{other}"]):
-                store.set(f"answer/{store.get(f'hello/{other}').decode()}", word)
-        wait(f"{list_ranks(missing)} did not come within {timeout:g} s")
-    return word
+    dist.init_process_group(backends(device), timeout=timedelta(seconds=config.timeout))
 
 
 @contextlib.contextmanager
@@ -347,7 +296,8 @@ def _watching(
     if world_size == 1 or not config.late:
         yield lambda doing: None
         return
-    store = _agents_store(timedelta(seconds=config.timeout))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: Store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=config.timeout))  # type: ignore[attr-defined]
     launch = gather_from_ranks(secrets.token_hex(8))[0]  # restarts use the same store
     prefixed = PrefixStore(f"fsdp-train-watchdog-{launch}", store)
 

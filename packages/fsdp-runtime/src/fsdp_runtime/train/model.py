@@ -269,21 +269,6 @@ def init_parameter(config: ModelConfig, name: str, value: Tensor, generator: tor
     value.normal_(0.0, std, generator=generator)
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of forward and backward for one token: 6 per weight used, and attention's.
-
-    Weights used: all but the embedding's (the head counts, tied or not) and the experts not chosen. Attention:
-    12 * layers * dim * seq_len, without the halving for causality, as is usual for MFU.
-    """
-    C = config.head_dim
-    attention = config.dim * C * (2 * config.num_heads + 2 * config.num_kv_heads)
-    ff = 3 * config.dim * config.ff_dim
-    if config.num_experts:
-        ff = ff * config.top_k + config.dim * config.num_experts
-    weights = config.num_layers * (attention + ff) + config.dim * config.vocab_size
-    return 6.0 * weights + 12.0 * config.num_layers * config.dim * seq_len
-
-
 def losses_of(
     model: nn.Module, tokens: Tensor, targets: Tensor, reduction: str = "mean"
 ) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,8 @@ class MemoryPlan:
 
     units: tuple[UnitMemory, ...]
     states: tuple[int, ...]  # of the optimizer, by unit
+    weights: int  # parameter shards, and codes that are kept in addition
+    gradients: int  # shards, when all are there
     buffers: int  # the most bytes of gathered buffers
     activations: int  # the most bytes of activations and temporaries
     pass_peak: int  # the most bytes of both with gradients
@@ -44,13 +46,8 @@ class MemoryPlan:
 
     @property
     def at_rest(self) -> int:
-        """Bytes between steps: parameter shards, codes that are kept in addition, and what the optimizer keeps."""
-        return sum(unit.weights + unit.codes for unit in self.units) + sum(self.states) + self.scratch
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradient shards when all are there."""
-        return sum(unit.gradients for unit in self.units)
+        """Bytes between steps, when gradients are cleared."""
+        return self.weights + sum(self.states) + self.scratch
 
     @property
     def peak(self) -> int:
@@ -61,8 +58,7 @@ class MemoryPlan:
 def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan:
     """Plan a run on rank 0. Raises `TrainError` for other systems and models that do not run without values."""
     if config.system != "fsdp_runtime" or config.offload_activations:
-        what = "--offload-activations" if config.offload_activations else f"--system {config.system}"
-        raise TrainError(f"plan knows the buffers of fsdp_runtime on one device, not {what}")
+        raise TrainError(f"plan counts fsdp_runtime without --offload-activations, not {config.system}")
     device, spec, live = pick_device(config.device), optimizer_spec(config.optimizer), LiveBytes()
     with simulated_ranks(world_size, collectives="skip"):
         system = Runtime(config, device, make_mesh(config.hsdp, device.type))
@@ -81,13 +77,15 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan
         one.run(config, vocab_size, config.batch // (world_size * config.accumulate), device)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # what a forward does without values
         raise TrainError(f"{config.hf_config} does not run without values: {one_line(error)}") from error
-    earlier = sum(unit.gradients for unit in units) if config.accumulate > 1 else 0  # microbatches
+    gradients = sum(unit.gradients for unit in units)
     return MemoryPlan(
         units,
         states,
+        weights=sum(unit.weights + unit.codes for unit in units),
+        gradients=gradients,
         buffers=one.most_buffers,
         activations=one.alone.peak,
-        pass_peak=one.live.peak + earlier,
+        pass_peak=one.live.peak + (gradients if config.accumulate > 1 else 0),  # of earlier microbatches
         optimizer_step=step,
         # Muon's exchange is the same on all devices; scratch of elementwise kernels is small on real ones.
         scratch=live.now + kept - sum(states) if spec.routed else 0,
@@ -234,7 +232,7 @@ def plan_lines(plan: MemoryPlan, ranks: int, copies: int = 1) -> list[str]:
         )
     others = ranks // copies - 1
     rows = [
-        ("weights and their codes", plan.at_rest - sum(plan.states) - plan.scratch),
+        ("weights and their codes", plan.weights),
         ("optimizer state", sum(plan.states)),
         ("buffers that the optimizer keeps", plan.scratch),
         ("gradients, when all are there", plan.gradients),

@@ -23,9 +23,8 @@ from fsdp_runtime.memory import SelectiveOffloadPolicy
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
-from .config import FLOAT8, RunConfig
+from .config import RunConfig
 from .errors import TrainError
-from .hardware import multiplies_fp8
 from .model import losses_of
 from .optimizers import declared_blocks, parse_block_option
 
@@ -45,8 +44,9 @@ def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -
     if copies == 1:
         return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device_type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups() if timeout is not None else ():
-        group.set_timeout(timeout)
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            group.set_timeout(timeout)
     return mesh
 
 
@@ -236,53 +236,6 @@ class Runtime(FullyShard):
         model.set_reduction_step(step)  # type: ignore[operator]
 
 
-class Float8(FullyShard):
-    """torchao's tensorwise float8 for the layers' linear modules, gathered in fp8. Emulated where a GPU has no FP8."""
-
-    def shard(self, model: nn.Module) -> None:
-        """Convert what can be, then shard."""
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=True, emulate=not multiplies_fp8(self.device)
-        )
-        for layer in wrap_order(model):
-            convert_to_float8_training(layer, config=config, module_filter_fn=_takes_float8)
-        super().shard(model)
-
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
-    ) -> Tensor:
-        """Step, then compute the scales of all weights with one all-reduce."""
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        norm = super().step(model, optimizer, step)
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        return norm
-
-
-def _takes_float8(module: nn.Module, name: str) -> bool:
-    """True if FP8 matrix products take the module: sizes in multiples of 16; no router of experts."""
-    return (
-        isinstance(module, nn.Linear)
-        and module.in_features % 16 == 0
-        and module.out_features % 16 == 0
-        and not name.endswith("router")
-    )
-
-
-class RuntimeFloat8(Float8, Runtime):
-    """fsdp_runtime and torchao's float8."""
-
-    name = "fsdp_runtime_float8"
-
-
-class FSDP2Float8(Float8, FSDP2):
-    """FSDP2 and torchao's float8."""
-
-    name = "fsdp2_float8"
-
-
 class DDP(System):
     """torch's DistributedDataParallel: not sharded."""
 
@@ -348,9 +301,7 @@ class DeepSpeed(System):
         return torch.as_tensor(float(norm if norm is not None else 0.0), device=self.device)
 
 
-_ADAPTERS: dict[str, type[System]] = {
-    kind.name: kind for kind in (Runtime, FSDP2, RuntimeFloat8, FSDP2Float8, DDP, DeepSpeed, System)
-}
+_ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP2, DDP, DeepSpeed, System)}
 
 
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
@@ -369,8 +320,6 @@ def not_installed(system: str) -> str | None:
     """Why a system cannot run here, or None."""
     if system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed)"
-    if system in FLOAT8 and importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed (pip install --no-deps torchao)"
     return None
 
 

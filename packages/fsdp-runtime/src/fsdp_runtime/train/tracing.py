@@ -2,11 +2,11 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import torch
+from torch.profiler import ProfilerAction
 
 from ragged_shard import is_cpu
 
@@ -17,16 +17,11 @@ _EVENTS = 100_000  # of the allocator, that a snapshot has
 
 
 def step_range(text: str) -> range:
-    """Steps of "START:STOP", without STOP.
-
-    Raises:
-        TrainError: it is another text, or has no steps.
-    """
+    """Steps of "START:STOP", without STOP; raises `TrainError` for another text, or no steps."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
-    steps = range(int(match[1]), int(match[2])) if match else range(0)
-    if not steps:
-        raise TrainError(f"--profile {text}: expected START:STOP with START before STOP, such as 10:13")
-    return steps
+    if match and (steps := range(int(match[1]), int(match[2]))):
+        return steps
+    raise TrainError(f"--profile {text}: expected START:STOP with START before STOP, such as 10:13")
 
 
 def check_snapshot(step: int, steps: int, device: torch.device) -> None:
@@ -37,81 +32,54 @@ def check_snapshot(step: int, steps: int, device: torch.device) -> None:
         raise TrainError(f"--memory-snapshot {step}: the last step of --steps {steps} is {steps - 1}")
 
 
-class Recorder:
-    """Records steps of this rank into files of `folder`. Use it as a context manager around all steps.
+@contextlib.contextmanager
+def recording(
+    profile: str | None, snapshot: int | None, first: int, out: Path, rank: int, device: torch.device
+) -> Iterator[Callable[[int], None]]:
+    """Around all steps from `first` on; call what it yields after each, with its number. Collective where it writes.
 
-    ``trace-rank-N.json``: the steps `profile`, in Chrome's format. Ranges ``FSDP::... (unit)`` are what units do,
-    ``ProfilerStep#N`` are steps. The profiler warms up in the step before. A trace that the end of the run cuts off
-    is also written.
-
-    ``memory-rank-N.pickle``: torch's snapshot of an accelerator's memory when the step `snapshot` ends; allocations
-    are recorded from the first step on. ``out-of-memory-rank-N.pickle``: one more where an out-of-memory error ends
-    the steps; without `snapshot` it has no stacks.
+    Writes ``trace-rank-N.json`` of the steps `profile` in Chrome's format, also if the run ends within them;
+    ``memory-rank-N.pickle``, torch's snapshot when the step `snapshot` ends; ``out-of-memory-rank-N.pickle`` after such
+    an error, which has stacks with `snapshot` only.
     """
+    steps = step_range(profile) if profile else range(0)
 
-    def __init__(
-        self, profile: str | None, snapshot: int | None, folder: Path, rank: int, device: torch.device
-    ) -> None:
-        self._profiled = step_range(profile) if profile else range(0)
-        self._snapshot, self._folder, self._rank, self._device = snapshot, folder, rank, device
-        self._profiler: torch.profiler.profile | None = None  # once it has warmed up
-        self._tracing = False
+    def action(step: int) -> ProfilerAction:
+        if step in steps:
+            return ProfilerAction.RECORD if step + 1 in steps else ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if step + 1 in steps else ProfilerAction.NONE
 
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around each step. Collective where a file is written: one gather of small objects.
-
-        Raises:
-            TrainError: on every rank, if one cannot write.
-        """
-        profiled = number in self._profiled
-        if self._profiler is None and (profiled or number + 1 in self._profiled):
-            # Without it torch 2.11 warns that a cycle clears the one before.
-            self._profiler = torch.profiler.profile(acc_events=True)
-            self._profiler.prepare_trace()
-        if self._profiler is not None and profiled and not self._tracing:
-            self._profiler.start_trace()
-            self._tracing = True
-        label = torch.profiler.record_function(f"ProfilerStep#{number}")
-        with label if profiled else contextlib.nullcontext():
-            yield
-        if number + 1 == self._profiled.stop:
-            with agreed("writing the trace"):
-                self._write_trace()
-        if number == self._snapshot:
+    def after(step: int) -> None:
+        if profiler is not None:
+            last = step + 1 == steps.stop
+            if last and not is_cpu(device):
+                torch.accelerator.synchronize(device)  # or kernels under way are missing
+            with agreed("writing the trace") if last else contextlib.nullcontext():
+                profiler.step()
+        if step == snapshot:
             with agreed("writing the memory snapshot"):
-                dump_memory(self._device, str(self._path("memory", "pickle")))
+                dump_memory(device, str(out / f"memory-rank-{rank}.pickle"))
 
-    def _write_trace(self) -> None:
-        assert self._profiler is not None
-        if not is_cpu(self._device):
-            torch.accelerator.synchronize(self._device)  # or kernels under way are missing
-        self._profiler.stop_trace()
-        self._tracing = False
-        self._profiler.export_chrome_trace(str(self._path("trace", "json")))
-
-    def _path(self, kind: str, extension: str) -> Path:
-        return self._folder / f"{kind}-rank-{self._rank}.{extension}"
-
-    def __enter__(self) -> "Recorder":
-        if self._snapshot is not None:
-            record_memory(self._device, _EVENTS)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            self._save_after(error)
-        if self._snapshot is not None:
-            record_memory(self._device, 0)
-        if self._tracing:
-            self._write_trace()
-
-    def _save_after(self, error: torch.OutOfMemoryError) -> None:
-        path = self._path("out-of-memory", "pickle")
+    profiler: torch.profiler.profile | None = None
+    with contextlib.ExitStack() as stack:
+        if snapshot is not None:
+            record_memory(device, _EVENTS)
+            stack.callback(record_memory, device, 0)
+        if profile:
+            path = str(out / f"trace-rank-{rank}.json")
+            profiler = torch.profiler.profile(
+                schedule=action, on_trace_ready=lambda done: done.export_chrome_trace(path), acc_events=True
+            )
+            profiler.step_num = first
+            profiler.current_action = action(first)  # type: ignore[assignment]
+            stack.enter_context(profiler)
         try:
-            dump_memory(self._device, str(path))
-            error.add_note(f"Memory snapshot: {path}")
-        except Exception as problem:  # the run ends with the first error
-            error.add_note(f"No memory snapshot: {one_line(problem)}")
+            yield after
+        except torch.OutOfMemoryError as error:
+            path = str(out / f"out-of-memory-rank-{rank}.pickle")
+            try:
+                dump_memory(device, path)
+                error.add_note(f"Memory snapshot: {path}")
+            except Exception as problem:  # the run ends with the first error
+                error.add_note(f"No memory snapshot: {one_line(problem)}")
+            raise

@@ -29,12 +29,12 @@ from . import checkpoint as ckpt
 from .config import RunConfig
 from .data import Batches, TextData, read_data, windows_of_documents
 from .errors import TrainError, agreed, check_agreement, check_model, say
-from .hardware import StepClock, copy_to_host, memory_mb, own_device, peak_flops, to_device
-from .model import ModelConfig, Transformer, flops_per_token, init_parameter
+from .hardware import StepClock, copy_to_host, memory_mb, own_device, to_device
+from .model import ModelConfig, Transformer, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
-from .report import CURVES, METRICS, Report, draw_curves, open_trackers, read_metrics
+from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import build_hf_model, make_mesh, make_system
-from .tracing import Recorder, step_range
+from .tracing import recording, step_range
 
 _MOST = 5  # this many such steps in a row end a run that skips: it has diverged
 
@@ -146,8 +146,6 @@ class Trainer:
         if config.save_every:
             with agreed("making the run's folder"):
                 self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
-        self.flops = self._flops()
-        self.peak = peak_flops(self.device, config.precision)
 
     def _batches(self, data: TextData, *, held_out: bool) -> Batches:
         config = self.config
@@ -188,12 +186,6 @@ class Trainer:
 
         return self.system.build(skeleton, initialise, optimizer_of)
 
-    def _flops(self) -> float:
-        if self.config.hf_config:
-            used = sum(p.numel() for n, p in self.model.named_parameters() if "embed" not in n)
-            return 6.0 * used
-        return flops_per_token(model_config(self.config, self.data.vocab_size), self.config.seq_len)
-
     def _about(self) -> dict[str, Any]:
         return {
             "config": self.config.to_json(),
@@ -210,8 +202,7 @@ class Trainer:
                 say(f"{line}; going on from {checkpoint.name}")
         with agreed("resuming"):
             about = ckpt.read_about(checkpoint)
-            ckpt.check_same_model(checkpoint, about["parameters"], self._described)
-            ckpt.check_same_run(checkpoint, about, self.config, self.data.identity)
+            ckpt.check_same_run(checkpoint, about, self.config, self.data.identity, self._described)
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
         ckpt.load(checkpoint, self.model, self.optimizer, self.group)
         for group, value in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
@@ -228,12 +219,12 @@ class Trainer:
         config = self.config
         first, begun = self.step, time.perf_counter()
         with agreed("opening the metrics"):
-            report = self._open_report(first) if self.rank == 0 else None
+            report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        recorder = Recorder(config.profile, config.memory_snapshot, self.out, self.rank, self.device)
-        with report or contextlib.nullcontext(), recorder:
+        options = config.profile, config.memory_snapshot, first, self.out, self.rank, self.device
+        with report or contextlib.nullcontext(), recording(*options) as record:
             if report:
                 report.say(self._headline())
                 if config.profile and step_range(config.profile).start < first:
@@ -245,8 +236,8 @@ class Trainer:
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
                 self.beat(f"step {self.step + 1}")
-                with recorder.step(self.step):
-                    sums = self._train_step()
+                sums = self._train_step()
+                record(self.step)
                 self._lap = clock.lap()
                 if waiting is not None:
                     stopped = self._read(waiting, report)
@@ -276,11 +267,6 @@ class Trainer:
             self.group = None
         return summary
 
-    def _open_report(self, first: int) -> Report:
-        config = self.config
-        trackers = open_trackers(config.log_to, self.out, first, config.to_json())
-        return Report(self.out, first, config.steps, quiet=self.quiet, sinks=trackers)
-
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""
         config = self.config
@@ -297,8 +283,6 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
-        if self.checkpoints:
-            self.checkpoints.wait_for_copies()
         if self.config.on_nan == "skip" and not torch.isfinite(norm):  # of all ranks: they agree
             return
         if optimizer_spec(self.config.optimizer).takes_norm:
@@ -345,8 +329,6 @@ class Trainer:
             "memory_mb": memory / self.world_size,
             "epoch": self.batches.epoch(sums.step + 1),
         }
-        if self.peak:
-            entry["mfu"] = tokens_per_s * self.flops / (self.peak * self.world_size)
         self._last_entry = entry
         if report and (sums.step % config.log_every == 0 or sums.step + 1 == config.steps):
             report.step(entry)
