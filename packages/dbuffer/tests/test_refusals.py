@@ -163,7 +163,7 @@ class Elsewhere(Quantized):
     """A wire form that keeps gathered tensors in other memory."""
 
     def encoder(self, geometry, gathered, recycler):
-        gathered.forgo()
+        gathered.hold_nothing()
         return Encoder()
 
 

@@ -54,14 +54,14 @@ class QuantizationPolicy:
             `BlockFP8((128, 128))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints stay as they are. None:
             gathers are not quantized.
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
-            `BlockInt8(256, rounding="stochastic")`: those of selected weights travel as integer codes, the others in
-            their own dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
+            `BlockInt8(256, rounding="stochastic")`: gradients of selected weights travel as integer codes, others in
+            their dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
             replicas stays in the parameters' dtype.
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
             `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are the shard, the payload of gathers,
             and the entries of state dicts. None: values are kept.
-        select: `(name, parameter, module) -> bool`: what is quantized. The name is the parameter's in its unit. None:
-            `matrices_only`, and with `at_rest` those of them that are frozen when `fully_shard` is called.
+        select: `(name, parameter, module) -> bool`: whether to quantize a parameter. The name is the parameter's in its
+            unit. None: `matrices_only`, and with `at_rest` only if frozen when `fully_shard` is called.
 
     Weights are quantized again when they have changed, which torch's version counters tell. After a write that these do
     not count (through `.data` of a local tensor, or by a kernel of your own) call
@@ -153,8 +153,8 @@ class QuantizationPolicy:
         return form
 
 
-def meet_tiles(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
-    """The smallest block that fits both a block policy's and whole tiles of a number of rows.
+def common_block(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
+    """The smallest block that holds whole blocks of a block policy and whole tiles of a number of rows.
 
     Tiles start over in each stacked matrix, and a tensor of one dimension is one row: cuts lie between rows.
     """

@@ -63,7 +63,7 @@ class GatheredMemory(Recycled):
             flats.append(empty.set_(storage, 0, (nbytes // dtype.itemsize,), (1,)))
         return tuple(flats)
 
-    def forgo(self) -> None:
+    def hold_nothing(self) -> None:
         """Hold no memory and no views: the wire form keeps gathered tensors elsewhere."""
         for storage, nbytes in self._storages:
             self._recycler.allocate(storage, nbytes)  # of the construction

@@ -1,4 +1,4 @@
-"""Values as codes and one scale a tile: what every format promises, and checks its arguments for.
+"""Values as codes and one scale a tile: the interface of every format, and the checks of its arguments.
 
     values  fp32, bf16, fp16   --quantize-->   codes uint8, scales fp32   --dequantize-->   value = code * scale
 
@@ -142,7 +142,7 @@ def _check_run(fmt: BlockFormat, run: RowRun, buffers: dict[str, torch.Tensor]) 
     if not 0 <= run.start <= run.stop <= grid.rows:
         raise ValueError(f"{what}: it has the rows [0, {grid.rows})")
     if grid.tile != fmt.tile:
-        raise ValueError(f"{what}: its tiles are {grid.tile}, those of {fmt} are {fmt.tile}; use its `grid`")
+        raise ValueError(f"{what}: its tiles are {grid.tile}, {fmt} has tiles {fmt.tile}; use its `grid`")
     if not grid.is_whole(run.start, run.stop):
         raise ValueError(f"{what} cut tiles of {grid.tile}; pass whole bands")
     for name, buffer in buffers.items():

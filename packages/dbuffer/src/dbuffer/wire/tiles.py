@@ -40,7 +40,7 @@ class TileGrid:
 
     @cached_property
     def period(self) -> int:
-        """Rows after which tiles start over: those of one matrix, or all rows where its bands are never short."""
+        """Rows after which tiles start over: a matrix's rows, or all rows if its bands are never short."""
         matrix = self.shape[-2] if len(self.shape) > 1 else 1
         return self.rows if matrix == 0 or matrix % self.tile[0] == 0 else matrix
 
@@ -92,7 +92,7 @@ class RowRun:
         start, stop: its rows [start, stop), counted over all stacked matrices; may be empty.
         values: of the buffer of values, the index of the run's first element.
         codes: of the buffer of codes, the byte where they begin.
-        scales: of the buffer of scales, the element where those of `grid.scales_of(start, stop)` begin.
+        scales: of the buffer of scales, the element where the scales `grid.scales_of(start, stop)` begin.
         element: the run's first element as stochastic rounding counts it, such as its index in the whole tensor
             or buffer.
     """
@@ -121,7 +121,7 @@ Runs = Sequence[RowRun]
 
 
 class RunList(tuple[RowRun, ...]):
-    """Runs that many calls are given: what the kernels need to know of them is worked out once.
+    """Runs for many calls, which share the kernels' tables of them.
 
     Attributes:
         tables: by device, for the kernels' launches.
@@ -131,9 +131,9 @@ class RunList(tuple[RowRun, ...]):
 
     def __new__(cls, runs: Iterable[RowRun]) -> "RunList":
         """A tuple of the runs."""
-        made = super().__new__(cls, runs)
-        made.tables = {}
-        return made
+        result = super().__new__(cls, runs)
+        result.tables = {}
+        return result
 
 
 class Bands(NamedTuple):
@@ -142,7 +142,7 @@ class Bands(NamedTuple):
     Attributes:
         row: the first row, counted from the run's first.
         bands, height: how many, and rows of each.
-        band: the first band, counted from that of the run's first row.
+        band: the first band, counted from the band of the run's first row.
     """
 
     row: int

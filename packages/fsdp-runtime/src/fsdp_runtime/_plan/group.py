@@ -22,7 +22,7 @@ from ragged_shard import CPU, RaggedDTensor
 
 from .. import _torch_compat as compat
 from ..block_policies import BlockPolicy
-from ..quantization import QuantizationPolicy, meet_tiles
+from ..quantization import QuantizationPolicy, common_block
 from .mesh import DataMesh, place
 from .param import ManagedParam
 
@@ -236,7 +236,7 @@ def spec_of(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | No
     block = None if blocks is None else blocks(param.name, param.example)
     try:
         if rows is not None:
-            block = meet_tiles(block, rows, param.shape)
+            block = common_block(block, rows, param.shape)
         return TensorSpec(param.name, param.shape, ROW if block is None else block)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(

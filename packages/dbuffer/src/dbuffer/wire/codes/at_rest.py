@@ -1,4 +1,4 @@
-"""Weights that are kept as codes only: the shard is this rank's codes and scales, and they are what travels.
+"""Weights that are kept as codes only: the shard is this rank's codes and scales, and gathers send it.
 
 shard    | codes |s|                 no values are kept anywhere
 codes    |  S  |  S  |  S  |         one coalesced all-gather
@@ -27,7 +27,7 @@ from .tensor import BlockQuantizedTensor
 class BlocksAtRest(InBlocks):
     """The shard is codes and scales: `row_bytes` a rank, and as many travel. For weights that are not trained.
 
-    Codes and scales are those of whole tensors, for any number of ranks. A tensor's slice is a
+    Codes and scales are equal to a whole tensor's, for any number of ranks. A tensor's slice is a
     `BlockQuantizedTensor`: copying values into it quantizes them, any other change of it raises.
 
     Args:

@@ -55,7 +55,7 @@ class InBlocks:
 class BlocksOnWire(InBlocks):
     """Gather codes, at most one byte an element, and a scale for each tile. All ranks compute with the same values.
 
-    Codes and scales are those of whole tensors, for any number of ranks. They are cached until the shard changes
+    Codes and scales are equal to whole tensors', for any number of ranks. They are cached until the shard changes
     (its version counter, or `DBuffer.forget_encoding`), which takes `row_bytes`.
 
     Args:

@@ -85,8 +85,8 @@ class BlockQuantizedTensor(torch.Tensor):
             if isinstance(written, cls):
                 raise RuntimeError(
                     f"{func} would change a weight of shape {tuple(written.shape)} that is kept as codes of "
-                    f"{written.format}, not as values; copy_ or load_state_dict quantize new values, and what is to be "
-                    "trained must not be quantized at rest"
+                    f"{written.format}, not as values; copy_ or load_state_dict quantize new values, and weights that "
+                    "are trained must not be quantized at rest"
                 )
         return func(*_read_back(args), **_read_back(kwargs))
 

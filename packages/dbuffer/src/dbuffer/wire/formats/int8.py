@@ -1,4 +1,4 @@
-"""Integer codes in runs of a row: what gradients travel in.
+"""Integer codes in runs of a row, for gradients in reductions and for weights.
 
 One byte an element and four a block: 1.0156 bytes an element with blocks of 256. Rounded stochastically the code's mean
 is the value, so that errors of many ranks and steps cancel.

@@ -110,7 +110,7 @@ class BlockNF4(BlockFormat):
 
     def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Raises ValueError: four bits are for weights, not for contributions to a sum."""
-        raise ValueError(f"{self} serves weights, not reductions; use BlockInt8 for gradients")
+        raise ValueError(f"{self} is for weights, not reductions; use BlockInt8 for gradients")
 
     def _above(self, groups: torch.Tensor, run: RowRun, chunk: Bands) -> torch.Tensor:
         """The amax of each block's group: (rows, blocks)."""

@@ -1,4 +1,4 @@
-"""Quantizing and reading back: by the kernels where they serve, else in torch ops, which serve on every device.
+"""Quantizing and reading back: by Triton kernels on CUDA for tiles that a program can hold, else by torch ops.
 
 A format says how a number becomes a code. The torch ops work on a run in pieces of whole rows that caches hold,
 copied to fp32: every op but the reduction to tiles runs over memory without gaps.
@@ -24,7 +24,7 @@ class Scratch:
         self._kept: dict[torch.dtype, torch.Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """1-D memory with any content; what was taken before in this dtype is lost."""
+        """1-D memory with any content, the same as the last call returned for this dtype."""
         memory = self._kept.get(dtype)
         if memory is None or memory.numel() < numel:
             memory = self._kept[dtype] = torch.empty(max(numel, CHUNK), dtype=dtype, device=self._device)
@@ -52,7 +52,7 @@ class Coder(Protocol):
     def store(
         self, x: torch.Tensor, codes: torch.Tensor, scratch: Scratch, element: int, noise: Noise | None
     ) -> None:
-        """Write the codes of numbers of magnitude `top` at most, up to rounding; `x` (fp32) is lost.
+        """Write the codes of numbers of magnitude `top` at most, up to rounding; `x` (fp32) is overwritten.
 
         `element` is the index of the first one; x and codes are 1-D without gaps.
         """
@@ -122,7 +122,7 @@ def _scale(x: torch.Tensor, chunk: Bands, factors: torch.Tensor, width: int) -> 
 
 
 def reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what values are multiplied by, NaN where the amax is not finite; what codes are multiplied by)."""
+    """(factors of values, NaN where the amax is not finite; factors of codes)."""
     up = torch.full_like(amax, top).div_(amax)  # `top / amax` would round twice
     up.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
     if pow2:

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: one for all runs, or two where some do not lie on 16 elements."""
+"""Launches of the Triton kernels: one for all runs, or two if some runs are not aligned to 16 elements."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ _WRITTEN = 4096  # elements of blocks of four-bit codes that a program writes
 
 
 def has_kernels(tile: tuple[int, int], device: torch.device) -> bool:
-    """Whether the kernels serve tiles of this size on this device; else the torch ops do."""
+    """Whether the kernels take tiles of this size on this device; else torch ops do the work."""
     return has_triton(device) and _span(tile[0]) * _span(tile[1]) <= _MOST
 
 
@@ -81,7 +81,7 @@ def constants_of(tile: tuple[int, int]) -> dict[str, Any]:
 
 
 def _pieces(run: RowRun, width: int) -> list[list[int]]:
-    """Rows of the table, without that of the first program, but with the programs of a band."""
+    """Table rows; the column of the first program is replaced by the number of programs in the band."""
     columns = run.grid.columns
     if not columns:
         return []
@@ -236,16 +236,16 @@ def _flat_tables(
     each: int,
     constants: dict[str, Any],
 ) -> list[Table]:
-    """Tables for runs of rows of items, those whose columns and values lie on 16 elements and others.
+    """Tables of runs of rows of items: one for runs that are aligned to 16 elements, one for the others.
 
     Kept by a `RunList`.
 
     Args:
         size: elements of a block.
         item: elements of an item.
-        unit: columns must be multiples of it to lie on 16 elements.
+        unit: columns that are multiples of it are aligned to 16 elements.
         each: items that a program does.
-        constants: what the kernel is compiled for.
+        constants: compile-time constants of the kernel.
     """
     kept = runs.tables if isinstance(runs, RunList) else {}
     key = (device, unit)
@@ -264,7 +264,7 @@ def _flat_tables(
 
 
 def _code_unit(run: RowRun, size: int) -> int:
-    """Bytes of four-bit codes that an access may take: what a row's codes, scales and beginning are multiples of."""
+    """Bytes of four-bit codes in one access: they divide the bytes and the offset of a row's codes and scales."""
     sizes = (-(-run.grid.columns // 2), -(-run.grid.columns // size), run.codes)
     return next(unit for unit in (8, 4, 1) if not any(size % unit for size in sizes))
 

@@ -113,7 +113,7 @@ class SubclassGather(Encoder):
 
     def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "SubclassGather":
         """Returns itself: it serves one buffer, and that has no gathered memory."""
-        gathered.forgo()
+        gathered.hold_nothing()
         layout = geometry.layout
         self._recycler = recycler
         for param in self._params:
