@@ -203,7 +203,7 @@ def test_memory_that_others_may_still_read_after_a_failure_is_not_freed():
 @on_ranks(3)
 def test_an_offload_policy_changes_nothing_on_a_cpu():
     values = []
-    for options in ({}, {"offload_policy": SelectiveOffloadPolicy(activations=True, gradients=True)}):
+    for options in ({}, {"offload_policy": SelectiveOffloadPolicy(activations=True)}):
         model = shard(seeded(), **options)
         loss_of(model, tokens()).backward()
         torch.optim.AdamW(model.parameters(), lr=0.01).step()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from runtime_helpers import (
     BF16,
     assert_same_gradients,
-    device,
     full,
     loss_of,
     on_meta,
@@ -28,7 +27,7 @@ from torch import nn
 
 import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from fsdp_runtime.memory import SelectiveOffloadPolicy, gathered_memory
+from fsdp_runtime.memory import gathered_memory
 from ragged_shard.testing import on_ranks
 
 # -- set_keep_unsharded_storage ----------------------------------------------------------------------------------------
@@ -161,13 +160,6 @@ def test_mixed_gradients_are_clipped_and_optimized():
     assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
     optimizer.step()
     assert not any(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
-
-
-def test_fp32_gradients_of_bf16_parameters_offload_too():
-    with device(device="cpu:0"):
-        model = fully_shard(bf16_model(MIXED), offload_policy=SelectiveOffloadPolicy(gradients=True))
-        model(inputs(0)).float().sum().backward()
-        assert model.inner.weight.grad.dtype == torch.float32
 
 
 @on_ranks(2)
