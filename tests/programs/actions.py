@@ -110,7 +110,7 @@ class World:
         self.optimizer = self.make_optimizer(self.named())
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """What optimizers get: not weights that are kept as codes."""
+        """What optimizers get, and what may be written: not weights that are kept as codes."""
         codes = self.program.quantized == "nf4"
         return [(name, param) for name, param in self.params.items() if param.requires_grad or not codes]
 
@@ -196,7 +196,7 @@ class World:
     def spoil(self) -> None:
         """Lose all weights."""
         with torch.no_grad():
-            for param in self.params.values():
+            for _, param in self.named():
                 param.mul_(0.0)
 
     def elsewhere(self, where: str) -> tuple["World", Any]:
@@ -509,7 +509,7 @@ def all_reduce_hook(w: World) -> None:
 @action(draw=lambda rng: (rng.choice(("in place", "data", "foreach", "detached")),))
 def edit_weights(w: World, how: str) -> None:
     w.rest()
-    params: list[torch.Tensor] = [param for param in w.params.values() if param.numel()]
+    params: list[torch.Tensor] = [param for _, param in w.named() if param.numel()]
     with torch.no_grad():
         if how == "foreach":
             torch._foreach_mul_(params, 0.9)
@@ -545,7 +545,8 @@ def edit_full(w: World) -> None:
     whole = w.system.api.full_params(w.model) if w.units else contextlib.nullcontext()
     with whole, torch.no_grad():
         for param in w.model.parameters():
-            param.mul_(1.1)
+            if param.requires_grad or w.program.quantized != "nf4":
+                param.mul_(1.1)
 
 
 @action(weight=0.5, fsdp2=False)
@@ -703,7 +704,7 @@ def checkpoint_elsewhere(w: World, where: str) -> None:
                 if isinstance(value, torch.Tensor) and value.shape == param.shape:
                     w.note(f"elsewhere {key} {name}", value)
         with torch.no_grad():
-            for param in other.params.values():
+            for _, param in other.named():
                 param.mul_(0.9)
         if first:
             save(other, folder / "back", **alone)
@@ -723,7 +724,8 @@ def files(w: World, assign: bool = False) -> None:
                 w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
             with torch.no_grad():
                 for param in w.model.parameters() if assign else w.params.values():
-                    param.mul_(0.0)
+                    if param.requires_grad or w.program.quantized != "nf4":
+                        param.mul_(0.0)
             if "subclass" in w.program.layers:  # as the refusal says
                 read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors
                 w.model.load_state_dict(read(folder), strict=False)  # of tied weights there is one

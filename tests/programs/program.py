@@ -130,6 +130,8 @@ def draw(seed: int) -> Program:
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
         layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)
+    if quantized:  # roots and polar factors make rounding larger than any bound of a format
+        optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
     units = _units(rng, layers, ends, ranks, mesh, uneven)
     if "subclass" in layers:
         units = tuple(
