@@ -98,7 +98,6 @@ class Unit:
         state: where its parameters are.
         options: what the user asked for; changed by `configure`.
         groups: its parameters by kind, dtype, mesh and training state.
-        on_several_meshes: whether its parameters are cut over more than one.
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
         followers: units whose host this is. It gathers and reduces them, on every rank.
@@ -126,7 +125,6 @@ class Unit:
         self.state = UnitState.SHARDED
         self.options = options
         self.groups: list[Group] = []
-        self.on_several_meshes = False
         self.root = True
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
@@ -229,14 +227,11 @@ class Unit:
         if self.groups:
             self._gathers = []
         self.groups = groups
-        meshes: set[DataMesh] = set()
         for group in groups:
-            meshes.add(group.plan.data)
             group.home = self.modules[0]
             if self.options.keep_storage:
                 group.keep_storage(True)
             group.commit()
-        self.on_several_meshes = len(meshes) > 1
 
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
@@ -479,10 +474,10 @@ class Unit:
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def groups_to_reduce(self) -> list[Group]:
-        """Those whose gradients or partial sums wait, and where unused parameters count, all that are trained.
+        """All that are trained, as soon as a gradient or partial sum of one waits, or unused parameters count.
 
-        On several meshes unused ones count as soon as one of the unit's gradients waits: experts without a token on
-        this rank have some on another.
+        Ranks may use different parameters of a unit, but have to reduce the same groups: the experts of one group may
+        have had a token on another rank.
         """
         complete = self.options.reduction.all_reduce
         waiting = [
@@ -490,7 +485,7 @@ class Unit:
             for group in self.groups
             if group.gradients.written or (complete and group.gradients.partial)
         ]
-        if not (self.options.reduce_unused or (waiting and self.on_several_meshes)):
+        if not (waiting or self.options.reduce_unused):
             return waiting
         return [
             group
