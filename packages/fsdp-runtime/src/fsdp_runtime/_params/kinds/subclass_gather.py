@@ -219,6 +219,7 @@ class SubclassGather(Encoder):
                 )
             member.planes.append(self._plane(tensor, shape, rows, used, filled))
 
+    @torch.inference_mode(False)
     def _plane(self, tensor: torch.Tensor, shape: tuple[int, ...], rows: int, used: int, own: int) -> _Plane:
         row = math.prod(shape[1:]) * tensor.dtype.itemsize
         memory = Scratch(self._recycler, self._data.shard_size * rows * row)
@@ -249,6 +250,7 @@ class SubclassGather(Encoder):
 
     # -- after the gather -------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # training uses what an evaluation has made first
     @torch.no_grad()
     def decode(self) -> bool:
         """Call post for each parameter."""
