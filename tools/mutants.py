@@ -289,7 +289,10 @@ def main() -> int:
     parser.add_argument("--alive", type=Path, help="the mutants that live on in this record, not new ones")
     parser.add_argument("--programs", action="store_true", help="run programs instead of tests")
     parser.add_argument(
-        "--tests", nargs="+", default=[], help="run tests of these files that call the function"
+        "--tests",
+        nargs="+",
+        default=[],
+        help="run the tests of these files, or of FILE::NAME, that call the function",
     )
     parser.add_argument("--most", type=int, default=16, help="programs or tests for a mutant, at most")
     parser.add_argument("--record", type=Path, help="a file for results, one in a line, as JSON")

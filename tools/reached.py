@@ -7,6 +7,7 @@ import importlib
 import json
 import mmap
 import os
+import re
 import sys
 import tempfile
 import time
@@ -91,7 +92,7 @@ def reached(
     """
     texts = [what, *((ROOT / path).read_text() for path in (*sorted(paths_of_core()), *sorted(files)))]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    cache = Path(tempfile.gettempdir()) / f"reached-{what}-{key}.json"
+    cache = Path(tempfile.gettempdir()) / f"reached-{re.sub(r'[^a-z0-9]+', '-', what)[:60]}-{key}.json"
     if not cache.exists():
         with tempfile.TemporaryDirectory() as folder:
             _note(sources, Path(folder), cache, run)
@@ -151,7 +152,7 @@ def programs_that_reach(sources: Path, first: int, end: int, system: str) -> Rea
         return seconds
 
     files = [path.relative_to(ROOT) for path in ROOT.glob("tests/programs/*.py")]
-    return reached(sources, f"{system}-{first}-{end}", files, run)
+    return reached(sources, f"{system} {first} {end}", files, run)
 
 
 class _Fork:
@@ -202,8 +203,8 @@ def choice(seconds: dict[str, float], most: int) -> list[str]:
     return chosen
 
 
-def tests_that_reach(sources: Path, file: Path) -> Reached:
-    """By function, the tests of a file that call it."""
+def tests_that_reach(sources: Path, file: str, tests: Sequence[str]) -> Reached:
+    """By function, those of some tests of a file that call it."""
 
     def run(tell: Callable[[str], None]) -> dict[str, float]:
         import pytest
@@ -220,10 +221,10 @@ def tests_that_reach(sources: Path, file: Path) -> Reached:
                     seconds[report.nodeid] = float("inf")
 
         options = ["-q", "-m", USUAL, "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-        pytest.main([*options, str(file)], plugins=[Plugin()])
+        pytest.main([*options, *tests], plugins=[Plugin()])
         return {name: number for name, number in seconds.items() if number < float("inf")}
 
-    return reached(sources, str(file).replace("/", "-"), [file], run)
+    return reached(sources, " ".join(sorted(tests)), [Path(file)], run)
 
 
 def _merged(maps: Iterable[Reached]) -> Reached:
@@ -300,13 +301,18 @@ def results(mutants: list[Mutant], options: argparse.Namespace) -> Iterator[tupl
         options: of the command `mutants`.
     """
     import_torch()
-    files = sorted({file.relative_to(ROOT) for text in options.tests for file in ROOT.glob(text)})
+    files: dict[str, list[str]] = {}
+    for text in options.tests:
+        pattern, _, name = text.partition("::")
+        for path in ROOT.glob(pattern):
+            file = str(path.relative_to(ROOT))
+            files.setdefault(file, []).append(f"{file}::{name}" if name else file)
     with ThreadPoolExecutor(options.jobs) as pool, noted_sources() as sources:
         if options.programs:
             parts = [(0, 75, "ours"), (75, 150, "ours"), (0, 60, "simulated")]
             maps = list(pool.map(lambda part: programs_that_reach(sources, *part), parts))
         else:
-            maps = list(pool.map(partial(tests_that_reach, sources), files))
+            maps = list(pool.map(partial(tests_that_reach, sources), files, files.values()))
     callers = _merged(maps)
     with switched_sources(mutants) as (folder, switched), ThreadPoolExecutor(options.jobs) as pool:
         paths = [str(ROOT), *map(str, sorted(folder.glob("packages/*/src")))]
