@@ -1,14 +1,19 @@
 """Change one place of the sources at a time and count how many of these mutants the tests find.
 
     nox -s 'nightly(mutants)' -- --number 40 --seed 1
+    nox -s 'nightly(mutants)' -- --number 300 --programs --jobs 2 --record FILE
+    nox -s 'nightly(mutants)' -- --alive FILE --tests 'packages/*/tests/test_*.py' --record OTHER
 
 A mutant flips a comparison, an operator, `and`, `not` or a constant, or leaves a statement out. Its tests are those
-that name what its module defines. The tree is not touched: a mutant is a copy of the sources, tested in a fork of a
-process with torch. `order_mutants.py` makes other changes with the same functions.
+that name what its module defines; with `--programs`, some programs of `tests.programs` that call its function; with
+`--tests`, the tests of these files that call it. The tree is not touched: a mutant is a copy of the sources, tested in
+a fork of a process with torch. `order_mutants.py` makes other changes with the same functions.
 """
 
 import argparse
 import ast
+import dataclasses
+import json
 import os
 import random
 import re
@@ -17,15 +22,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 USUAL = "not gpu and not long"
-LEFT_OUT = ("_torch_compat", "_triton", "testing/", "train/", "integrations/", "__main__", "_cli", "_svg")
+LEFT_OUT = (
+    "_torch_compat", "_triton", "kernels/triton", "testing/", "train/", "integrations/", "__main__", "_cli", "_svg",
+)  # fmt: skip
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -79,7 +87,7 @@ def changed(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _places(tree: ast.Module, change: Change) -> list[tuple[ast.AST, str, ast.AST]]:
+def places_of(tree: ast.Module, change: Change) -> list[tuple[ast.AST, str, ast.AST]]:
     """Nodes of function bodies that can be changed, their function, and the changed node.
 
     Without errors that are raised, whose words are not tested, and `strict=True` of zip.
@@ -102,7 +110,7 @@ def mutants_of(path: Path, change: Change) -> list[Mutant]:
     """All mutants of a file."""
     return [
         Mutant(path, number, getattr(node, "lineno", 0), name, ast.unparse(node), ast.unparse(other))
-        for number, (node, name, other) in enumerate(_places(ast.parse((ROOT / path).read_text()), change))
+        for number, (node, name, other) in enumerate(places_of(ast.parse((ROOT / path).read_text()), change))
     ]
 
 
@@ -125,7 +133,7 @@ def write(
     """Write a file's mutant into a copy of the sources; with `note`, replace every place by `note(number, node)`."""
     tree = ast.parse((ROOT / path).read_text())
     replacements: dict[ast.AST, Callable[[ast.AST], ast.AST]] = {}
-    for index, (node, _, other) in enumerate(_places(tree, change)):
+    for index, (node, _, other) in enumerate(places_of(tree, change)):
         if note is not None:
             replacements[node] = lambda visited, index=index: note(index, visited)  # type: ignore[misc]
         elif index == number:
@@ -238,6 +246,32 @@ def tests_of(path: Path, most: int) -> list[str]:
     return sorted((test for test in scores if scores[test]), key=lambda test: (-scores[test], test))[:most]
 
 
+def paths_of_core(under: Sequence[str] = ("",), without: Sequence[str] = ()) -> list[Path]:
+    """Files of the sources that mutants are made of, whose paths have one text of `under` and none of `without`."""
+    paths = sorted(path.relative_to(ROOT) for path in ROOT.glob("packages/*/src/**/*.py"))
+    kept = [path for path in paths if not any(part in path.as_posix() for part in (*LEFT_OUT, *without))]
+    return [path for path in kept if any(part in path.as_posix() for part in under)]
+
+
+def recorded(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    """Results by file and number of the mutant."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    return {(answer["path"], answer["number"]): answer for answer in map(json.loads, lines)}
+
+
+def sample_of(options: argparse.Namespace) -> list[Mutant]:
+    """The mutants that the command's options ask for, without those that are in the record already."""
+    if options.alive:
+        alive = [place for place, answer in recorded(options.alive).items() if answer["status"] == 0]
+        sample = [mutants_of(Path(path), changed)[number] for path, number in alive]
+    else:
+        kept = paths_of_core(options.under, options.without)
+        mutants = [mutant for path in kept for mutant in mutants_of(path, changed)]
+        sample = random.Random(options.seed).sample(mutants, min(options.number, len(mutants)))
+    done = recorded(options.record)
+    return [mutant for mutant in sample if (str(mutant.path), mutant.number) not in done]
+
+
 def main() -> int:
     """Make the mutants, run the tests for each, print which ones live on and the share that was found."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -248,22 +282,48 @@ def main() -> int:
         "--limit", type=float, default=300.0, help="seconds for a mutant; more counts as found"
     )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument(
+        "--under", nargs="+", default=[""], help="mutants of files with such a text in their path"
+    )
+    parser.add_argument("--without", nargs="+", default=[], help="and with none of these")
+    parser.add_argument("--alive", type=Path, help="the mutants that live on in this record, not new ones")
+    parser.add_argument("--programs", action="store_true", help="run programs instead of tests")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=[],
+        help="run the tests of these files, or of FILE::NAME, that call the function",
+    )
+    parser.add_argument("--most", type=int, default=16, help="programs or tests for a mutant, at most")
+    parser.add_argument("--record", type=Path, help="a file for results, one in a line, as JSON")
     options = parser.parse_args()
-    paths = sorted(path.relative_to(ROOT) for path in ROOT.glob("packages/*/src/**/*.py"))
-    kept = [path for path in paths if not any(part in path.as_posix() for part in LEFT_OUT)]
-    mutants = [mutant for path in kept for mutant in mutants_of(path, changed)]
-    sample = random.Random(options.seed).sample(mutants, options.number)
+    sample = sample_of(options)
     verdicts = {0: "LIVES", 124: "slow "}
     statuses = []
-    for mutant, status in results(
-        sample, changed, lambda m: tests_of(m.path, options.files), options.limit, options.jobs
-    ):
+    for mutant, status, why in _answers(sample, options):
         statuses.append(status)
-        print(f"{verdicts.get(status, 'found')}  {mutant}", flush=True)
+        print(f"{verdicts.get(status, 'found')}  {mutant}  {why}", flush=True)
+        if options.record:
+            with options.record.open("a") as file:
+                told = {**dataclasses.asdict(mutant), "path": str(mutant.path), "status": status, "why": why}
+                file.write(json.dumps(told) + "\n")
     print(
         f"{len(statuses) - statuses.count(0)} of {len(statuses)} mutants found, {statuses.count(124)} of them slow"
     )
     return 0
+
+
+def _answers(sample: list[Mutant], options: argparse.Namespace) -> Iterator[tuple[Mutant, int, str]]:
+    """Each mutant, its status and what found it."""
+    if options.programs or options.tests:
+        from . import reached
+
+        yield from reached.results(sample, options)
+        return
+    for mutant, status in results(
+        sample, changed, lambda m: tests_of(m.path, options.files), options.limit, options.jobs
+    ):
+        yield mutant, status, ""
 
 
 if __name__ == "__main__":
