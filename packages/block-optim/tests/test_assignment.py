@@ -95,7 +95,7 @@ def llama_8b(num_ranks):
         holding = held_runs(even_cuts(rows * columns, num_ranks))
         flops = 5 * min(rows, columns) ** 2 * (4 * max(rows, columns) + 2 * min(rows, columns))
         found.append(
-            AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(*matrix.ranges), flops)
+            AssignedMatrix(f"layer{i // 7}.{i % 7}", i, 0, matrix, holding.holders(matrix.range), flops)
         )
     return found
 
@@ -113,9 +113,9 @@ def test_a_model_of_8b_is_balanced_within_four_thirds_of_the_bound(num_ranks, mo
 
 
 def test_an_assignment_prints_owners_bytes_and_flops_in_as_many_lines_as_asked():
-    matrix = Matrix(4, 6, ((0, 24),))
+    matrix = Matrix(4, 6, 0)
     holding = held_runs((0, 18, 24))
-    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(*matrix.ranges), 2000)]
+    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(matrix.range), 2000)]
     text = str(Assignment((assign_domain(matrices, 2, 100),)))
     assert text.splitlines() == [
         "Muon assignment",

@@ -44,7 +44,8 @@ class Recipe:
         max_padding: float = 0.05,
         **options: Any,
     ) -> None:
-        self._kind, self._options = kind, options
+        self._options = options
+        self._kind = None if isinstance(kind, nn.Module) else kind  # not the model, whose parameters would stay
         if isinstance(kind, nn.Module):
             self._policy = make_policy(_requests_of(kind, options), units, world_size, max_padding)
         else:
@@ -58,7 +59,7 @@ class Recipe:
         """The block of a parameter, from its name and itself; or the optimizer of parameters, or of the model."""
         if param is not None:
             return self._policy(params, param)
-        if isinstance(self._kind, nn.Module):
+        if self._kind is None:
             return mixed_optimizer_for(params, **self._options)
         return self._kind(params, **self._options)
 
