@@ -6,11 +6,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from runs import CASES, KINDS, every_kind, full, run_of, same, tensors
+from runs import CASES, KINDS, every_kind, run_of, same, tensors
 
-from block_optim import AdamW, AdamW8bit, Mixed, local_of
-from layout_planner import Elements, Tile
-from ragged_shard.testing import on_ranks, record_collectives
+from block_optim import AdamW, AdamW8bit, Mixed
+from layout_planner import Elements
 
 # Two whose roots and bases may be under way.
 every_kind_and_overlapped = pytest.mark.parametrize("case", [*CASES, "Shampoo sums", "SOAP overlap"])
@@ -47,37 +46,6 @@ def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(c
     same(run.steps(2, 6).result(), idle.steps(2, 6).result())
     assert set(run.optimizer.state_dict()["state"]) == {0, 1, 2}
     assert sum(run.optimizer.state_bytes().values()) > before
-
-
-@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "SOAP", "Mixed"])
-@on_ranks(3)
-def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case):
-    results = []
-    for layout in ("plain", "elements"):
-        run = frozen(case, 1, 2, layout=layout)
-        assert len(run.optimizer.state) == 1
-        assert case != "Muon" or len(run.optimizer.assignment.domains[0].matrices) == 1
-        for step in range(4):
-            run.params[1].requires_grad_(step >= 2)
-            run.step(step, without=(1, 2) if step < 2 else (2,))
-        run.give(4, without=(2,))
-        with record_collectives() as record:
-            run.optimizer.step()
-        assert run.params[2] not in run.optimizer.state
-        results.append({name: full(p.detach()) for name, p in run.module.named_parameters()})
-    same(*results[::-1])
-    assert case != "AdamW" or record.kinds == ["all_reduce"]
-
-
-@every_kind_and_overlapped
-def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_some(case):
-    trained, fresh = run_of(case).steps(0, 3), frozen(case, 1)
-    assert fresh.params[1] not in fresh.optimizer.state
-    fresh.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
-    fresh.module.load_state_dict(trained.module.state_dict())
-    same(fresh.result(), trained.result())
-    fresh.params[1].requires_grad_(True)
-    same(fresh.steps(3, 6).result(), trained.steps(3, 6).result())
 
 
 def test_a_tensor_without_requires_grad_but_with_a_gradient_is_updated():
@@ -184,37 +152,7 @@ def test_a_state_that_does_not_fit_is_refused_until_it_is_put_back_or_removed(ed
     assert run.optimizer.state[run.params[0]]["step"] == 1
 
 
-@on_ranks(3)
-def test_removed_states_begin_again_on_ranks():
-    run, twin = (run_of("AdamW", "elements").steps(0, 2) for _ in range(2))
-    for mine, theirs in zip(run.params[:2], twin.params[:2], strict=True):
-        run.optimizer.state[mine].clear()
-        for value in twin.optimizer.state[theirs].values():
-            local_of(value).zero_()
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
-
-
 # ---------------------------------------------------------------- parameters of groups
-
-
-@every_kind
-def test_a_parameter_taken_out_of_its_group_rests_until_it_is_put_back(case):
-    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
-    group = next(g for g in run.optimizer.param_groups if any(p is run.params[1] for p in g["params"]))
-    index = next(i for i, p in enumerate(group["params"]) if p is run.params[1])
-    group["params"].pop(index)
-    before = run.params[1].detach().clone()
-    run.steps(2, 4)
-    assert torch.equal(before, run.params[1])
-    assert len(run.optimizer.state_dict()["state"]) == 2
-    for step in range(2, 4):
-        twin.step(step, without=(1,))
-    if case == "AdamW":
-        group["params"].insert(index, run.params[1])
-        same(run.steps(4, 6).result(), twin.steps(4, 6).result())
-    else:
-        for a, b in zip(run.params, twin.params, strict=True):
-            assert torch.equal(a, b)
 
 
 def test_a_parameter_may_be_replaced_and_keep_its_state_as_when_points_are_pruned():
@@ -236,104 +174,7 @@ def test_a_parameter_may_be_replaced_and_keep_its_state_as_when_points_are_prune
     assert torch.equal(trained(AdamW), trained(lambda *a, **o: torch.optim.AdamW(*a, foreach=False, **o)))
 
 
-@every_kind
-def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
-    run = run_of(case).steps(0, 1)
-    groups = run.optimizer.param_groups
-    options = {k: v for k, v in groups[-1].items() if k not in ("params", "param_names", "lr")}
-    moved, name = groups[-1]["params"].pop(), groups[-1]["param_names"].pop()
-    groups.append({"params": [moved], "param_names": [name], "lr": 0.0, "weight_decay": 0.0, **options})
-    before = moved.detach().clone()
-    run.step(1)
-    assert torch.equal(before, moved)
-    groups[-1]["lr"] = 0.1
-    run.step(2)
-    assert not torch.equal(before, moved)
-    groups.pop()
-    before = moved.detach().clone()
-    run.step(3)
-    assert torch.equal(before, moved)
-
-
-def two_groups(case, *numbers):
-    """A run whose parameters with these numbers are in a group of larger steps, before the others'."""
-    run = run_of(case)
-    kind, own = (Mixed, {"algorithm": "muon"}) if case == "Mixed" else KINDS[case]
-    named = list(run.module.named_parameters())
-    groups = [
-        {
-            "params": [p for i, p in enumerate(named) if (i in numbers) == first],
-            "lr": lr,
-            "weight_decay": lr,
-            **own,
-        }
-        for first, lr in ((True, 0.1), (False, 0.001))
-    ]
-    if case in ("Muon", "NorMuon", "Mixed"):
-        groups[0] |= {"momentum": 0.5, "nesterov": False}
-    run.optimizer = kind(groups, **({"fused": True} if case == "AdamW fused" else {}))
-    return run
-
-
-@every_kind
-def test_a_parameter_that_moves_to_a_group_that_is_there_takes_its_options_at_once(case):
-    run, twin = two_groups(case, 0).steps(0, 2), two_groups(case, 0, 1)
-    twin.module.load_state_dict(run.module.state_dict())
-    saved = copy.deepcopy(run.optimizer.state_dict()["state"])
-    twin.optimizer.load_state_dict({**twin.optimizer.state_dict(), "state": saved})
-    larger, smaller = run.optimizer.param_groups
-    for key in ("params", "param_names"):
-        larger[key].append(smaller[key].pop(0))
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
-
-
-def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():
-    def put_back(**options):
-        (p, q), twin = (torch.nn.Parameter(t) for t in tensors(((64, 64),) * 2, 0)), None
-        optimizer = AdamW8bit([p, q], block=Elements(64))
-        optimizer.param_groups[0]["params"].pop(0)
-        q.grad = torch.ones_like(q)
-        optimizer.step()
-        kept, twin = optimizer.state.pop(p), torch.nn.Parameter(p.detach().clone())
-        optimizer.add_param_group({"params": [p], **options})
-        expected = AdamW8bit([{"params": [twin], **options}])
-        p.grad = twin.grad = torch.randn(64, 64)
-        optimizer.step()
-        expected.step()
-        assert torch.equal(p, twin)
-        same(optimizer.state[p], expected.state[twin])
-        return optimizer, p, kept
-
-    put_back(block=Tile(16, 16))
-    optimizer, p, codes = put_back(quantize=False)
-    optimizer.state[p] = codes
-    with pytest.raises(ValueError, match=r"'exp_avg' is torch\.uint8, expected torch\.float32"):
-        optimizer.step()
-
-
 # ---------------------------------------------------------------- options of groups
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("AdamW", {"stochastic_rounding": True, "betas": (0.5, 0.6)}),
-        ("AdamW8bit", {"maximize": True, "betas": (0.5, 0.6)}),
-        ("Muon", {"ns_coefficients": "quintic", "momentum": 0.5, "nesterov": False}),
-        ("Muon", {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "adjust_lr_fn": "spectral_unclamped"}),
-        ("Shampoo", {"precondition_frequency": 3, "weight_decay": 0.3}),
-        ("SOAP", {"shampoo_beta": 0.5, "overlap": True}),
-    ],
-)
-def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
-    run, unedited = run_of(case).steps(0, 1), run_of(case).steps(0, 4)
-    twin = rebuild(run_of(case), case, **options)
-    twin.module.load_state_dict(run.module.state_dict())
-    saved = run.optimizer.state_dict()["state"]
-    twin.optimizer.load_state_dict({**twin.optimizer.state_dict(), "state": saved})
-    run.optimizer.param_groups[0].update(options)
-    same(run.steps(1, 4).result(), twin.steps(1, 4).result())
-    assert not any(torch.equal(a, b) for a, b in zip(run.params, unedited.params, strict=True))
 
 
 # ---------------------------------------------------------------- learning rates
@@ -389,12 +230,3 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit(kind):
 
 
 # ---------------------------------------------------------------- parameters of another shape
-
-
-def test_muon_follows_a_model_that_is_cast_to_bf16():
-    run, expected = run_of("Muon"), run_of("Muon", dtype=torch.bfloat16, momentum_dtype=torch.float32)
-    run.optimizer.assignment  # noqa: B018
-    run.dtype = torch.bfloat16
-    for param in run.params:
-        param.data = param.data.bfloat16()
-    same({**run.steps(0, 3).result()}, expected.steps(0, 3).result())

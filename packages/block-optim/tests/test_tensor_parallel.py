@@ -1,4 +1,4 @@
-"""Optimizers on parameters that tensor parallelism cuts under FSDP: the bits of one process, and the least traffic."""
+"""Optimizers on parameters that tensor parallelism cuts under FSDP: the least traffic, and blocks of states."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import BF16, cut_twice, put, run_of, same, world_mesh
+from runs import cut_twice, put, run_of, same, world_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -15,16 +15,6 @@ from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
 from ragged_shard import RaggedShard, StridedRaggedShard
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
-
-CASES: dict[str, dict[str, Any]] = {
-    "Muon": {},
-    "Muon buckets": {"cautious_weight_decay": True, "matrices": "heads:1"},
-    "Muon gram": {"momentum_dtype": torch.float32, "dtype": BF16},
-    "Shampoo": {},
-    "SOAP": {},
-    "AdamW": {},
-    "Mixed": {},
-}
 
 
 def cut(tp, dims, units, dim):
@@ -67,22 +57,6 @@ def equal(case, *layout, **options):
     ours, theirs = pair(case, *layout, **options)
     same(ours.steps(0, 2).result(), theirs.steps(0, 2).result())
     return ours.optimizer
-
-
-@cut_twice
-@pytest.mark.parametrize(
-    ("mesh_shape", "every"),
-    [
-        ((2, 2), False),
-        *(pytest.param(m, True, marks=pytest.mark.long) for m in ((2, 2), (2, 1, 2), (1, 4), (1, 3), (3, 1))),
-    ],
-)
-@on_ranks("mesh_shape", timeout=200)
-def test_every_optimizer_gives_the_bits_of_one_process_under_tensor_parallelism(mesh_shape, every):
-    for number, (case, options) in enumerate(CASES.items()):
-        tensors = list(layouts(*mesh_shape[-2:]).values())
-        for shape, placements in tensors if every else tensors[number % 3 :: 3]:
-            equal(case, shape, placements, mesh_shape, **options)
 
 
 def counted(case, shape, placements, options):
@@ -159,17 +133,6 @@ def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves()
 
 
 @on_ranks(4)
-def test_experts_that_another_axis_spreads_are_exchanged_among_their_ranks():
-    """Experts over one axis, each expert's matrices cut over the other; ragged and even, either axis first."""
-    for placements in (
-        [Shard(0), RaggedShard((0, 1, 2), (1, 5))],
-        [Shard(0), Shard(0)],
-        [StridedRaggedShard((0, 1), (3, 1), split_factor=2), Shard(0)],
-    ):
-        assert len(equal("Muon", (6, 8, 5), placements).assignment.domains[0].matrices) == 3
-
-
-@on_ranks(4)
 def test_ranks_may_have_been_in_different_numbers_of_process_groups_before():
     for _ in range(dist.get_rank()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -181,25 +144,6 @@ def test_ranks_may_have_been_in_different_numbers_of_process_groups_before():
         p.grad = grad
         Muon([p]).step()
     assert torch.equal(params[1].full_tensor(), params[0])
-
-
-@on_ranks(4)
-def test_numbers_for_rows_follow_rows_that_tensor_parallelism_leaves_whole():
-    for dims, units in (((0,), [3, 1]), ((0, 1), [2, 1])):
-        equal("NorMuon", (24, 8), cut(2, dims, units, 0))
-
-
-@on_ranks(4)
-def test_ranks_that_hold_nothing_need_no_gradient():
-    """No rank has one; all but two, which hold nothing, have one."""
-    for case in ("Muon", "Shampoo", "SOAP"):
-        ours, theirs = pair(case, (24, 16), cut(2, (0,), [1, 0], 1))
-        for run in (ours, theirs):
-            run.step(0)
-            run.step(1, without=(0,))
-        theirs.step(2)
-        ours.step(2, without=(0,) if dist.get_rank() >= 2 else ())
-        same(ours.result(), theirs.result())
 
 
 @on_ranks(4)

@@ -13,7 +13,6 @@ from runtime_helpers import (
     BF16,
     Ops,
     assert_same_gradients,
-    full,
     loss_of,
     plain_backward,
     same_bits,
@@ -22,13 +21,13 @@ from runtime_helpers import (
     tokens,
 )
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Replicate
 
 from dbuffer.transport import Collectives
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads.scaling import ReduceOptions, scaling
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, simulated_ranks
 
 
 class Terms(nn.Module):
@@ -78,20 +77,6 @@ def test_a_unit_around_others_keeps_no_gradient(ranks):
     assert 8 in copies_of(fully_shard(model))
 
 
-@on_ranks(3)
-def test_gradients_are_those_of_one_rank_also_where_they_accumulate():
-    for accumulate in (1, 3):
-        torch.manual_seed(0)
-        models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
-        plain, model = models[0], fully_shard(models[1])
-        for step in range(accumulate):
-            model.set_requires_gradient_sync(step == accumulate - 1)
-            for one in models:
-                one(torch.full((2, 8), step + 1.0)).sum().backward()
-        for theirs, mine in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
-
-
 def outcome(how, shards, replicas, gradient=1.0):
     """What one element becomes if every rank has the same gradient."""
     one = gradient * how.before
@@ -118,51 +103,6 @@ def test_the_sum_is_divided_by_the_factor_and_what_replicas_have_in_common_stays
 def test_fp16_gradients_are_divided_in_two_halves():
     how = scaling(ReduceOptions(), torch.float16, 1024, 1)
     assert (how.before, how.divide) == (1 / 32, 32)
-
-
-@on_ranks(3)
-def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process():
-    for async_op in (False, True):
-        model, alone = shard(seeded()), seeded()
-        model.set_manual_backward_finalization(True)
-        model.set_requires_gradient_sync(False)
-        with record_collectives() as record:
-            for step in range(3):
-                loss_of(model, tokens(step)).backward()
-                plain_backward(alone, step)
-        assert "reduce_scatter" not in record.kinds
-        assert all(p.grad is None for p in model.parameters())
-        model.set_requires_gradient_sync(True)
-        with record_collectives() as record:
-            handle = model.finalize_backward(async_op=async_op)
-            if async_op:
-                handle.wait()
-        assert record.kinds.count("reduce_scatter") == 4
-        assert_same_gradients(model, alone)
-
-
-@on_ranks(2)
-def test_ending_a_step_by_hand_does_nothing_where_none_has_begun():
-    model = shard(seeded())
-    model.set_manual_backward_finalization(True)
-    with record_collectives() as record:
-        model.finalize_backward()
-    assert record.kinds == []
-    assert all(p.grad is None for p in model.parameters())
-
-
-@on_ranks(4)
-def test_partial_sums_that_the_last_backward_does_not_reach_are_summed_in_it():
-    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
-    for ends_each in (True, False):
-        model, alone = shard(seeded(), mesh=mesh), seeded()
-        for step, order in enumerate(([0, 1], [1, 2], [2])):
-            model.set_requires_all_reduce(step == 2)
-            model.set_is_last_backward(ends_each or step == 2)
-            loss_of(model, tokens(step), order=order).backward()
-            for rank in range(4):
-                (loss_of(alone, tokens(step, rank=rank), order=order) / 4).backward()
-        assert_same_gradients(model, alone)
 
 
 @on_ranks(4)
@@ -249,50 +189,6 @@ def test_a_parameter_gathered_in_a_forward_is_refused_where_gradients_would_diff
         loss_of_borrower(model)
     model.requires_grad_(False)
     loss_of_borrower(model)
-
-
-def unsharded(lender):
-    lender.unshard()
-    return lender.weight
-
-
-def called(lender):
-    return lender(torch.eye(8)).t()
-
-
-def summed(lender):
-    weight = lender.weight
-    full = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
-    return full / dist.get_world_size() + (1 - 1 / dist.get_world_size()) * full.detach()
-
-
-@pytest.mark.parametrize("remedy", [unsharded, called, summed])
-@on_ranks(2)
-def test_what_the_refusal_names_has_the_gradients_of_one_process(remedy):
-    model, alone = borrowing(remedy), seeded(Borrower)
-    for step in range(2):
-        loss_of_borrower(model, step).backward()
-        for rank in range(2):
-            (loss_of_borrower(alone, step, rank) / 2).backward()
-        assert_same_gradients(model, alone)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@on_ranks(2)
-def test_a_regularizer_of_gathered_parameters_has_its_gradient(inside):
-    terms = []
-
-    def borrow(lender):
-        if inside:
-            terms.append(lender.weight.full_tensor(grad_placements=[Replicate()]).square().sum())
-        return called(lender)
-
-    model = borrowing(borrow)
-    loss = 0 * loss_of_borrower(model)
-    if not inside:
-        terms.append(model.lender.weight.full_tensor().square().sum())
-    (loss + terms[0]).backward()
-    torch.testing.assert_close(full(model.lender.weight.grad), 2 * full(model.lender.weight))
 
 
 class Late:
