@@ -119,7 +119,7 @@ def _note(
         seconds = run(tell)
         result: Reached = {}
         for line in (folder / "calls").read_text().splitlines():
-            number, _, function = line.partition(" ")
+            number, function = line.split(" ", 1)
             if number != "0" and (name := names[int(number) - 1]) in seconds:
                 result.setdefault(function, {})[name] = seconds[name]
         cache.write_text(json.dumps(result))
@@ -131,11 +131,13 @@ def _note(
 
 def _fault(name: str, limit: float) -> str:
     """The fault of a program, by "system seed"."""
-    from tests.programs.program import draw
-    from tests.programs.runs import outcome
-
+    runs = importlib.import_module("tests.programs.runs")
     system, seed = name.split()
-    return outcome(draw(int(seed)), simulated=system == "simulated", limit=limit).fault
+    return str(runs.outcome(_drawn(seed), simulated=system == "simulated", limit=limit).fault)
+
+
+def _drawn(seed: str) -> Any:
+    return importlib.import_module("tests.programs.program").draw(int(seed))
 
 
 def programs_that_reach(sources: Path, first: int, end: int, system: str) -> Reached:
@@ -180,14 +182,12 @@ def import_all() -> None:
 def fork_ranks() -> None:
     """Let ranks be forked from this process: no other one imports torch again."""
     import_all()
-    pool = importlib.import_module("ragged_shard.testing._pool")
+    pool: Any = importlib.import_module("ragged_shard.testing._pool")
     pool.subprocess = SimpleNamespace(Popen=_Fork, DEVNULL=None, TimeoutExpired=TimeoutError)
 
 
 def _features(name: str) -> set[str]:
-    from tests.programs.program import draw
-
-    program = draw(int(name.split()[1]))
+    program = _drawn(name.split()[1])
     fields = {f"{key} {value}" for key, value in vars(program).items() if isinstance(value, str | bool | int)}
     names = {action[0] for action in program.actions} | set(program.layers)
     return {name.split()[0], *(field for field in fields if not field.startswith("seed")), *names}
@@ -195,7 +195,7 @@ def _features(name: str) -> set[str]:
 
 def choice(seconds: dict[str, float], most: int) -> list[str]:
     """Some of the programs: each has much that those before have not, for its time."""
-    left, chosen, seen = {name: _features(name) for name in seconds}, [], set[str]()
+    left, chosen, seen = {name: _features(name) for name in seconds}, list[str](), set[str]()
     while left and len(chosen) < most:
         best = max(left, key=lambda name: (len(left[name] - seen) + 1) / (seconds[name] + 0.5))
         chosen.append(best)
@@ -267,6 +267,7 @@ class _Switched(ast.NodeTransformer):
         other, number = self._others[node]
         test = ast.parse(f"__import__('reached_notes').MUTANT == {number}", mode="eval").body
         if isinstance(visited, ast.stmt):
+            assert isinstance(other, ast.stmt)
             return ast.If(test, [other], [visited])
         assert isinstance(visited, ast.expr)
         assert isinstance(other, ast.expr)
@@ -329,7 +330,8 @@ def results(mutants: list[Mutant], options: argparse.Namespace) -> Iterator[tupl
 
             def run(arguments: list[str]) -> int:
                 os.environ["MUTANT"] = str(number)
-                importlib.import_module("reached_notes").MUTANT = number
+                notes: Any = importlib.import_module("reached_notes")
+                notes.MUTANT = number
                 kind = _run_programs if options.programs else _run_tests
                 return kind(found, seconds, options.most, arguments)
 
@@ -342,9 +344,8 @@ def results(mutants: list[Mutant], options: argparse.Namespace) -> Iterator[tupl
 
 def _run_programs(found: Path, seconds: dict[str, float], most: int, _: list[str]) -> int:
     found.write_text("import")
-    import tests.programs.runs as runs
-
     fork_ranks()
+    runs: Any = importlib.import_module("tests.programs.runs")
     with_fsdp2 = runs._fsdp2
     # FSDP2 is asked where ours raises. That ours sends no more than FSDP2 is left out: it would cost the time of two.
     runs._fsdp2 = lambda program, stopped, limit: (

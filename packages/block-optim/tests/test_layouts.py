@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import NARROW, run_of, same
-from torch.distributed.tensor import Replicate, Shard
 
 from block_optim import local_of
-from ragged_shard import RaggedShard
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 # A square, odd ones, stacked matrices, a convolution, a single row; and for what is no matrix a vector and a scalar.
@@ -72,40 +70,6 @@ def test_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case
     expected = trained(case)
     for ranks in world_sizes:
         run_ranks(ranks, in_layouts, case, expected, every=len(world_sizes) > 1, timeout=200.0)
-
-
-def one_hot(mesh):
-    return [0] * (mesh.size() - 1) + [1]
-
-
-CUT_NOTHING = {  # the shape of a mesh of all ranks, and placements on it; one axis, or none, cuts the tensor
-    "whole elements on one rank": ((2,), lambda mesh, ndim: [RaggedShard(range(ndim), one_hot(mesh))]),
-    "ragged over one": ((2, 1), lambda mesh, ndim: [Replicate(), RaggedShard(range(ndim), (1,))]),
-    "columns over one": ((2, 1), lambda mesh, ndim: [Replicate(), Shard(1)]),
-    "one, whole on one rank": (
-        (1, 2),
-        lambda mesh, ndim: [Shard(1), RaggedShard(range(ndim), one_hot(mesh))],
-    ),
-    "rows, and columns over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(1)]),
-    "rows, and rows over one": ((2, 1), lambda mesh, ndim: [Shard(0), Shard(0)]),
-    "one ragged, replicated": ((1, 2), lambda mesh, ndim: [RaggedShard((0,), (1,)), Replicate()]),
-}
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        ("AdamW", "AdamW8bit", "NorMuon"),
-        pytest.param(("Muon", "Shampoo", "SOAP", "Mixed 8-bit"), marks=pytest.mark.long),
-    ],
-)
-@on_ranks(2)
-def test_every_optimizer_takes_axes_that_cut_nothing(cases):
-    for case in cases:
-        run = run_of(case)
-        expected = run.steps(0, 3).result()
-        for mesh_shape, placements in CUT_NOTHING.values():
-            same(run_of(case, placements, mesh_shape).steps(0, 3).result(), expected)
 
 
 # ---------------------------------------------------------------- gradients that are not finite

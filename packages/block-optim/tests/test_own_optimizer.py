@@ -9,8 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from readme_examples import run_examples
 from runs import Mix, Run, same
-from test_checkpoints import checkpoint
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from block_optim import AdamW, AdamW8bit, BlockOptimizer, Muon, Shampoo, local_of
 from layout_planner import Rows, Tile, Whole
@@ -136,6 +135,11 @@ MATRICES = ((6, 4), (4, 6), (3, 5))
 
 def adafactor(layout, cuts=0):
     return Run(run_examples("Write your own")["Adafactor"], layout, shapes=MATRICES, cuts=cuts)
+
+
+def checkpoint(run):
+    weights = {name: p.detach() for name, p in run.module.named_parameters()}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(run.module, run.optimizer)}
 
 
 def owners_states_go_round(folder):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runtime_helpers import assert_same_gradients, full_values, loss_of, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, seeded, shard, tokens
 from torch import nn
 
 from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
@@ -13,65 +13,6 @@ from ragged_shard.testing import on_ranks, record_collectives
 
 def all_sharded(model):
     return all(isinstance(param, RaggedDTensor) for param in model.parameters())
-
-
-def evaluated(model):
-    with torch.no_grad():
-        model(tokens())
-
-
-WAYS = (
-    "evaluated", "evaluated in inference mode", "kept after forward", "kept after backward",
-    "kept after forward and after backward", "frozen in forward", "forward fails",
-)  # fmt: skip
-
-
-def use(model, way):
-    """A pass after which parameters are gathered, or were."""
-    if "after forward" in way:
-        model.set_reshard_after_forward(False)
-    if "after backward" in way:
-        model.set_reshard_after_backward(False)
-    if way == "forward fails":
-        with pytest.raises(IndexError):
-            model(tokens() + 1000)
-    elif way == "frozen in forward":
-        model.requires_grad_(False)
-        model(tokens())
-        model.requires_grad_(True)
-    elif "backward" in way:
-        loss_of(model, tokens()).backward()
-    else:
-        with torch.inference_mode("inference" in way):
-            evaluated(model)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_what_users_touch_between_passes_is_the_sharded_parameter(way):
-    """Clears gradients, trains a step with an optimizer built now, and edits in place, as the same model alone does."""
-    model, alone = shard(seeded()), seeded()
-    loss_of(model, tokens(step=9)).backward()
-    use(model, way)
-    assert all_sharded(model), way
-    model.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
-    for step in range(2):
-        loss_of(model, tokens(step, rank=0)).backward()
-        loss_of(alone, tokens(step, rank=0)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()  # type: ignore[attr-defined]
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
-        optimizer.step()
-        reference.step()
-        for one in (model, alone):
-            evaluated(model)
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.mul_(0.5)
-            one.zero_grad()
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()), msg=way)
 
 
 def gathers_of(call):
@@ -127,18 +68,6 @@ def test_after_a_step_that_torch_does_not_count_every_rank_gathers_what_was_kept
     torch.testing.assert_close(model(torch.ones(1, 3)), alone(torch.ones(1, 3)))
 
 
-@on_ranks(2)
-def test_zero_grad_between_passes_clears_gradients_of_gathered_parameters():
-    """The usual step that clears gradients late: those of the step before are gone, whatever is gathered."""
-    model, alone = shard(seeded()), seeded()
-    loss_of(model, tokens(step=1)).backward()
-    loss = loss_of(model, tokens(rank=0))
-    model.zero_grad()
-    loss.backward()
-    loss_of(alone, tokens(rank=0)).backward()
-    assert_same_gradients(model, alone)
-
-
 @pytest.mark.parametrize("way", ["no backward", "unshard"])
 @on_ranks(2)
 def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
@@ -185,44 +114,8 @@ def test_settings_made_after_a_forward_without_backward_are_kept(holds):
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
 
 
-@on_ranks(2)
-def test_settings_made_on_parameters_unsharded_by_hand_are_kept():
-    model = shard(seeded())
-    model.unshard()
-    model.head.requires_grad_(False)
-    model.head.weight.scale = 2
-    model.reshard()
-    assert isinstance(model.head.weight, RaggedDTensor)
-    assert not model.head.weight.requires_grad
-    assert model.head.weight.scale == 2
-
-
-@on_ranks(2)
-def test_weights_edited_after_the_loss_was_dropped_are_those_of_the_next_state_dict():
-    model, alone = shard(seeded()), seeded()
-    loss_of(model, tokens())
-    with torch.no_grad():
-        for each in (model, alone):
-            torch._foreach_mul_(list(each.parameters()), 2)
-            each.head.weight.data.add_(1)
-    torch.testing.assert_close(full_values(model), full_values(alone), rtol=0, atol=0)
-
-
 def set_data(param):
     param.data = param.data * 2
-
-
-@on_ranks(2)
-def test_what_was_unsharded_by_hand_stays_when_a_loss_from_before_is_dropped():
-    model = shard(seeded())
-    loss = loss_of(model, tokens())
-    model.unshard()
-    model.blocks[0].unshard()
-    del loss
-    assert type(model.head.weight) is nn.Parameter
-    assert type(model.blocks[0].weight) is nn.Parameter
-    model.reshard()
-    assert isinstance(model.head.weight, RaggedDTensor)
 
 
 LOST = {
@@ -263,29 +156,3 @@ def test_codes_that_are_unfrozen_while_gathered_raise_in_the_next_forward():
     model(torch.ones(1, 64)).sum().backward()
     assert not model.weight.requires_grad
     assert model.bias.grad is not None
-
-
-class Hidden(nn.Module):
-    """Keeps its loss to itself: what it returns has no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        self.loss = self.head(self.inner(x)).square().mean()
-        return self.loss.detach()
-
-
-@on_ranks(2)
-def test_a_loss_that_is_not_among_the_outputs_still_has_its_backward():
-    model, alone = seeded(Hidden), seeded(Hidden)
-    fully_shard(model.inner)
-    fully_shard(model)
-    x = torch.ones(2, 4)
-    for one in (model, alone):
-        one(x)
-        one.loss.backward()
-    assert_same_gradients(model, alone)
-    assert all_sharded(model)

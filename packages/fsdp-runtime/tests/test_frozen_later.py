@@ -2,12 +2,11 @@
 
 import gc
 
-import torch.distributed as dist
-from runtime_helpers import Body, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
+from runtime_helpers import assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 
 from dbuffer import DBuffer, ReduceScatter
 from fsdp_runtime import block_policies, fully_shard
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, record_collectives
 
 
 def freeze(model, trained):
@@ -56,36 +55,6 @@ def test_of_the_trained_elements_nothing_but_alignment_is_added():
     sent = sum(e.bytes_sent for e in record.events if e.kind == "reduce_scatter")
     trained = 4 * 64  # three blocks and the norm
     assert sent <= (trained + 2 * 4 * 8) * 4  # half of it to the one other rank, in shards of equal size
-
-
-@on_ranks(4)
-def test_frozen_parameters_accumulate_and_have_replicas():
-    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
-    for method in ("set_requires_all_reduce", "set_requires_gradient_sync"):
-        for frozen_from in (0, 2):  # the first step, or after sums of all parameters
-            model, alone = shard(seeded(), mesh=mesh), seeded()
-            for step in range(3):
-                if step == frozen_from:
-                    for each in (model, alone):
-                        freeze(each, is_bias)
-                getattr(model, method)(step == 2)
-                loss_of(model, tokens(step=step)).backward()
-                plain_backward(alone, step)
-            assert_same_gradients(model, alone)
-
-
-class Sometimes(Body):
-    def forward(self, batch, order=None):
-        x = self.norm(self.embed(batch))
-        return self.blocks[0](x) if dist.get_rank() == 0 else x
-
-
-@on_ranks(2)
-def test_a_trained_parameter_without_a_gradient_here_gets_what_others_have():
-    model = fully_shard(seeded(Sometimes))
-    freeze(model, lambda name: name in ("blocks.0.weight", "norm.weight"))
-    model(tokens()).square().sum().backward()
-    assert model.blocks[0].weight.grad.full_tensor().any()
 
 
 @on_ranks(2)

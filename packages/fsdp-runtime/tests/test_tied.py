@@ -1,35 +1,24 @@
-"""A parameter that several units share: which unit has it, its gradient, its checkpoints, and what is refused."""
+"""A parameter that several units share: which unit has it, what it sends, and what is refused."""
 
-import copy
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from runtime_helpers import (
-    BF16,
     Body,
-    assert_same_gradients,
-    assert_same_parameters,
-    assert_same_values,
-    check_training,
     loss_of,
-    mesh_of,
     on_meta,
     seeded,
     step_of,
     tokens,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import block_optim
-from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict, set_full_state_dict
+from fsdp_runtime import block_policies, full_params, fully_shard, get_full_state_dict
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks, simulated_ranks
+from ragged_shard.testing import on_ranks, record_collectives, simulated_ranks
 
 # -- which unit has it -------------------------------------------------------------------------------------------------
 
@@ -116,43 +105,6 @@ ORDERS = [
 ]
 
 
-@on_ranks(4)
-def test_it_trains_as_in_one_process_also_with_replicas():
-    def check(order, accumulate=1, reshard=None, close=None, **options):
-        def wrapped(model):
-            wrap(model, order, **options)
-            if reshard is not None:
-                model.set_reshard_after_forward(reshard)
-            return model
-
-        make, loss = (
-            partial(Body, tied=True),
-            lambda model, step, rank: loss_of(model, tokens(step, rank=rank)),
-        )
-        check_training(make, wrapped, loss, accumulate, **(close or {}))
-
-    for order in ORDERS:
-        check(order)
-        check(order, 2, mesh=mesh_of(2, 2))
-    for reshard in (False, True):
-        check(ORDERS[0], 2, reshard)
-    check(ORDERS[0], mp_policy=BF16, close={"rtol": 0.1, "atol": 0.1})
-
-
-@on_ranks(3)
-def test_blocks_that_share_parameters_inside_a_unit_train_as_in_one_process():
-    def loss(model, step, rank):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        return model(torch.randn(5, 4, generator=generator)).square().mean()
-
-    for third in (False, True):
-        for order in (
-            ("inner.a", "inner.b", "left", "inner", "right", ""),
-            ("", "right", "inner", "left", "inner.a"),
-        ):
-            check_training(partial(Nested, third=third), partial(wrap, order=order), loss)
-
-
 @on_ranks(3)
 def test_block_optimizers_update_it_as_where_one_unit_has_all():
     makes = (
@@ -169,58 +121,6 @@ def test_block_optimizers_update_it_as_where_one_unit_has_all():
             found.append(get_full_state_dict(model))
             torch.testing.assert_close(found[-1], found[0], rtol=1e-4, atol=1e-5)
         assert not found[0]["embed.weight"].equal(seeded(tied=True).embed.weight)
-
-
-@on_ranks(3)
-def test_it_moves_out_of_units_that_are_gathered_and_have_others_left():
-    model, x = seeded(Nested), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
-    for module in (model.inner.a, model.inner.b):
-        fully_shard(module)
-        module.unshard()
-    model = fully_shard(model, shard_placement_fn=lambda param: None)
-    assert owner(model, "inner.a.weight") == ""
-    plain = seeded(Nested)
-    model(x[dist.get_rank()]).square().mean().backward()
-    plain(x).square().mean().backward()
-    assert_same_gradients(model, plain)
-
-
-class Experts(nn.Module):
-    """Two experts that share a weight, so large that it is reduced by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 520)
-        self.experts = nn.ModuleList(nn.Linear(520, 520) for _ in range(2))
-        self.experts[1].weight = self.experts[0].weight
-
-    def forward(self, x, chosen):
-        x = self.first(x)
-        for number in chosen:
-            x = x + self.experts[number](x).tanh()
-        return x.square().mean()
-
-
-@on_ranks(3)
-def test_it_is_reduced_if_some_ranks_skip_its_modules_and_not_if_all_do():
-    chosen: list[list[list[int]]] = [[[0], [], [0, 1]], [[], [], []], [[], [1], []]]
-    model: Any = seeded(Experts)
-    for expert in model.experts:
-        fully_shard(expert, skippable=True)
-    fully_shard(model)
-    plain = seeded(Experts)
-    for accumulate in (False, True):
-        for step, of_ranks in enumerate(chosen):
-            model.set_requires_gradient_sync(not accumulate or step == 2)
-            x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step))
-            model(x[dist.get_rank()], of_ranks[dist.get_rank()]).backward()
-            for rank, parts in enumerate(of_ranks):
-                (plain(x[rank], parts) / 3).backward()
-            if accumulate and step < 2:
-                continue
-            assert_same_gradients(model, plain, rtol=1e-4, atol=1e-7)
-            model.zero_grad()
-            plain.zero_grad()
 
 
 @on_ranks(3)
@@ -300,75 +200,3 @@ def test_other_values_for_one_of_its_modules_raise_on_every_rank():
     model.head.weight = nn.Parameter(ones)
     with pytest.raises(ValueError, match=r"was replaced in one of the 2 modules that share it"):
         loss_of(model, tokens())
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-LAYOUTS = [("embed,head", "blocks.0", ""), ("embed", "head", ""), ("",)]
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def save(folder):
-    for tied in (False, True):
-        model = wrap(seeded(tied=tied), LAYOUTS[0])
-        optimizer = adamw(model)
-        step_of(model, optimizer, rank=0)  # the same on every rank, so that the world size does not matter
-        values, states = get_state_dict(model, optimizer)
-        dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder / str(tied))
-
-
-def take(model, state, assign):
-    model.load_state_dict(state, assign=assign)
-    loss_of(model, tokens(rank=0)).backward()  # takes what was assigned
-
-
-def load(folder):
-    plain = seeded(tied=True)
-    saved, twin = copy.deepcopy(plain.state_dict()), adamw(plain)
-    dcp.load({"model": saved}, checkpoint_id=folder / "True")
-    for step in range(2):
-        step_of(plain, twin, step, rank=0)
-    for order in LAYOUTS:
-        model = wrap(seeded(tied=True, seed=1), order)
-        optimizer = adamw(model)
-        values, states = get_state_dict(model, optimizer)
-        assert list(values) == list(plain.state_dict())
-        dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder / "True")
-        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
-        step_of(model, optimizer, 1, rank=0)
-        assert_same_parameters(model, plain, rtol=1e-4, atol=1e-5)
-        for assign in (False, True):
-            model = wrap(seeded(tied=True, seed=1), order)
-            state = model.state_dict()
-            assert state["head.weight"].to_local().data_ptr() == state["embed.weight"].to_local().data_ptr()
-            dcp.load({"model": state}, checkpoint_id=folder / "True")
-            take(model, state, assign)
-            assert model.head.weight is model.embed.weight
-            assert_same_values(get_full_state_dict(model), saved)
-            dcp.load({"model": state}, checkpoint_id=folder / "False")
-            with pytest.raises(ValueError, match=r"weight is one parameter in 2 modules, .* different"):
-                take(model, state, assign)
-
-
-def test_training_resumes_with_other_units_and_ranks_but_not_untied_values(tmp_path):
-    run_ranks(2, save, tmp_path)
-    run_ranks(3, load, tmp_path)
-
-
-@on_ranks(3)
-def test_full_values_load_into_a_tied_model_and_raise_where_they_differ():
-    wanted, untied = seeded(tied=True, seed=1).state_dict(), seeded(seed=1).state_dict()
-    for order in LAYOUTS:
-        for put in (nn.Module.load_state_dict, set_full_state_dict):
-            model = wrap(seeded(tied=True), order)
-            put(model, wanted)
-            assert_same_values(get_full_state_dict(model), wanted)
-            with pytest.raises(ValueError, match="one parameter"):
-                put(model, untied)
-        for values in (wanted, untied):  # one name at a time may differ
-            name = "head.weight" if values is wanted else "embed.weight"
-            model.load_state_dict({name: values[name]}, strict=False)
-            assert model.head.weight.full_tensor().equal(values[name])

@@ -6,15 +6,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from partial_steps import WIDTH, alone, check, inputs, same_on_all_ranks, trained
 from runtime_helpers import device
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads import missing
-from fsdp_runtime.block_policies import whole
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+
+WIDTH = 7
+
+
+def inputs(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
 
 BRANCHES = 4
 
@@ -68,54 +72,6 @@ STEPS: list[list[tuple[int, ...]]] = [
     [(3,), (3,), (3,), (3,)],
     [(0, 1, 2, 3), (0, 1, 2, 3), (2,), (0, 1, 2, 3)],
 ]
-EVERY = tuple(range(len(STEPS)))
-KINDS = [("branches", ".weight"), ("branches", ".bias"), ("scalars", "")]
-
-
-def run(ends=EVERY, *, partial_sums=False, reduce_each=False, mesh_shape=None, **options):
-    if mesh_shape:
-        options["mesh"] = rank_mesh(*mesh_shape, names=("replicate", "shard"))
-    model = sharded(**options)
-    sync = model.set_requires_all_reduce if partial_sums else model.set_requires_gradient_sync
-    return trained(model, STEPS, ends, (lambda last: None) if reduce_each else sync)
-
-
-def check_runs(world, ends=EVERY, **options):
-    check(run_ranks(world, run, ends, **options), alone(made(), STEPS, ends, world))
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "": {},
-    "collectives": {"transport": "collectives"},
-    "sums in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-    "tensors whole on one rank": {"block_policy": whole()},
-    "accumulated": {"ends": (1, 3, 5)},
-    "reduced in each microbatch": {"ends": (1, 3, 5), "reduce_each": True},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_adamw_with_weight_decay_is_that_of_one_process(case):
-    check_runs(3, **CASES[case])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ends": (2, 3, 5)},
-        {"ends": (2, 3, 5), "partial_sums": True},
-        pytest.param({}, marks=pytest.mark.long),
-    ],
-    ids=["accumulated", "partial", ""],
-)
-def test_with_hsdp_the_replicas_count_too(options):
-    check_runs(4, mesh_shape=(2, 2), **options)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "mesh_shape"), [(1, None), (4, None), (4, (4, 1)), (4, (1, 4))])
-def test_at_other_world_sizes_and_with_hsdp_of_other_shapes(world, mesh_shape):
-    check_runs(world, mesh_shape=mesh_shape)
 
 
 def backward(model, chosen, step=0):
@@ -167,20 +123,6 @@ def test_the_host_waits_only_for_reductions_in_which_it_misses_something(chosen,
         with mock.patch.object(found, "wait_on_host", wraps=found.wait_on_host) as wait:
             model(torch.ones(2, WIDTH), chosen).sum().backward()
         assert wait.call_count == waits
-
-
-@on_ranks(3)
-def test_an_earlier_gradient_stays_and_a_hook_that_adds_to_sums_sets_all():
-    model = sharded()
-    for chosen in ((0,), (1,)):
-        backward(model, chosen if dist.get_rank() == 0 else ())
-        assert same_on_all_ranks(model)
-    none = {n for n, p in model.layers[0].named_parameters() if p.grad is None}
-    assert none == {f"{kind}.{i}{part}" for kind, part in KINDS for i in (2, 3)}
-    for unit in (*model.layers, model):  # as a hook that adds what ranks outside the mesh have
-        unit.set_all_reduce_hook(lambda flat: flat.add_(1))
-    backward(model, ())
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @on_ranks(3)

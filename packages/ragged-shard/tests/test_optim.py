@@ -1,18 +1,14 @@
-"""Optimizers, clipping and loss scaling on ragged parameters, bit by bit against the unsharded run."""
+"""Every optimizer of torch on ragged parameters, bit by bit against the unsharded run."""
 
 import functools
-import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor import Replicate
 
 from ragged_shard import RaggedShard, distribute_like, distribute_tensor
-from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 SHAPES = [(24, 5), (12,), (4, 6, 3), (12, 1), (1, 7)]
@@ -128,113 +124,3 @@ def test_fused_optimizers_agree_but_for_the_ulps_of_simd_tails(mesh_shape):
         fused = functools.partial(optimizer, lr=1e-2, weight_decay=0.1, fused=True)
         for steps in (1, STEPS):
             train(mesh_shape, fused, ulp=steps, name=optimizer.__name__, steps=steps)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@on_ranks(3)
-def test_a_tensor_learning_rate_and_a_schedule_work(fused):
-    mesh = rank_mesh(3)
-    plain, ragged, grads = make(mesh, placements_of(3))
-    for params in (plain, ragged):
-        optimizer = torch.optim.AdamW(
-            params, lr=torch.tensor(1e-2), fused=fused, foreach=False if not fused else None
-        )
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for step in range(2):
-            set_grads(params, grads[step])
-            optimizer.step()
-            schedule.step()
-    compare(plain, ragged, ulp=2 if fused else 0)
-
-
-def clip(mesh_shape, norm_type, foreach):
-    mesh = rank_mesh(*mesh_shape)
-    plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
-    for max_norm in (0.5, 1e9):
-        set_grads(plain, grads[0])
-        set_grads(ragged, grads[0])
-        with record_collectives() as record:
-            got = nn.utils.clip_grad_norm_(ragged, max_norm, norm_type, foreach=foreach)
-        ranks = mesh_shape[-1]
-        case = (norm_type, foreach, max_norm)
-        assert len(record.kinds) == (len(SHAPES) if foreach is False else 1), case
-        assert all(event.ranks == ranks for event in record.events)
-        wanted = nn.utils.clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
-        total = got.full_tensor() if hasattr(got, "full_tensor") else got
-        assert total.item() == pytest.approx(wanted.item(), rel=1e-6), case
-        assert got.item() == total.item()
-        assert bool(got < math.inf)
-        for a, b in zip(plain, ragged, strict=True):
-            torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=2e-6, atol=1e-7)
-    assert nn.utils.get_total_norm([p.grad for p in ragged]).item() == pytest.approx(
-        nn.utils.get_total_norm([p.grad for p in plain]).item(), rel=1e-6
-    )
-    nn.utils.clip_grad_value_(ragged, 0.1)
-    nn.utils.clip_grad_value_(plain, 0.1)
-    for a, b in zip(plain, ragged, strict=True):
-        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-
-
-@every_mesh
-@on_ranks("mesh_shape")
-def test_clip_grad_norm_is_right_to_1e_6_with_one_collective_for_the_list(mesh_shape):
-    for norm_type, foreach in itertools.product((1.0, 2.0, math.inf), (True, False, None)):
-        clip(mesh_shape, norm_type, foreach)
-
-
-@pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: a list with a DTensor is DTensor's alone")
-@on_ranks(3)
-def test_ragged_and_fsdp2_parameters_are_stepped_in_one_list():
-    mesh = rank_mesh(3)
-    plain, ragged, grads = make(mesh, placements_of(3))
-    theirs: Any = nn.Parameter(torch_distribute_tensor(plain[0].detach().clone(), mesh, [Shard(0)]))
-    params = [theirs, *ragged[1:]]
-    set_grads(plain, grads[0])
-    set_grads(params, grads[0])
-    for optimizer in (adamw(foreach=True), adamw(foreach=False), adamw(fused=True)):
-        ours = optimizer(params)
-        ours.step()
-        optimizer(plain).step()
-        compare(plain[1:], params[1:], ulp=4)
-        torch.testing.assert_close(theirs.full_tensor(), plain[0].detach())
-
-
-def scaled(mesh_shape, fused):
-    mesh = rank_mesh(*mesh_shape)
-    plain, ragged, grads = make(mesh, placements_of(mesh_shape[-1], len(mesh_shape) == 2))
-    grads[1][0][23, 4] = math.inf  # one rank's alone
-    finals = []
-    for params in (plain, ragged):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
-        scaler.scale(torch.tensor(1.0))
-        for step in range(STEPS):
-            set_grads(params, grads[step], scaler.get_scale())
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        finals.append(scaler.get_scale())
-    assert finals[0] == finals[1] == 4.0
-    compare(plain, ragged, ulp=STEPS if fused else 0)
-
-
-@every_mesh
-@on_ranks("mesh_shape")
-def test_grad_scaler_skips_the_same_steps_on_all_ranks(mesh_shape):
-    for fused in (True, False):
-        scaled(mesh_shape, fused)
-
-
-@on_ranks(3)
-def test_a_fused_step_unscales_by_itself_and_skips_parameters_without_gradient():
-    mesh = rank_mesh(3)
-    plain, ragged, grads = make(mesh, placements_of(3))
-    for params in (plain, ragged):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
-        scaler.scale(torch.tensor(1.0))
-        set_grads(params, grads[0], 2.0)
-        params[0].grad = None
-        scaler.step(optimizer)  # unscales inside the fused step
-        scaler.update()
-    compare(plain, ragged, ulp=2)

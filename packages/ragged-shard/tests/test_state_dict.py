@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -73,27 +72,6 @@ def model(two_d=False, device="cpu"):
     return module
 
 
-@pytest.mark.parametrize("rank0_only", [True, False])
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-@on_ranks("mesh_shape")
-def test_a_full_state_dict_loads_and_gathers_bit_by_bit(mesh_shape, rank0_only):
-    module = model(len(mesh_shape) == 2)
-    here = not rank0_only or dist.get_rank() == 0
-    with record_collectives() as record:
-        load_full_state_dict(module, values() if here else {}, rank0_only=rank0_only)
-    assert bool(record.kinds) == rank0_only
-    gathered = full_state_dict(module, rank0_only=rank0_only)
-    assert list(gathered) == (list(values()) if here else [])
-    everywhere = full_state_dict(module, cpu_offload=True)
-    for name, value in values().items():
-        assert torch.equal(everywhere[name], value), name
-        assert type(everywhere[name]) is torch.Tensor
-        if here:
-            assert torch.equal(gathered[name], value), name
-    everywhere["uneven"].zero_()
-    assert torch.equal(module.uneven.full_tensor(), values()["uneven"])
-
-
 @on_ranks(3)
 def test_gathering_to_rank_0_sends_each_byte_once():
     module: Any = nn.Module()
@@ -105,25 +83,6 @@ def test_gathering_to_rank_0_sends_each_byte_once():
         full_state_dict(module, rank0_only=True)
     assert record.kinds == ["all_to_all"]
     assert record.bytes_sent == (0 if dist.get_rank() == 0 else module.w.to_local().numel() * 4)
-
-
-@on_ranks(3)
-def test_without_strict_the_common_names_are_loaded():
-    module = model()
-    load_full_state_dict(module, {"vector": values()["vector"], "other": torch.zeros(1)}, strict=False)
-    assert torch.equal(module.vector.full_tensor(), values()["vector"])
-    assert not module.uneven.full_tensor().any()
-
-
-@seen_by_torch
-@on_ranks(3)
-def test_torchs_own_gathering_of_full_state_dicts_works_too():
-    module = model()
-    load_full_state_dict(module, values())
-    options = StateDictOptions(full_state_dict=True)
-    gathered: dict[str, Any] = get_model_state_dict(module, options=options)
-    for name, value in values().items():
-        assert torch.equal(gathered[name], value), name
 
 
 PLACEMENTS: dict[str, list] = {
@@ -245,16 +204,6 @@ def trained(module, make):
     return optimizers
 
 
-def reference():
-    module = nn.Module()
-    for name, value in values().items():
-        if name in ("steps", "short"):
-            module.register_buffer(name, value)
-        else:
-            setattr(module, name, nn.Parameter(value.clone()))
-    return module
-
-
 def adamw(module):
     return [torch.optim.AdamW(module.parameters(), lr=0.1, amsgrad=True)]
 
@@ -287,29 +236,6 @@ def test_rank_0_loads_what_fsdp2_and_tensor_parallelism_cut_into_unequal_shares(
     assert (
         module.w.to_local().tolist() == [full[:2], full[3:5], full[2:3], full[5:]][dist.get_rank()].tolist()
     )
-
-
-@pytest.mark.parametrize("make", [adamw, two_optimizers])
-@pytest.mark.parametrize(("mesh_shape", "rank0_only"), [((3,), True), ((3,), False), ((2, 2), True)], ids=str)
-@on_ranks("mesh_shape")
-def test_a_full_optimizer_state_dict_of_plain_training_loads_and_gathers_bit_by_bit(
-    mesh_shape, rank0_only, make
-):
-    plain = reference()
-    wanted = get_optimizer_state_dict(plain, trained(plain, make))
-    here = not rank0_only or dist.get_rank() == 0
-    module = model(len(mesh_shape) == 2)
-    load_full_state_dict(module, values())
-    optimizers = make(module)
-    load_full_optimizer_state_dict(module, optimizers, wanted if here else {}, rank0_only=rank0_only)
-    ragged = optimizers[-1].state[module.vector]
-    assert all(value.placements == module.vector.placements for value in ragged.values() if value.ndim)
-    gathered = full_optimizer_state_dict(module, optimizers, rank0_only=rank0_only, cpu_offload=True)
-    if here:
-        compare(gathered, wanted)
-    else:
-        assert gathered == {}
-    compare(full_optimizer_state_dict(module, optimizers), wanted)
 
 
 @on_ranks(3)
@@ -350,22 +276,6 @@ def test_frozen_parameters_get_the_states_that_a_full_state_dict_has(rank0_only,
     assert all(param.grad is gradients[name] for name, param in module.named_parameters())
 
 
-@pytest.mark.parametrize("rank0_only", [True, False])
-@on_ranks(3)
-def test_a_parameter_without_saved_states_loads_while_it_is_frozen(rank0_only):
-    module = model()
-    optimizers = trained(module, adamw)
-    full = full_optimizer_state_dict(module, optimizers)
-    del full["state"]["uneven"]
-    given_state = full if not rank0_only or dist.get_rank() == 0 else {}
-    with pytest.raises(ValueError, match=r"missing names \['uneven.*requires_grad_\(False\)"):
-        load_full_optimizer_state_dict(module, optimizers, given_state, rank0_only=rank0_only)
-    module.uneven.requires_grad_(False)
-    load_full_optimizer_state_dict(module, optimizers, given_state, rank0_only=rank0_only)
-    assert module.uneven not in optimizers[0].state
-    compare(full_optimizer_state_dict(module, optimizers), full)
-
-
 @on_ranks(3)
 def test_states_of_frozen_parameters_that_do_not_fit_leave_the_optimizer_alone():
     module = model()
@@ -377,25 +287,3 @@ def test_states_of_frozen_parameters_that_do_not_fit_leave_the_optimizer_alone()
     with pytest.raises(ValueError, match=r"uneven.exp_avg: a tensor of shape \(4, 6\)"):
         load_full_optimizer_state_dict(module, optimizers, full)
     assert module.uneven not in optimizers[0].state
-
-
-@on_ranks(2)
-def test_options_of_groups_load_into_optimizers_that_split_the_groups_further():
-    plain = reference()
-    full = get_optimizer_state_dict(
-        plain, trained(plain, lambda m: [torch.optim.AdamW(m.parameters(), lr=0.3)])
-    )
-    module = nn.Module()
-    mesh = rank_mesh(2)
-    for name, param in plain.named_parameters():
-        setattr(
-            module,
-            name,
-            nn.Parameter(
-                distribute_tensor(param.detach(), mesh, [RaggedShard((0,) * bool(param.ndim), (1, 0))])
-            ),
-        )
-    first, *rest = module.parameters()
-    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
-    load_full_optimizer_state_dict(module, optimizer, full)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]

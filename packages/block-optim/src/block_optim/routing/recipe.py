@@ -45,7 +45,9 @@ class Recipe:
         **options: Any,
     ) -> None:
         self._options = options
-        self._kind = None if isinstance(kind, nn.Module) else kind  # not the model, whose parameters would stay
+        self._kind = (
+            None if isinstance(kind, nn.Module) else kind
+        )  # not the model, whose parameters would stay
         if isinstance(kind, nn.Module):
             self._policy = make_policy(_requests_of(kind, options), units, world_size, max_padding)
         else:
