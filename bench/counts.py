@@ -261,8 +261,7 @@ def tables(workload: str, figures: dict[str, dict[str, Any]]) -> list[dict[str, 
             memory.append([world, label, *(mib(costs["at_peak"].get(kind, 0)) for kind in KINDS)])
     text = (
         "Beyond the same model's own step with no sharding. *Copied* are bytes written by ops that only move or cast"
-        " values, the gradients themselves included; *calls* are dispatcher calls. The root's large children are"
-        " reduced separately: one reduction more."
+        " values, the gradients themselves included; *calls* are dispatcher calls."
     )
     header = "ranks; system; gathers; reductions; others; wire MiB; padding; copied forward MiB; copied backward MiB; "
     header += "calls; peak MiB; of FSDP2's; above the floor"

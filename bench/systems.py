@@ -158,14 +158,15 @@ def _compiled(build: Callable[[str, Job], Trainer], name: str, job: Job) -> Trai
 
 
 def _lean(name: str, job: Job) -> Trainer:
-    """No gathers ahead; the embedding is a unit of its own, which backward does not need."""
+    """No gathers ahead; the head is a unit of its own, and the embedding one which backward does not need."""
     from fsdp_runtime import fully_shard
 
-    def embedding_apart(model: Any) -> Any:
+    def ends_apart(model: Any) -> Any:
         fully_shard(model.embed, mesh=job.mesh, reshard_after_forward=True).set_unshard_in_backward(False)
+        fully_shard(model.head, mesh=job.mesh, reshard_after_forward=False)
         return model
 
-    trainer = _ours(name, job, wrap=embedding_apart)
+    trainer = _ours(name, job, wrap=ends_apart)
     trainer.module.set_prefetch_depth(0)
     return trainer
 

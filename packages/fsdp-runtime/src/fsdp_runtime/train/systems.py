@@ -214,6 +214,13 @@ class Runtime(FullyShard):
 
     name = "fsdp_runtime"
 
+    def __init__(
+        self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
+    ) -> None:
+        """`options` are further arguments of `fully_shard`, before those of the config."""
+        super().__init__(config, device, mesh)
+        self.options = options
+
     def fully_shard(
         self, model: nn.Module, layers: list[nn.Module]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -229,6 +236,7 @@ class Runtime(FullyShard):
             "block_policy": policy,
             "quantization_policy": quantization(self.config.quantize, self.config.reduce),
             "offload_policy": SelectiveOffloadPolicy(self.config.offload_activations),
+            **self.options,
         }
 
     def begin_step(self, model: nn.Module, step: int) -> None:
