@@ -7,7 +7,6 @@ import pytest
 from train_helpers import losses, tiny, train, with_changes
 
 from fsdp_runtime._schedule import activations
-from fsdp_runtime.train import checkpoint
 from ragged_shard.testing import SimulatedDevice, run_ranks
 
 
@@ -15,10 +14,7 @@ def runs(folder, out):
     """A run without it; one with it, to the same end; and one that stops half-way and resumes with it."""
     plain = tiny(folder, optimizer="torch-adamw", save_every=2, clip=0.1, steps=4)
     with_it = with_changes(plain, offload_activations=True)
-    stages = mock.patch.object(
-        checkpoint, "_BESIDE_TRAINING", checkpoint._IN_START
-    )  # torch's needs an accelerator
-    with mock.patch.object(activations, "SMALLEST", 1), stages, SimulatedDevice("cpu"):
+    with mock.patch.object(activations, "SMALLEST", 1), SimulatedDevice("cpu"):
         train(plain, out / "plain")
         train(with_it, out / "offloaded")
         train(with_it, out / "stopped", stop=count().__next__)
