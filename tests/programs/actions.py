@@ -110,7 +110,7 @@ class World:
         self.optimizer = self.make_optimizer(self.named())
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """What optimizers get, and what may be written: not weights that are kept as codes."""
+        """The parameters that are trained; also frozen ones, unless these are kept as NF4 codes."""
         codes = self.program.quantized == "nf4"
         return [(name, param) for name, param in self.params.items() if param.requires_grad or not codes]
 

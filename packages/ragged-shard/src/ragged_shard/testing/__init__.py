@@ -25,7 +25,7 @@ their process group, for the next call.
 from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._device import SimulatedDevice
-from ragged_shard.testing._host_waits import HostWaits, OnItsWay, host_waits
+from ragged_shard.testing._host_waits import HostWaits, host_waits
 from ragged_shard.testing._memory import LiveBytes, record_memory
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
@@ -36,7 +36,6 @@ __all__ = [
     "HostWaits",
     "LiveBytes",
     "Network",
-    "OnItsWay",
     "RaceError",
     "RankError",
     "Record",

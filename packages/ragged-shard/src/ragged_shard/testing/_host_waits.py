@@ -29,7 +29,6 @@ _WAITS = {
 }  # fmt: skip
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu}
 _WRAPPERS = (DTensor, RaggedDTensor)
-_recording: "list[HostWaits]" = []
 
 
 class HostWaits:
@@ -57,7 +56,7 @@ class HostWaits:
         self._pinned |= {_plain(t).untyped_storage().data_ptr(): _plain(t).untyped_storage() for t in tensors}
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors be host memory, such as a pinned buffer that a copy ends in."""
+        """Let tensors be host memory, made from numbers."""
         for tensor in tensors:
             storage = _plain(tensor).untyped_storage()
             self._device.pop(storage.data_ptr(), None)
@@ -78,23 +77,6 @@ class HostWaits:
         ]
         file = frames[-1].filename.rpartition("/")[2]
         self.lines.append(f"{what} in {frames[-1].name} ({file}:{frames[-1].lineno})")
-
-
-class OnItsWay:
-    """A copy to pinned host memory, as optimizers make them of flags; it has arrived when it is read."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._host = value.clone()
-        for waits in _recording:
-            waits.put_on_host([self._host])
-
-    def has_arrived(self) -> bool:
-        """Yes."""
-        return True
-
-    def read(self) -> torch.Tensor:
-        """The tensor."""
-        return self._host
 
 
 class _Ops(TorchDispatchMode):
@@ -150,12 +132,8 @@ def host_waits(on_device: Iterable[torch.Tensor]) -> Iterator[HostWaits]:
     """
     waits = HostWaits()
     waits.put_on_device(on_device)
-    _recording.append(waits)
-    try:
-        with _Methods(waits), _Ops(waits):
-            yield waits
-    finally:
-        _recording.remove(waits)
+    with _Methods(waits), _Ops(waits):
+        yield waits
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
