@@ -130,7 +130,7 @@ class TokenStep:
         return int(self.tokens)
 
     def loss(self, losses: Tensor) -> Tensor:
-        """What a microbatch calls `backward` on: the sum of its token losses by the tokens of all ranks.
+        """The scalar for `backward` of one microbatch: its summed token losses, divided by the tokens of all ranks.
 
         Args:
             losses: of this rank's tokens in one microbatch, of any shape, or their sum; not their mean. Tokens that do
