@@ -33,8 +33,9 @@ _LIBRARIES = {"neighbors", "optimizer", "reductions"}  # descriptions of groups 
 def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = CPU.type) -> DeviceMesh:
     """A mesh over all ranks: of this shape, by default one axis. In a rank, all jobs share it.
 
-    A rank whose only process groups are those of such meshes can run another job. Others end with the job that made
-    a group, because torch's caches confuse a mesh with an equal one of a job before.
+    A rank whose only process groups are those of such meshes, no two with an axis of the same name, can run another
+    job. Others end with the job that made a group, because torch's caches confuse a mesh with an equal one of a job
+    before: `mesh["tp"]` of one with `mesh["tp"]` of the other, which has another process group.
     """
     shape = shape or (dist.get_world_size(),)
     if not serving:
@@ -46,8 +47,10 @@ def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = C
         key not in _meshes or _meshes[key][0] is not world
     ):  # a job may have initialized torch.distributed again
         before = set(groups_by_name())
+        shares_axes = any(set(names or ()) & set(other or ()) for _, _, other in _meshes)
         _meshes[key] = world, init_device_mesh(device, shape, mesh_dim_names=names)
-        _kept_groups.update(set(groups_by_name()) - before)
+        if not shares_axes:
+            _kept_groups.update(set(groups_by_name()) - before)
     return _meshes[key][1]
 
 
