@@ -538,7 +538,7 @@ def copies_alone(
     shard: torch.Tensor, full: torch.Tensor, other: torch.Tensor
 ) -> dict[str, Callable[[], None]]:
     """The copies of a gather and the sums of a reduction, each within this rank's memory. Communicate nothing."""
-    from dbuffer.transport.sums import Sum
+    from dbuffer.transport.peer.peer_memory import Sum
 
     ranks = dist.get_world_size()
     (own, *_), (_, *others) = full.chunk(ranks), other.chunk(ranks)

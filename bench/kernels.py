@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from block_optim.muon.newton_schulz import orthogonalize
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, RowRun
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table, table_of, timer_of
@@ -127,8 +127,8 @@ class WireCase:
     @property
     def variant(self) -> WireVariant:
         """How it is launched where rows lie on 16 elements, of which blocks do not cross the ends."""
-        from dbuffer.wire.kernels import launch
-        from dbuffer.wire.kernels import triton as kernels
+        from dbuffer.encodings.kernels import launch
+        from dbuffer.encodings.kernels import triton as kernels
 
         fmt = self.format
         if isinstance(fmt, BlockNF4):

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import block_optim
 import fsdp_runtime
-from dbuffer import BlockFP8, BlockInt8, BlockNF4
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, block_policies
 from fsdp_runtime.memory import gathered_memory, unit_memory
 from ragged_shard.testing import rank_mesh

@@ -13,9 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dbuffer import BlockFP8, BlockInt8
-from dbuffer.wire.kernels import launch
-from dbuffer.wire.kernels import triton as kernels_triton
+from dbuffer.encodings import BlockFP8, BlockInt8
+from dbuffer.encodings.kernels import launch
+from dbuffer.encodings.kernels import triton as kernels_triton
 
 TYPES = {0: "*fp32", 1: "*i16", 2: "*fp16"}
 TABLE = {"table": "*i64", "piece_of": "*i32"}

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dbuffer import BlockQuantizedTensor, DBuffer, RowRun
+from dbuffer import DBuffer
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.transport.handshake import connect
-from dbuffer.transport.peer_memory import PeerMemory
+from dbuffer.encodings import BlockQuantizedTensor, RowRun
+from dbuffer.transport.peer.handshake import connect
+from dbuffer.transport.peer.peer_memory import PeerMemory
 from layout_planner import Layout, Rows, Segment, TensorSpec, Tile, Whole, plan
 from ragged_shard.testing import rank_mesh, simulated_ranks
 

@@ -5,10 +5,10 @@ Compares each format's codes, scales and values by the kernels with those by tor
 """
 
 import torch
+from dbuffer._encodingats import nf4
 
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
-from dbuffer.wire.formats import nf4
-from dbuffer.wire.kernels import codec, launch
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
+from dbuffer.encodings.kernels import codec, launch
 
 EXTREMES = (
     0x7FFFFFFF, 0x7FC00000, 0x7F810000, 0x7F800000, 0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00010000, 0x1, 0, 0x7F7F8000,

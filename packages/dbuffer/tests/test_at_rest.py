@@ -11,15 +11,8 @@ import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of, quantized_tensor, quantized_whole, random_tensors
 
 import dbuffer
-from dbuffer import (
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    BlockQuantizedTensor,
-    BlocksAtRest,
-    DBuffer,
-    Gather,
-)
+from dbuffer import DBuffer, Gather
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, BlockQuantizedTensor, BlocksAtRest
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 

@@ -11,7 +11,7 @@ from dbuffer_helpers import fill_views, load, local_part, mesh_of
 import dbuffer
 from dbuffer import DBuffer
 from dbuffer.transport import transport_of
-from dbuffer.transport.direct import MIN_BYTES
+from dbuffer.transport.peer.direct import MIN_BYTES
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import record_collectives, run_ranks
 

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from dbuffer_helpers import mesh_of, random_tensors
 
 import dbuffer
-from dbuffer import BlockInt8, BlockReduction, CastReduction, DBuffer
+from dbuffer import DBuffer
+from dbuffer.encodings import BlockInt8, BlockReduction, CastReduction
 from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import on_ranks, record_collectives
 

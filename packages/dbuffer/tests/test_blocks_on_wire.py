@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import can_swap, load, mesh_of, quantized_whole, random_tensors
 
-from dbuffer import BlockFP8, BlockInt8, BlocksOnWire, DBuffer, Gather, Recycler
+from dbuffer import DBuffer, Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
+from dbuffer.encodings import BlockFP8, BlockInt8, BlocksOnWire
 from layout_planner import Rows, TensorSpec, Tile, plan
 from ragged_shard.testing import on_ranks, record_collectives
 

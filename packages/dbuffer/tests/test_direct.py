@@ -8,7 +8,8 @@ import torch.distributed as dist
 from dbuffer_helpers import load, mesh_of, transport_lines
 
 from dbuffer import Collectives, DBuffer, Gather, ReduceScatter
-from dbuffer.transport import choice, direct, transport_of
+from dbuffer.transport import choice, transport_of
+from dbuffer.transport.peer import direct
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 

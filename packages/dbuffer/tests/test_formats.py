@@ -8,7 +8,7 @@ import pytest
 import reference_formats as reference
 import torch
 
-from dbuffer import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
 
 SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
 FORMATS: list[Any] = [

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import SIZE, error_of, peers_of, swap
 
-from dbuffer.transport import peer_memory
-from dbuffer.transport.sums import Sum
+from dbuffer.transport.peer import peer_memory
+from dbuffer.transport.peer.peer_memory import Sum
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 

@@ -15,7 +15,7 @@ from dbuffer_helpers import SIZE, Interrupted, build_large, can_swap, error_of, 
 import dbuffer
 from dbuffer import Gather, HandleState, ReduceScatter, _order, _patient_calls, watch_order
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.transport import peer_memory
+from dbuffer.transport.peer import peer_memory
 from ragged_shard.testing import on_ranks, run_ranks
 
 PACKAGE = os.path.dirname(dbuffer.__file__)

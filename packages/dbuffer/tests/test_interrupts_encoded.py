@@ -5,18 +5,9 @@ import torch
 from dbuffer_helpers import Interrupted, simulated_mesh
 from test_interrupts import interrupted_at, sweep
 
-from dbuffer import (
-    BlockFP8,
-    BlockInt8,
-    BlockReduction,
-    BlocksOnWire,
-    CastReduction,
-    DBuffer,
-    Gather,
-    Recycler,
-    ReduceScatter,
-)
+from dbuffer import DBuffer, Gather, Recycler, ReduceScatter
 from dbuffer._torch_compat import CAN_SWAP
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockReduction, BlocksOnWire, CastReduction
 from layout_planner import Rows, TensorSpec, plan
 
 ARITHMETIC = tuple(

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from dbuffer_helpers import build_large, can_swap, error_of, zero
 
 from dbuffer import Gather, Recycler, ReduceScatter
-from dbuffer.transport import direct, peer_memory, transport_of
-from dbuffer.transport.sums import Sum
+from dbuffer.transport import transport_of
+from dbuffer.transport.peer import direct, peer_memory
+from dbuffer.transport.peer.peer_memory import Sum
 from ragged_shard.testing import on_ranks
 
 

@@ -20,16 +20,8 @@ from dbuffer_helpers import (
     storage_bytes,
 )
 
-from dbuffer import (
-    BlockInt8,
-    BlocksOnWire,
-    CastReduction,
-    DebugRecycler,
-    Gather,
-    Recycler,
-    ReduceScatter,
-    shared_recycler,
-)
+from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter, shared_recycler
+from dbuffer.encodings import BlockInt8, BlocksOnWire, CastReduction
 from ragged_shard.testing import on_ranks, run_ranks
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import transport_lines
 
-from dbuffer.memory import shared
 from dbuffer.transport import transport_of
+from dbuffer.transport.peer import arena as shared
 from ragged_shard.testing import RankError, run_ranks
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38

@@ -12,9 +12,10 @@ from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap, trans
 
 import dbuffer
 from dbuffer import DBuffer
-from dbuffer.transport import handshake, transport_of
-from dbuffer.transport.handshake import connect
-from dbuffer.transport.peer_memory import PeerMemory
+from dbuffer.transport import transport_of
+from dbuffer.transport.peer import handshake
+from dbuffer.transport.peer.handshake import connect
+from dbuffer.transport.peer.peer_memory import PeerMemory
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from dbuffer_helpers import SPECS, assert_locals_equal, fill_views, make, mesh_of, random_tensors
 
 import dbuffer
-from dbuffer import CastReduction, Recycler, ReduceScatter
+from dbuffer import Recycler, ReduceScatter
+from dbuffer.encodings import CastReduction
 from ragged_shard.testing import on_ranks, record_collectives
 
 BF16 = CastReduction()
@@ -88,7 +89,7 @@ def test_several_buffers_travel_in_one_all_to_all_with_memory_of_the_recycler():
     assert record.kinds == ["all_to_all"]
     forms = [(form, buffers[0].geometry, torch.float32) for form in (BF16, CastReduction(None))]
     sent_and_received = 2 * rows * dist.get_world_size()
-    assert during - before == dbuffer.exchange_scratch_bytes(forms) == sent_and_received
+    assert during - before == forms[0][0].scratch_bytes(forms) == sent_and_received
     assert recycler.stats.lent_bytes == before
 
 
@@ -106,7 +107,7 @@ def test_large_rows_go_from_rank_to_rank():
     buffer.views["w"].view(-1).copy_(mine[dist.get_rank()])
     before = buffer.recycler.stats.lent_bytes
     handle = ReduceScatter([buffer], op="sum").start()
-    received = dbuffer.exchange_scratch_bytes([(BF16, buffer.geometry, torch.bfloat16)])
+    received = BF16.scratch_bytes([(BF16, buffer.geometry, torch.bfloat16)])
     assert buffer.recycler.stats.lent_bytes - before == received  # sent from where it is
     handle.wait()
     total = mine[0].bfloat16().float()

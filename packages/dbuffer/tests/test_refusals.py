@@ -13,8 +13,8 @@ from test_blocks_on_wire import FORMATS
 from test_blocks_on_wire import layout_for as tiles_for
 from test_wire import Quantized
 
-from dbuffer import (
-    AllReduce,
+from dbuffer import AllReduce, DBuffer, Encoder, Gather, ReduceScatter
+from dbuffer.encodings import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
@@ -22,14 +22,10 @@ from dbuffer import (
     BlocksAtRest,
     BlocksOnWire,
     CastReduction,
-    DBuffer,
-    Encoder,
-    Gather,
     Noise,
-    ReduceScatter,
     RowRun,
 )
-from dbuffer.memory.shared import Arena
+from dbuffer.transport.peer.arena import Arena
 from layout_planner import Elements, Layout, Rows, Segment, TensorSpec, Tile, plan
 from ragged_shard.testing import run_ranks
 

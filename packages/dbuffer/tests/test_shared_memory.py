@@ -20,8 +20,8 @@ from dbuffer_helpers import build_large, load, peers_of, swap
 
 from dbuffer import Gather, Recycler
 from dbuffer._torch_compat import CAN_SWAP
-from dbuffer.memory import shared as shared_memory
-from dbuffer.memory.shared import Arena
+from dbuffer.transport.peer import arena as shared_memory
+from dbuffer.transport.peer.arena import Arena
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def test_threads_may_drop_memory_at_any_time():
     thread = threading.Thread(target=drops)
     thread.start()
     for number in range(500):
-        tensor = arena.allocate(shared_memory.SMALLEST_SHARED * (1 + number % 5))
+        tensor = arena.allocate(Arena.smallest * (1 + number % 5))
         tensor.fill_(number % 200)
         assert bool((tensor == number % 200).all())
         shared.append(tensor)
@@ -143,10 +143,10 @@ def test_nobody_can_make_the_file_shorter():
 def test_a_recycler_shares_large_blocks_and_drops_those_from_before():
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
     recycler.allocate(storage, MIB)
-    recycler.share()
+    recycler.take_from(shared_memory.arena())
     recycler.recycle(storage)
     assert recycler.stats.parked_bytes == 0
-    for nbytes, shared in ((MIB, True), (shared_memory.SMALLEST_SHARED - 1, False)):
+    for nbytes, shared in ((MIB, True), (Arena.smallest - 1, False)):
         recycler.allocate(storage, nbytes)
         on_it = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         assert (offset_of(on_it) is not None) is shared
@@ -157,8 +157,8 @@ def test_a_recycler_shares_large_blocks_and_drops_those_from_before():
 def test_pages_are_kept_while_a_recycler_lives_and_then_given_back():
     gc.collect()
     recycler, storage = Recycler("cpu", lean=True), torch.UntypedStorage(0)
-    recycler.share()
-    shared_memory.trim()
+    recycler.take_from(shared_memory.arena())
+    shared_memory.arena().trim()
     before = pages_of(shared_memory.arena())
     for _ in range(3):
         recycler.allocate(storage, 4 * MIB)
@@ -230,7 +230,7 @@ def test_a_forked_child_has_gathered_memory_of_its_own():
 
 def a_fork_without_memory_for_copies():
     recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-    recycler.share()
+    recycler.take_from(shared_memory.arena())
     recycler.allocate(storage, MIB)
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (MIB,), (1,)).fill_(1)
     usual = shared_memory._map
@@ -294,7 +294,7 @@ def test_memory_of_ranks_that_were_killed_is_gone_though_their_children_live():
 
 EXITING = """
 import torch
-from dbuffer.memory import shared
+from dbuffer.transport.peer import arena as shared
 kept = [shared.arena().allocate(1 << 20) for _ in range(8)]
 """
 
@@ -332,8 +332,7 @@ def test_gathered_tensors_can_be_saved_and_shared(tmp_path):
 def test_where_memory_cannot_be_shared_buffers_have_their_own():
     refused = mock.Mock(side_effect=OSError("not here"))
     with mock.patch.multiple(shared_memory, arena=refused, _arena=None):
-        buffer = build_large(transport="collectives", recycler=Recycler("cpu"), group=dist.new_group())
-        buffer.recycler.share()
+        buffer = build_large(transport="auto", recycler=Recycler("cpu"), group=dist.new_group())
         load(buffer, {"w": torch.full((1024, 1024), 2.0)})
         Gather([buffer]).start().wait()
         assert (buffer.full[0] == 2).all()

@@ -4,11 +4,11 @@ import pytest
 import torch
 from dbuffer_helpers import full_tensors, load, make
 
-from dbuffer import Encoder, Gather, Geometry
+from dbuffer import Encoder, Gather, Geometry, WireForm
 from ragged_shard.testing import on_ranks, record_collectives
 
 
-class Quantized:
+class Quantized(WireForm):
     """One-byte codes with one fp32 scale (kept in 16 bytes) for each rank and segment."""
 
     def dtypes(self, shard, gathered):

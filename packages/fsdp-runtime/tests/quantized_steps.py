@@ -17,7 +17,7 @@ def quantized(fmt, values):
     """Codes, scales and their run of rows, of a whole matrix."""
     grid = fmt.grid(tuple(values.shape))
     codes = torch.zeros(grid.rows * fmt.code_bytes(grid.columns), dtype=torch.uint8)
-    scales, run = torch.zeros(grid.num_scales), dbuffer.RowRun(grid, 0, grid.rows)
+    scales, run = torch.zeros(grid.num_scales), dbuffer.encodings.RowRun(grid, 0, grid.rows)
     fmt.quantize([run], values.detach().reshape(-1).contiguous(), codes, scales)
     return codes, scales, run
 

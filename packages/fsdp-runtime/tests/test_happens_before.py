@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import block_optim
-from dbuffer import BlockFP8, BlockInt8, device_layer
+from dbuffer import device_layer
+from dbuffer.encodings import BlockFP8, BlockInt8
 from dbuffer.transport import Collectives, collectives
 from fsdp_runtime import (
     CPUOffloadPolicy,

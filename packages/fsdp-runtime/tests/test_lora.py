@@ -6,7 +6,7 @@ import torch.distributed as dist
 from runtime_helpers import BF16, llama, tokens
 from test_weights_at_rest import NF4, whole
 
-from dbuffer import BlockQuantizedTensor
+from dbuffer.encodings import BlockQuantizedTensor
 from fsdp_runtime import QuantizationPolicy, full_params, fully_shard
 from ragged_shard.testing import on_ranks
 

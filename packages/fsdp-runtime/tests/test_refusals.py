@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dbuffer import BlockFP8
+from dbuffer.encodings import BlockFP8
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,

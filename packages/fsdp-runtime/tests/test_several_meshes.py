@@ -11,7 +11,7 @@ from runtime_helpers import (
     tokens,
 )
 
-from dbuffer import BlockFP8, BlockInt8
+from dbuffer.encodings import BlockFP8, BlockInt8
 from fsdp_runtime import QuantizationPolicy
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import distribute_like

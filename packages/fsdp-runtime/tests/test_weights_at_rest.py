@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 
 import ragged_shard
-from dbuffer import BlockQuantizedTensor
+from dbuffer.encodings import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory

@@ -29,15 +29,13 @@ from ragged_shard import (
 )
 
 from . import _torch_compat as compat
+from ._encoding import ReductionForm, WireForm
 from ._mesh import view_mesh
 from ._order import count_compared
 from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
 from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
-from .transport import Pairs, TransportChoice, may_read_peers, resolved
-from .wire.codes.at_rest import BlocksAtRest, CodedShard
-from .wire.form import WireForm
-from .wire.reduction import ReductionForm
+from .transport import Pairs, TransportChoice, arena_of, resolved
 
 
 class DBuffer:
@@ -128,6 +126,7 @@ class DBuffer:
         self.layout, self.dtype, self.full_dtype = layout, dtype, full_dtype or dtype
         self.casts = self.full_dtype != dtype
         self.wire, self.reduction, self.transport = wire, reduction, resolved(transport)
+        self.coded = wire is not None and wire.keeps_codes
         self.alike = True
         self._check(in_common or {}, hint, compare_ranks=check_ranks)
         self.name = name or layout.tensors[0].name
@@ -149,11 +148,11 @@ class DBuffer:
 
     def _allocate(self, pin_memory: bool) -> None:
         geometry, wire, recycler = self.geometry, self.wire, self.recycler
-        if may_read_peers(self.mesh_view.group, self.transport):
-            recycler.share()
-        self.coded = isinstance(wire, BlocksAtRest)
-        if isinstance(wire, BlocksAtRest):
-            self.shard_memory: ShardMemory = CodedShard(geometry, wire.format, self.dtype, self.shard_device)
+        on_host = is_cpu(self.device) and not self.layer.asynchronous
+        if on_host and (arena := arena_of(self.mesh_view.group, self.transport)) is not None:
+            recycler.take_from(arena)
+        if wire is not None and wire.keeps_codes:
+            self.shard_memory = wire.shard_memory(geometry, self.dtype, self.shard_device)
         else:
             self.shard_memory = ShardMemory(geometry, self.dtype, self.shard_device, pin_memory)
         alias = self.shard_memory.flats if self.aliased else None
@@ -193,7 +192,7 @@ class DBuffer:
             )
         if self.offloaded and not is_cpu(self.shard_device):
             return ValueError(f"{first}: shard_device {self.shard_device} is neither {device} nor the CPU")
-        if self.offloaded and isinstance(self.wire, BlocksAtRest):
+        if self.offloaded and self.coded:
             return ValueError(
                 f"{first}: codes at rest lie where they are read back, not on {self.shard_device}"
             )

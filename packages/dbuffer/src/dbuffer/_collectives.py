@@ -27,7 +27,7 @@ import torch.distributed as dist
 from . import _progress as progress
 from . import _torch_compat as compat
 from ._buffer import DBuffer
-from ._exchange import Exchange
+from ._encoding import Exchange
 from ._order import CollectiveOrder, DisagreementError, watched
 from ._patient_calls import HostWait
 from .memory.gathered import Flats, NeighborSlices
@@ -542,7 +542,8 @@ def _exchange(buffers: Sequence[DBuffer]) -> Exchange | None:
             f"reduce_scatter: of {[buffer.name for buffer in buffers]} only some have a reduction form; "
             "call it once for those with one, and once for the others"
         )
-    return Exchange(buffers) if having else None
+    form = buffers[0].reduction
+    return None if form is None else form.exchange(buffers)
 
 
 def _label(buffers: Sequence[DBuffer]) -> str:

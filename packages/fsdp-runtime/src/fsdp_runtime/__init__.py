@@ -10,6 +10,9 @@ Policies (`MixedPrecisionPolicy`, `CPUOffloadPolicy` ...) are torch's own classe
     fsdp_runtime.quantization    formats of quantized blocks
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from . import block_policies
@@ -24,20 +27,22 @@ from ._module import (
     share_comm_ctx,
 )
 from ._torch_compat import DataParallelMeshDims
-from .checkpoint import (
-    full_params,
-    get_full_state_dict,
-    iter_full_params,
-    load_safetensors,
-    offload,
-    reload,
-    save_safetensors,
-    set_full_state_dict,
-)
 from .optim.clip import clip_grad_norm_
 from .optim.in_backward import optimizer_in_backward, step_rest
-from .quantization import QuantizationPolicy
 from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .checkpoint import (
+        get_full_state_dict,
+        iter_full_params,
+        load_safetensors,
+        reload,
+        save_safetensors,
+        set_full_state_dict,
+    )
+    from .checkpoint.full_params import full_params
+    from .checkpoint.offload import offload
+    from .quantization import QuantizationPolicy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,3 +72,28 @@ __all__ = [
     "share_comm_ctx",
     "step_rest",
 ]
+
+# Modules that the core does not need are imported with the first use of one of their names.
+_OPTIONAL = {
+    "full_params": "checkpoint",
+    "get_full_state_dict": "checkpoint",
+    "iter_full_params": "checkpoint",
+    "load_safetensors": "checkpoint",
+    "offload": "checkpoint",
+    "reload": "checkpoint",
+    "save_safetensors": "checkpoint",
+    "set_full_state_dict": "checkpoint",
+    "QuantizationPolicy": "quantization",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("checkpoint", "quantization"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _OPTIONAL:
+        return getattr(importlib.import_module(f"{__name__}.{_OPTIONAL[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OPTIONAL, "checkpoint", "quantization"})

@@ -26,14 +26,13 @@ from ._module import FSDPModule, mixed_class
 from ._params.digest import digest_of
 from ._params.group import Group
 from ._params.kinds import find_kinds
-from ._params.kinds.at_rest import check_taken_over
-from ._params.kinds.subclass import unwrapped
+from ._params.subclass import unwrapped
 from ._params.unit import Param, Unit, UnitOptions
-from ._plan.group import Planner, Request
+from ._plan.group import Planner, Quantization, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
 from ._plan.mesh_choice import PlacementFn, choose_meshes
 from ._plan.param import ManagedParam, Place, managed_of
-from ._schedule import hooks, torch_state
+from ._schedule import hooks, state_dict, torch_state
 from ._schedule.model import (
     Member,
     gathered_around,
@@ -45,9 +44,7 @@ from ._schedule.model import (
 from ._schedule.passes import Pass
 from ._torch.streams import streams_of
 from .block_policies import BlockPolicy
-from .checkpoint import state_dict
 from .optim import stale
-from .quantization import QuantizationPolicy
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -68,7 +65,7 @@ class _Options(TypedDict, total=False):
     block_policy: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
-    quantization_policy: QuantizationPolicy | None
+    quantization_policy: Quantization | None
     skippable: bool
 
 
@@ -93,7 +90,7 @@ def fully_shard(
     block_policy: BlockPolicy | None = None,
     transport: TransportChoice | None = None,
     planner: Planner = plan,
-    quantization_policy: QuantizationPolicy | None = None,
+    quantization_policy: Quantization | None = None,
     skippable: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks. In place.
@@ -128,7 +125,7 @@ def fully_shard(
             `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else
             "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
-        quantization_policy: what is quantized, and how. Defaults to nothing.
+        quantization_policy: what is quantized, and how: a `fsdp_runtime.QuantizationPolicy`. Defaults to nothing.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
             and the units inside are gathered when the nearest unit around them that is not skippable begins its
             forward or backward, on every rank, and freed when that ends; then one small all-reduce tells which
@@ -199,7 +196,7 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
         )
     if not callable(planner):
         raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
-    if quantization is not None and not isinstance(quantization, QuantizationPolicy):
+    if quantization is not None and not isinstance(quantization, Quantization):
         raise TypeError(
             f"quantization_policy is {quantization!r}; expected a fsdp_runtime.QuantizationPolicy"
         )
@@ -296,8 +293,9 @@ def _plan_takeover(
         _check_neighbors(taken, request.neighbors)
     find_kinds(map(_PARAM, taken), request)
     for entry in taken:
-        if entry.owner is not None:
-            check_taken_over(entry.param, request.quantization)
+        giver = None if entry.owner is None else managed_of(entry.original)
+        if giver is not None:
+            giver.group.check_taken_over(entry.param, request)
     return _Takeover(taken, managed, list(dict.fromkeys(gathered)))
 
 

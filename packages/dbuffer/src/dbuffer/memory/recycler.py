@@ -9,7 +9,7 @@ A storage object stays the same while the memory in it comes and goes, so tensor
 autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
 between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
 
-On the host, blocks of buffers whose ranks may read each other's memory are from `shared`.
+On the host, large blocks of buffers whose ranks may read each other's memory are from a `HostArena`.
 """
 
 import os
@@ -18,14 +18,13 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ragged_shard import DeviceLayer, device_layer, is_cpu
+from ragged_shard import DeviceLayer, device_layer
 
 from .. import _torch_compat as compat
-from . import shared
 from .geometry import ALIGNMENT, Geometry
 from .huge_pages import SMALLEST, prefer_huge_pages
 
@@ -81,6 +80,39 @@ class _Block:
     home: Any  # the stream that the allocator gave it to
 
 
+class HostArena(Protocol):
+    """Memory on the host that other ranks can read, such as dbuffer's for peer memory.
+
+    Attributes:
+        address, size: where it is, in bytes.
+        smallest: bytes of the smallest block worth taking from it.
+    """
+
+    address: int
+    size: int
+    smallest: int
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised memory, uint8, given back with its last storage. Raises RuntimeError if there is none."""
+        ...
+
+    def trim(self) -> None:
+        """Give free memory back to the kernel."""
+        ...
+
+    def before_fork(self, contents: Iterable[tuple[int, int]]) -> None:
+        """Copy memory that is in use, by address and size, for the child."""
+        ...
+
+    def after_fork_in_parent(self) -> None:
+        """Free the copies."""
+        ...
+
+    def after_fork_in_child(self) -> None:
+        """Replace the memory by private memory with the copies."""
+        ...
+
+
 class Recycler:
     """Keeps blocks of released buffers and hands them to buffers of exactly the same size.
 
@@ -111,18 +143,15 @@ class Recycler:
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
-        self._shares = False
-        self._low = self._high = 0  # addresses of the memory that other ranks can read
+        self._arena: HostArena | None = None
         _recyclers.add(self)
 
-    def share(self) -> None:
-        """Take new blocks on the host from the memory that other ranks can read, where that is possible."""
-        on_host = is_cpu(self.device) and not self.layer.asynchronous
-        if on_host and not self._shares and compat.CAN_SWAP and shared.is_possible():
-            self._shares = True
-            self._low = shared.arena().address
-            self._high = self._low + shared.arena().size
-            weakref.finalize(self, shared.trim).atexit = False
+    def take_from(self, arena: "HostArena") -> None:
+        """Take new large blocks from an arena, on torch releases that can exchange memory between storages."""
+        if self._arena is None and compat.CAN_SWAP:
+            self._arena = arena
+            _arenas.add(arena)
+            weakref.finalize(self, arena.trim).atexit = False
 
     @property
     def stats(self) -> RecyclerStats:
@@ -167,8 +196,8 @@ class Recycler:
                 self.trim()
             if self.layer.asynchronous:
                 self._homes[storage] = self._resize_at_home(storage, nbytes)
-            elif self._shares and nbytes >= shared.SMALLEST_SHARED:
-                compat.swap_memory(storage, shared.arena().allocate(nbytes).untyped_storage())
+            elif self._arena is not None and nbytes >= self._arena.smallest:
+                compat.swap_memory(storage, self._arena.allocate(nbytes).untyped_storage())
                 self._homes[storage] = None
             else:
                 self.layer.resize(storage, nbytes)
@@ -183,7 +212,7 @@ class Recycler:
         """Give a storage's memory back to its allocator."""
         if storage.resizable():
             self.layer.resize(storage, 0)
-        else:  # memory of `shared`
+        else:  # memory of an arena
             compat.swap_memory(storage, torch.UntypedStorage(0))
 
     def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -205,12 +234,13 @@ class Recycler:
                 self.layer.wait(last_use, home)
                 self.layer.resize(storage, 0)
                 return
+            arena = self._arena
             if (
-                self._shares
-                and nbytes >= shared.SMALLEST_SHARED
-                and not self._low <= storage.data_ptr() < self._high
+                arena is not None
+                and nbytes >= arena.smallest
+                and not arena.address <= storage.data_ptr() < arena.address + arena.size
             ):
-                self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
+                self._empty(storage)  # from before `take_from`, or shared by torch: not to be lent again
                 return
             holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
             compat.swap_memory(storage, holder)
@@ -452,7 +482,8 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
     return recycler
 
 
-_fork_lock = threading.RLock()  # two threads may fork at once, and share what `shared` copies
+_arenas: "weakref.WeakSet[HostArena]" = weakref.WeakSet()
+_fork_lock = threading.RLock()  # two threads may fork at once, and share what arenas copy
 
 
 def _before_fork() -> None:
@@ -461,12 +492,14 @@ def _before_fork() -> None:
     for recycler in list(_recyclers):
         with recycler._lock:
             storages += recycler._homes
-    shared.copy_for_child([(storage.data_ptr(), storage.nbytes()) for storage in storages])
+    for arena in list(_arenas):
+        arena.before_fork([(storage.data_ptr(), storage.nbytes()) for storage in storages])
 
 
 def _after_in_parent() -> None:
     try:
-        shared.forget_copies()
+        for arena in list(_arenas):
+            arena.after_fork_in_parent()
     finally:
         _fork_lock.release()
 
@@ -474,8 +507,11 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     for recycler in list(_recyclers):
         recycler._lock = threading.RLock()  # another thread of the parent may have held it
+        recycler._arena = None
     try:
-        shared.take_copies()
+        for arena in list(_arenas):
+            arena.after_fork_in_child()
+        _arenas.clear()
     finally:
         _fork_lock.release()
 

@@ -3,13 +3,14 @@
     collectives     torch.distributed's own: everywhere
     peer_memory     each rank reads the others' memory: large exchanges of gloo ranks on one machine
 
+`peer/` has what peer memory needs; it is imported where a process group may use it.
 Knows process groups and tensors; nothing of layouts or buffers.
 """
 
 from .choice import (
     TRANSPORT_VARIABLE,
     TransportChoice,
-    may_read_peers,
+    arena_of,
     resolved,
     transport_of,
 )
@@ -25,7 +26,7 @@ __all__ = [
     "Transport",
     "TransportChoice",
     "Work",
-    "may_read_peers",
+    "arena_of",
     "resolved",
     "transport_of",
 ]

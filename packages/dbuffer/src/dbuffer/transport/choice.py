@@ -13,15 +13,17 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from .collectives import Collectives
-from .direct import Direct
-from .handshake import connect
-from .peer_memory import PeerMemory
 from .protocol import Transport
+
+if TYPE_CHECKING:
+    from .peer.arena import Arena
+    from .peer.peer_memory import PeerMemory
 
 TRANSPORT_VARIABLE = "DBUFFER_TRANSPORT"
 MAX_RANKS = 16  # largest group that "auto" connects; larger ones were not measured
@@ -63,9 +65,13 @@ def transport_of(group: dist.ProcessGroup, choice: TransportChoice) -> Transport
     return known[choice]
 
 
-def may_read_peers(group: dist.ProcessGroup, choice: TransportChoice) -> bool:
-    """Whether the ranks of a group may turn out to read each other's memory. Communicates nothing."""
-    return group.size() > 1 and choice in ("auto", "peer_memory") and not _obstacle(group, choice)
+def arena_of(group: dist.ProcessGroup, choice: TransportChoice) -> "Arena | None":
+    """Memory for buffers whose ranks may read each other's; None where they cannot. Communicates nothing."""
+    if group.size() == 1 or choice not in ("auto", "peer_memory") or _obstacle(group, choice):
+        return None
+    from .peer import arena
+
+    return arena.arena() if arena.is_possible() else None
 
 
 def _obstacle(group: dist.ProcessGroup, choice: TransportChoice) -> str:
@@ -82,6 +88,8 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
         return Collectives(group, own_stream=choice == "own_stream")
     obstacle = _obstacle(group, choice)
     if not obstacle:
+        from .peer.direct import Direct
+
         return Direct(group, choice, partial(_connect, choice))
     if choice != "auto":
         raise ValueError(
@@ -92,12 +100,15 @@ def _made(group: dist.ProcessGroup, choice: str) -> Transport:
     return Collectives(group)
 
 
-def _connect(choice: str, group: dist.ProcessGroup) -> PeerMemory | None:
+def _connect(choice: str, group: dist.ProcessGroup) -> "PeerMemory | None":
     """The connections of a group, or None if its ranks cannot map each other's memory. See `connect`.
 
     Raises:
         ValueError: peer memory was chosen by name, and is not possible.
     """
+    from .peer.handshake import connect
+    from .peer.peer_memory import PeerMemory
+
     peers, trouble = connect(group)
     if not trouble:
         chosen = "" if choice == "auto" else ", as chosen"

@@ -6,7 +6,8 @@ at rest     sharded parameters are views of the buffer's shard; there is no gath
    |  Unit.unshard / reshard
 gathered    unsharded parameters are views of the gathered memory
 
-`Group` is the plain kind. The kinds in `kinds/` override what differs, so that nothing else asks for a group's kind.
+`Group` is the plain kind. Other kinds, listed in `kinds`, override what differs, so that nothing else asks for the
+kind of a group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from dbuffer import BlockFormat, DBuffer, WireForm
+from dbuffer import DBuffer, WireForm
 from layout_planner import Layout
 from ragged_shard import RaggedDTensor, installed_versions, raise_on_all_ranks
 
@@ -53,14 +54,16 @@ class Group:
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
         home: the first module of the unit that it is, or was, in; set by `Unit.take`.
-        wire_format: blocks that values are quantized in before a gather.
+        wire_format: blocks that values are quantized in before a gather, a `dbuffer.encodings.BlockFormat`; or None.
         holds_values: whether the shard holds the parameters' values.
+        trained: whether they can be trained.
         refused_whole: why `full_params` refuses such parameters; empty if it does not.
     """
 
     home: nn.Module
-    wire_format: BlockFormat | None = None
+    wire_format: Any = None
     holds_values: ClassVar[bool] = True
+    trained: ClassVar[bool] = True
     refused_whole: ClassVar[str] = ""
 
     # -- planning ---------------------------------------------------------------------------------------------------
@@ -68,6 +71,9 @@ class Group:
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
         """Raise ValueError or NotImplementedError, naming the parameter, if the kind cannot serve the request."""
+
+    def check_taken_over(self, param: ManagedParam[Any], request: Request) -> None:
+        """Raise ValueError, naming the parameter, if the unit that takes it over from this one would change it."""
 
     @classmethod
     def lay_out(

@@ -6,7 +6,7 @@ A step plans, validates and hashes nothing of this again.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor, Placement
 import layout_planner
 import ragged_shard
 from dbuffer import Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
-from layout_planner import Layout, Rows, Segment, TensorSpec, Whole
+from layout_planner import Block, Layout, Rows, Segment, TensorSpec, Whole
 from ragged_shard import CPU, RaggedDTensor
 
 from .. import _torch_compat as compat
 from ..block_policies import BlockPolicy
-from ..quantization import QuantizationPolicy, common_block
 from .mesh import DataMesh, place
 from .param import ManagedParam
 
+Enlarged = Callable[[Block | None, Sequence[int]], Block]
 Planner = Callable[..., Layout]  # as `layout_planner.plan`: (tensors, world_size, *, align) -> Layout
 ROW = Rows(1)
 ALIGNMENT = 16  # bytes; NCCL copies slices off this boundary element by element
@@ -156,6 +156,28 @@ class GroupMemory:
     decoding: list[int] = field(default_factory=list)
 
 
+@runtime_checkable
+class Quantization(Protocol):
+    """What the core needs of a quantization policy; `fsdp_runtime.quantization` has the policy."""
+
+    @property
+    def blocks(self) -> Any:
+        """What selected weights are quantized in, at rest or before a gather; None: not."""
+        ...
+
+    def selects(self, param: ManagedParam[Any]) -> bool:
+        """Whether the parameter is quantized."""
+        ...
+
+    def kind_of(self, param: ManagedParam[Any]) -> Any:
+        """The class of the groups of a parameter that is selected."""
+        ...
+
+    def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
+        """The encoding of gradients that are reduced in this dtype. Raises ValueError if there is none for it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """The arguments of `fully_shard` that concern all parameters of a unit.
@@ -175,7 +197,7 @@ class Request:
     blocks: BlockPolicy | None
     transport: TransportChoice | None
     planner: Planner
-    quantization: QuantizationPolicy | None
+    quantization: Quantization | None
     neighbors: int | None
 
 
@@ -214,14 +236,14 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
 
 
 def planned(
-    params: Sequence[ManagedParam[Any]], request: Request, align: int, rows: int | None = None
+    params: Sequence[ManagedParam[Any]], request: Request, align: int, enlarged: Enlarged | None = None
 ) -> Layout:
     """The planner's layout of these parameters; for layout-planner's own, equal tensors get the same object.
 
     Args:
-        rows: rows of the tiles that are not cut. Defaults to no tiles.
+        enlarged: the block that is not cut, for a block of the block policy and a shape. Defaults to the policy's.
     """
-    specs, ranks = [spec_of(param, request.blocks, rows) for param in params], params[0].data.shard_size
+    specs, ranks = [spec_of(param, request.blocks, enlarged) for param in params], params[0].data.shard_size
     if request.planner is not layout_planner.plan:
         return request.planner(specs, ranks, align=align)
     key = (tuple(specs), ranks, align)
@@ -231,12 +253,14 @@ def planned(
     return layout
 
 
-def spec_of(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | None = None) -> TensorSpec:
-    """How a parameter may be cut; `rows`: as in `planned`."""
+def spec_of(
+    param: ManagedParam[Any], blocks: BlockPolicy | None, enlarged: Enlarged | None = None
+) -> TensorSpec:
+    """How a parameter may be cut; `enlarged`: as in `planned`."""
     block = None if blocks is None else blocks(param.name, param.example)
     try:
-        if rows is not None:
-            block = common_block(block, rows, param.shape)
+        if enlarged is not None:
+            block = enlarged(block, param.shape)
         return TensorSpec(param.name, param.shape, ROW if block is None else block)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(

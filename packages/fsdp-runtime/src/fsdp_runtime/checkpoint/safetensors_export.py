@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbuffer import BlockFP8, RowRun
+from dbuffer.encodings import BlockFP8, RowRun
 from ragged_shard import CPU, gather_from_ranks
 
 from .._schedule.model import member_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dbuffer import RecyclerStats, exchange_scratch_bytes
+from dbuffer import RecyclerStats
 
 from .._params.unit import Unit
 from .._schedule.model import Member, member_of
@@ -86,8 +86,8 @@ def _scratch(unit: Unit) -> int:
         plans = [group.plan for group in groups]
         forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
         encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
-        if encoded:
-            total += exchange_scratch_bytes(encoded) if data.shard_size > 1 else 0
+        if encoded and data.shard_size > 1:
+            total += encoded[0][0].scratch_bytes(encoded)
     return total
 
 

@@ -13,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._params.kinds.at_rest import refuse_coded
 from .._params.unit import not_at_rest
 from .._plan.param import managed_of
 
@@ -59,5 +58,10 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"parameters, {gathered[0]!r} first, are gathered values that are not trained. Build the optimizer before "
             "forward, or call reshard() first"
         )
-    refuse_coded(optimizer, params)
+    if untrained := [of.name for _, of in managed if not of.group.trained]:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was given {len(untrained)} weights that are kept as codes "
+            f"(QuantizationPolicy.at_rest), {untrained[0]!r} first; they are not trained. "
+            "Build it from those parameters that require a gradient"
+        )
     _seen[optimizer] = len(params)

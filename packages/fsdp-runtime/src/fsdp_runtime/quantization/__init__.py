@@ -1,25 +1,19 @@
 """Quantization policies of units: `fully_shard(quantization_policy=QuantizationPolicy(...))`."""
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from dbuffer import (
-    BlockFormat,
-    BlockFP8,
-    BlockInt8,
-    BlockNF4,
-    BlockReduction,
-    BlocksOnWire,
-    CastReduction,
-    ReductionForm,
-)
-from layout_planner import Block, Elements, Rows, Tile, Whole
+from dbuffer import ReductionForm
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, BlockReduction, CastReduction
+
+from .._params.group import Group
+from .at_rest import AtRestGroup
+from .on_wire import BlockGradsGroup, OnWireGroup
 
 __all__ = ["BlockFP8", "BlockInt8", "BlockNF4", "QuantizationPolicy", "matrices_only"]
 
@@ -132,6 +126,12 @@ class QuantizationPolicy:
         select = self.select or matrices_only
         return all(select(param.name, param.example, place.module) for place in param.places)
 
+    def kind_of(self, param: Any) -> type[Group]:
+        """The class of the groups of a selected parameter."""
+        if self.at_rest is not None:
+            return AtRestGroup
+        return OnWireGroup if self.weights is not None else BlockGradsGroup
+
     @property
     def blocks(self) -> OnWire | AtRest | None:
         """What selected weights are quantized in, at rest or before a gather."""
@@ -151,38 +151,3 @@ class QuantizationPolicy:
             form = BlockReduction(self.gradients) if selected else CastReduction(None)
         form.check(gathered)
         return form
-
-
-def common_block(block: Block | None, rows: int, shape: Sequence[int]) -> Block:
-    """The smallest block that holds whole blocks of a block policy and whole tiles of a number of rows.
-
-    Tiles start over in each stacked matrix, and a tensor of one dimension is one row: cuts lie between rows.
-    """
-    if len(shape) < 2:
-        return Whole()
-    matrix, width = shape[-2], shape[-1]
-    uniform = len(shape) == 2 or matrix % rows == 0
-    match block:
-        case None:
-            return Tile(rows, width)
-        case Tile(count, columns):
-            return Tile(math.lcm(count, rows), columns)
-        case Rows(count):
-            if count == 1:
-                return Tile(rows, width)
-            return Rows(math.lcm(count, rows if uniform else matrix))
-        case Elements(count):
-            return Elements(math.lcm(count, (rows if uniform else matrix) * width))
-    return block
-
-
-def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:
-    """Raise ValueError, naming the parameter, where values of one of these dtypes cannot be quantized."""
-    try:
-        for dtype in dtypes:
-            BlocksOnWire(fmt).dtypes(dtype, dtype)
-    except ValueError as error:
-        raise ValueError(
-            f"quantize: parameter {name} was selected: {error}; convert it, or do not select it "
-            "(QuantizationPolicy.select)"
-        ) from error

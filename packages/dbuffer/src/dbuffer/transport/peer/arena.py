@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from .huge_pages import SMALLEST, prefer_huge_pages
+from ...memory.huge_pages import SMALLEST, prefer_huge_pages
 
-SMALLEST_SHARED = 1 << 16  # bytes: smaller memory is not worth a separate range
 _TIMES_MEMORY = 4  # size of the file, in the machine's memory: ranges of many sizes leave gaps
 _LARGEST = 1 << 42  # bytes of the file: 17 mappings of it have room in a process
 _LATELY = 256  # allocations
@@ -95,10 +94,13 @@ class Arena:
     Attributes:
         fd: the file.
         address, size: of the mapping, in bytes.
+        smallest: bytes; smaller memory is not worth a separate range.
 
     Raises:
         OSError: the platform has no such files, or refuses.
     """
+
+    smallest = 1 << 16
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -119,6 +121,8 @@ class Arena:
         self._countdown = _LATELY
         self._returned: deque[tuple[int, int, bool]] = deque()  # free, not in `_free` yet; has pages
         self._lock = threading.Lock()
+        # (address, bytes, address of the copy; None: there was no memory for it)
+        self._copies: list[tuple[int, int, int | None]] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised memory, uint8, at a page's begin.
@@ -222,14 +226,42 @@ class Arena:
         begin = address - self.address
         return begin if 0 <= begin <= self.size - nbytes else None
 
-    def leave_to_parent(self) -> None:
-        """Replace the file by private memory without its contents, in a forked child."""
+    # -- forks: what the child is to see is copied before, and moved to its place in the child ----------------------
+
+    def before_fork(self, contents: Iterable[tuple[int, int]]) -> None:
+        """See `HostArena`. Memory for which there is no room is not copied; the child cannot read it."""
+        for address, nbytes in contents:
+            if self.offset(address, nbytes) is None:
+                continue
+            copy = None
+            with contextlib.suppress(OSError):
+                copy = _map(_whole_pages(nbytes), _READ_WRITE, _PRIVATE)
+                ctypes.memmove(copy, address, nbytes)
+            self._copies.append((address, _whole_pages(nbytes), copy))
+
+    def after_fork_in_parent(self) -> None:
+        """See `HostArena`."""
+        while self._copies:
+            _, size, copy = self._copies.pop()
+            if copy is not None:
+                _libc().munmap(copy, size)
+
+    def after_fork_in_child(self) -> None:
+        """See `HostArena`."""
+        global _arena
+        _arena = None
+        _peer_files.clear()
         try:
             _map(self.size, _READ_WRITE, _PRIVATE | _FIXED, address=self.address)
         except OSError:
             _map(self.size, _NO_ACCESS, _PRIVATE | _FIXED, address=self.address)
         os.close(self.fd)
         self.fd = -1
+        for address, size, copy in self._copies:
+            moved = copy is not None and _libc().mremap(copy, size, size, _MAY_MOVE_TO, address) != _FAILED
+            if not moved:
+                _map(size, _NO_ACCESS, _PRIVATE | _FIXED, address=address)
+        self._copies.clear()
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -257,12 +289,6 @@ def is_possible() -> bool:
 def offset_of(address: int, nbytes: int) -> int | None:
     """Offset of memory in this process's file, or None if it is not there."""
     return None if _arena is None else _arena.offset(address, nbytes)
-
-
-def trim() -> None:
-    """Give the pages of free ranges back to the kernel."""
-    if _arena is not None:
-        _arena.trim()
 
 
 class PeerFile:
@@ -300,44 +326,3 @@ def peer_file(fd: int) -> PeerFile:
     if mapped is None:
         mapped = _peer_files[key] = PeerFile(fd)
     return mapped
-
-
-# -- forks: what the child is to see of this memory is copied before, and moved to its place in the child --------------
-
-# (address, bytes, address of the copy; None: there was no memory for it)
-_copies: list[tuple[int, int, int | None]] = []
-
-
-def copy_for_child(contents: Iterable[tuple[int, int]]) -> None:
-    """Before a fork: copy memory that is in use, by address and size, of what of it is in the file."""
-    for address, nbytes in contents:
-        if offset_of(address, nbytes) is None:
-            continue
-        copy = None
-        with contextlib.suppress(OSError):
-            copy = _map(_whole_pages(nbytes), _READ_WRITE, _PRIVATE)
-            ctypes.memmove(copy, address, nbytes)
-        _copies.append((address, _whole_pages(nbytes), copy))
-
-
-def forget_copies() -> None:
-    """Clean up in the parent after a fork."""
-    while _copies:
-        _, size, copy = _copies.pop()
-        if copy is not None:
-            _libc().munmap(copy, size)
-
-
-def take_copies() -> None:
-    """Replace the file by private memory with the copies, in the child. Memory that was not copied cannot be read."""
-    global _arena
-    left, _arena = _arena, None
-    _peer_files.clear()
-    if left is None:
-        return
-    left.leave_to_parent()
-    for address, size, copy in _copies:
-        moved = copy is not None and _libc().mremap(copy, size, size, _MAY_MOVE_TO, address) != _FAILED
-        if not moved:
-            _map(size, _NO_ACCESS, _PRIVATE | _FIXED, address=address)
-    _copies.clear()

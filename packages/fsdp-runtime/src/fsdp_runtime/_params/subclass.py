@@ -15,11 +15,11 @@ from dbuffer import WireForm
 from layout_planner import Elements, Layout, TensorSpec
 from ragged_shard import RaggedDTensor
 
-from ... import _torch_compat as compat
-from ..._plan.group import Dtypes, ParamPlan, Request, spec_of
-from ..._plan.mesh import WrongCallError
-from ..._plan.param import PLAIN, ManagedParam, Wrapper, local_of
-from ..group import POST, PRE, Group
+from .. import _torch_compat as compat
+from .._plan.group import Dtypes, ParamPlan, Request, spec_of
+from .._plan.mesh import WrongCallError
+from .._plan.param import PLAIN, ManagedParam, Wrapper, local_of
+from .group import POST, PRE, Group
 from .subclass_gather import SubclassGather
 
 

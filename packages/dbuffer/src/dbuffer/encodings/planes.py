@@ -11,8 +11,8 @@ from functools import cached_property
 
 from layout_planner import Layout
 
-from ..blocks import BlockFormat
-from ..tiles import RowRun, RunList
+from .blocks import BlockFormat
+from .tiles import RowRun, RunList
 
 
 @dataclass(frozen=True)

@@ -5,63 +5,49 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from dbuffer import BlockFormat, BlocksOnWire, CodePlanes, WireForm
+from dbuffer import WireForm
+from dbuffer.encodings import BlockFormat, BlocksOnWire, CodePlanes
 from layout_planner import Layout
 
-from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
-from ..._plan.param import ManagedParam
-from ...quantization import QuantizationPolicy, check_values
-from ..group import Group
+from .._params.group import Group
+from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
+from .._plan.param import ManagedParam
+from .blocks import check_values, common_block
 
 Params = Sequence[ManagedParam[Any]]
-
-
-def policy_of(request: Request) -> QuantizationPolicy:
-    """The policy of a request that selects a parameter."""
-    assert request.quantization is not None
-    return request.quantization
 
 
 class BlockGradsGroup(Group):
     """Gradients of selected parameters are sent as codes; parameters are cut between rows."""
 
     @classmethod
-    def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
-        """Whether a selected parameter is of this kind."""
-        return policy.blocks is None
-
-    @classmethod
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
         """A layout that cuts between rows."""
-        return planned(params, request, dtypes.alignment, 1), None
+        return planned(params, request, dtypes.alignment, partial(common_block, 1)), None
 
 
 class OnWireGroup(Group):
     """Parameters are gathered as codes of blocks, and read back."""
 
     @classmethod
-    def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
-        """Whether a selected parameter is of this kind."""
-        return policy.weights is not None
-
-    @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
         """Raise ValueError, naming the parameter, if its values cannot be quantized."""
-        dtypes, blocks = dtypes_for(param.dtype, request.precision), policy_of(request).blocks
-        assert blocks is not None
-        check_values(param.name, blocks, (dtypes.kept, dtypes.compute))
+        dtypes, policy = dtypes_for(param.dtype, request.precision), cast(Any, request.quantization)
+        check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
 
     @classmethod
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
-        weights = policy_of(request).weights
-        assert weights is not None
-        return planned(params, request, ALIGNMENT, weights.tile[0]), BlocksOnWire(weights)
+        weights = cast(Any, request.quantization).weights
+        return planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0])), BlocksOnWire(
+            weights
+        )
 
     @property
-    def wire_format(self) -> BlockFormat | None:  # type: ignore[override]
+    def wire_format(self) -> BlockFormat | None:
         """The blocks that values are quantized in before a gather."""
         return self.plan.wire.format if isinstance(self.plan.wire, BlocksOnWire) else None
 

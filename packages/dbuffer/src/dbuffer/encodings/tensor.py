@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ... import _torch_compat as compat
-from ..blocks import VALUES, BlockFormat
-from ..tiles import RowRun
+from .. import _torch_compat as compat
+from .blocks import VALUES, BlockFormat
+from .tiles import RowRun
 
 aten = torch.ops.aten
 _SAME = (aten.detach.default, aten.alias.default)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ragged_shard import gather_from_ranks
 
-from ..memory.shared import PeerFile, arena, peer_file
+from .arena import PeerFile, arena, peer_file
 
 PATIENCE = 5.0  # seconds for the others to connect, after all said that they can
 _HELLO = struct.Struct("<Q16s")  # rank of the caller, secret of the rank it calls

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ... import _torch_compat as compat
-from ...memory.gathered import Flats, GatheredMemory
-from ...memory.geometry import Geometry
-from ...memory.recycler import Recycler, Scratch, hold_forever
-from ..blocks import VALUES, BlockFormat
-from ..form import Encoder, Pairs
+from .. import _torch_compat as compat
+from .._encoding import Encoder, Pairs, WireForm
+from ..memory.gathered import Flats, GatheredMemory
+from ..memory.geometry import Geometry
+from ..memory.recycler import Recycler, Scratch, hold_forever
+from .blocks import VALUES, BlockFormat
 from .planes import CodePlanes
 
 
 @dataclass(frozen=True)
-class InBlocks:
+class InBlocks(WireForm):
     """Base of wire forms of one block format, with equally many bytes from each rank.
 
     Args:

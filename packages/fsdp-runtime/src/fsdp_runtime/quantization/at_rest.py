@@ -7,21 +7,23 @@
 Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
 import ragged_shard
-from dbuffer import BlockInt8, BlockQuantizedTensor, BlocksAtRest, WireForm, empty_codes
+from dbuffer import WireForm
+from dbuffer.encodings import BlockInt8, BlockQuantizedTensor, BlocksAtRest, empty_codes
 from layout_planner import Layout
 from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard
 
-from ..._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
-from ..._plan.param import ManagedParam, local_of
-from ...quantization import QuantizationPolicy
-from ..group import Group
-from .on_wire import OnWireGroup, policy_of
+from .._params.group import Group
+from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
+from .._plan.param import ManagedParam, local_of
+from .blocks import common_block
+from .on_wire import OnWireGroup
 
 CODES, SCALES = ".codes", ".scales"
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,31 +44,6 @@ class Entries(NamedTuple):
 def is_at_rest(param: torch.Tensor) -> bool:
     """Whether a sharded parameter is kept as codes."""
     return isinstance(param, RaggedDTensor) and isinstance(param.local, BlockQuantizedTensor)
-
-
-def check_taken_over(param: ManagedParam[Any], policy: QuantizationPolicy | None) -> None:
-    """Raise ValueError, naming the parameter, if an outer unit keeps codes that the new unit would not keep."""
-    example = param.example
-    if not isinstance(example, RaggedDTensor) or not isinstance(example.local, BlockQuantizedTensor):
-        return
-    wanted = policy.at_rest if policy is not None and param.selected else None
-    if wanted != example.local.format:
-        raise ValueError(
-            f"quantization_policy: parameter {param.name} is kept as codes of {example.local.format} by the unit "
-            f"around, and would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give both "
-            "the same policy, or shard inner modules first"
-        )
-
-
-def refuse_coded(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Raise RuntimeError if an optimizer holds parameters that are kept as codes."""
-    coded = [tuple(param.shape) for param in params if is_at_rest(param)]
-    if coded:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was given {len(coded)} weights that are kept as codes "
-            f"(QuantizationPolicy.at_rest), one of shape {coded[0]} first; they are not trained. "
-            "Build it from those parameters that require a gradient"
-        )
 
 
 def entries_of(sharded: torch.Tensor) -> Entries:
@@ -176,11 +153,7 @@ class AtRestGroup(OnWireGroup):
     """Parameters are kept as codes, which are gathered as they are. They are not trained."""
 
     holds_values: ClassVar[bool] = False
-
-    @classmethod
-    def takes(cls, param: ManagedParam[Any], policy: QuantizationPolicy) -> bool:
-        """Whether a selected parameter is of this kind."""
-        return policy.at_rest is not None
+    trained: ClassVar[bool] = False
 
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
@@ -202,9 +175,20 @@ class AtRestGroup(OnWireGroup):
         cls, params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes
     ) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
-        blocks: Any = policy_of(request).at_rest
-        layout = planned(params, request, ALIGNMENT, blocks.tile[0])
+        blocks = cast(Any, request.quantization).at_rest
+        layout = planned(params, request, ALIGNMENT, partial(common_block, blocks.tile[0]))
         return layout, BlocksAtRest(blocks)
+
+    def check_taken_over(self, param: ManagedParam[Any], request: Request) -> None:
+        """Raise ValueError, naming the parameter, if the unit that takes it over would not keep these codes."""
+        policy: Any = request.quantization
+        wanted = policy.at_rest if policy is not None and param.selected else None
+        if wanted != _format(self.plan):
+            raise ValueError(
+                f"quantization_policy: parameter {param.name} is kept as codes of {_format(self.plan)} by the unit "
+                f"around, and would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give "
+                "both the same policy, or shard inner modules first"
+            )
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         if is_at_rest(value):  # values of these would be quantized twice
@@ -222,6 +206,7 @@ class AtRestGroup(OnWireGroup):
         return wrap_local(plan, quantized(self.plan, plan, value))
 
     def check_trainable(self, param: ManagedParam[Group]) -> None:
+        """Raise ValueError, naming the parameter."""
         raise ValueError(
             f"{self.name}: parameter {param.name} requires a gradient since, but is kept as codes "
             f"({_format(self.plan)}), which are not trained; call requires_grad_(False), or shard it without at_rest"

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from ragged_shard import is_cpu
 
-from .collectives import Collectives
-from .peer_memory import PeerMemory
-from .protocol import Op, Pairs, Work
-from .sums import Sum
+from ..collectives import Collectives
+from ..protocol import Op, Pairs, Work
+from .peer_memory import PeerMemory, Sum
 
 MIN_BYTES = 1 << 20  # below, peer memory saves little time
 

@@ -17,12 +17,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dbuffer import DeviceLayer, Encoder, Geometry, Recycler, Scratch, hold_forever
+from dbuffer import DeviceLayer, Encoder, Geometry, Recycler, Scratch, WireForm, hold_forever
 from ragged_shard import raise_on_all_ranks
 
-from ..._plan.mesh import DataMesh
-from ..._plan.param import MakeHook, ManagedParam, local_of
-from ..group import POST, PRE
+from .._plan.mesh import DataMesh
+from .._plan.param import MakeHook, ManagedParam, local_of
+from .group import POST, PRE
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each tensor of each parameter
@@ -68,7 +68,7 @@ class _Member:
         self.made: list[tuple[torch.UntypedStorage, int]] = []
 
 
-class SubclassGather(Encoder):
+class SubclassGather(Encoder, WireForm):
     """The wire form of one group of such parameters, and its encoder. Takes the place of the gathered memory.
 
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.

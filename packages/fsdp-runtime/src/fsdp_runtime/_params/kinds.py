@@ -1,25 +1,14 @@
-"""The kinds of groups: classes that differ from the plain `Group`, each with all that differs in its file.
-
-subclass   tensor subclasses with FSDP2's all-gather extensions
-on_wire    parameters, or gradients, are quantized for a collective
-at_rest    parameters are kept as codes
-"""
+"""The kinds of groups: plain, tensor subclasses with FSDP2's all-gather extensions, and a quantization policy's."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ..._plan.group import Request, dtypes_for
-from ..._plan.param import ManagedParam
-from ..group import Group
-from .at_rest import AtRestGroup
-from .on_wire import BlockGradsGroup, OnWireGroup
+from .._plan.group import Request, dtypes_for
+from .._plan.param import ManagedParam
+from .group import Group
 from .subclass import Extension, SubclassGroup
-
-_OF_PLAIN = (Group, OnWireGroup, BlockGradsGroup)  # compute with plain parameters
-# The first that takes a parameter is its kind.
-_OF_SELECTED = (AtRestGroup, OnWireGroup, BlockGradsGroup)
 
 
 def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
@@ -39,11 +28,11 @@ def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
         if isinstance(param.wrapper, Extension):
             param.kind = SubclassGroup
         elif policy is not None and param.selected:
-            param.kind = next(kind for kind in _OF_SELECTED if kind.takes(param, policy))
+            param.kind = policy.kind_of(param)
         else:
             param.kind = Group
         param.kind.check(param, request)
-        if param.grad_dtype is not None and param.kind not in _OF_PLAIN:
+        if param.grad_dtype is not None and not param.kind.holds_values:
             raise NotImplementedError(
                 f"parameter {param.name} has grad_dtype {param.grad_dtype}: not supported for subclasses and weights "
                 "that are kept as codes; leave grad_dtype as it is"

@@ -33,10 +33,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..memory.shared import PeerFile, arena, offset_of
+from ..protocol import Op, Pairs
+from .arena import PeerFile, arena, offset_of
 from .handshake import Peer
-from .sums import Sum
 
+PIECE_BYTES = 1 << 18  # of each rank's memory, added while the sum is in the cache
 _DIGEST_BYTES = 16
 GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
 _GIVE = struct.Struct(f"<BQ{_DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
@@ -48,6 +49,38 @@ _ALIGNMENT = 64  # bytes, of what is copied to be given
 _PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
 
 Places = list[tuple[int, int]]  # (where, bytes)
+
+
+class Sum:
+    """This rank's own slices and what peers give, added always in the same order of peers.
+
+    Args:
+        pairs: (receive, own), contiguous and 1-D; `receive` may be `own`.
+        peers: all other ranks; in this order they are added.
+        op: "avg" divides by the number of ranks at the end.
+    """
+
+    def __init__(self, pairs: Pairs, peers: Sequence[int], op: Op) -> None:
+        self._pairs, self.peers, self._op = pairs, tuple(peers), op
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """This rank's slices; those of peers are like them."""
+        return [own for _, own in self._pairs]
+
+    @torch.no_grad()
+    def add(self, slices: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Write the sums of this rank's slices and those of all peers."""
+        for index, (receive, own) in enumerate(self._pairs):
+            first, *others = (slices[peer][index] for peer in self.peers)
+            step = PIECE_BYTES // own.itemsize
+            for begin in range(0, own.numel(), step):
+                part = slice(begin, begin + step)
+                total = torch.add(own[part], first[part], out=receive[part])
+                for other in others:
+                    total.add_(other[part])
+                if self._op == "avg":
+                    total.div_(1 + len(self.peers))
 
 
 @dataclass(frozen=True, slots=True)

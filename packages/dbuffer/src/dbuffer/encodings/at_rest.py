@@ -8,19 +8,20 @@ gathered |  S  |  S  |  S  |         dequantized, one call a segment
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
-from ...memory.gathered import Flats, GatheredMemory
-from ...memory.geometry import Geometry
-from ...memory.huge_pages import SMALLEST, prefer_huge_pages
-from ...memory.recycler import Recycler, ShardMemory
-from ..blocks import BlockFormat
-from ..form import Encoder, Pairs
-from ..tiles import RowRun
+from .._encoding import Encoder, Pairs
+from ..memory.gathered import Flats, GatheredMemory
+from ..memory.geometry import Geometry
+from ..memory.huge_pages import SMALLEST, prefer_huge_pages
+from ..memory.recycler import Recycler, ShardMemory
+from .blocks import BlockFormat
 from .on_wire import BlockDecoder, InBlocks
 from .planes import CodePlanes
 from .tensor import BlockQuantizedTensor
+from .tiles import RowRun
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class BlocksAtRest(InBlocks):
     Raises:
         ValueError: the format rounds stochastically.
     """
+
+    keeps_codes: ClassVar[bool] = True
+
+    def shard_memory(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> ShardMemory:
+        """Memory of codes and scales."""
+        return CodedShard(geometry, self.format, dtype, device)
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """An encoder that sends the shard.

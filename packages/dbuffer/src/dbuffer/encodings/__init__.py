@@ -1,0 +1,38 @@
+"""Encodings of gathers and reductions: a cast, or codes of blocks with scales. `dbuffer` itself imports none of them.
+
+gathers      BlocksOnWire(format)   values are the shard, codes travel
+             BlocksAtRest(format)   codes are the shard, and travel
+reductions   CastReduction(dtype), BlockReduction(format)   by one all-to-all, summed in fp32
+formats      BlockFP8, BlockInt8, BlockNF4
+"""
+
+from .at_rest import BlocksAtRest, empty_codes
+from .blocks import BlockFormat
+from .formats.fp8 import BlockFP8
+from .formats.int8 import BlockInt8
+from .formats.nf4 import BlockNF4
+from .noise import Noise
+from .on_wire import BlocksOnWire
+from .planes import CodePlanes
+from .reduction import BlockReduction, CastReduction, Reducer
+from .tensor import BlockQuantizedTensor
+from .tiles import RowRun, RunList, TileGrid
+
+__all__ = [
+    "BlockFP8",
+    "BlockFormat",
+    "BlockInt8",
+    "BlockNF4",
+    "BlockQuantizedTensor",
+    "BlockReduction",
+    "BlocksAtRest",
+    "BlocksOnWire",
+    "CastReduction",
+    "CodePlanes",
+    "Noise",
+    "Reducer",
+    "RowRun",
+    "RunList",
+    "TileGrid",
+    "empty_codes",
+]

@@ -1,1 +1,0 @@
-"""Encodings of gathers and reductions on the wire: unchanged, cast, or codes of blocks with scales."""

@@ -1,1 +1,0 @@
-"""Codes instead of values: in gathers, at rest, and the tensors that show them."""
