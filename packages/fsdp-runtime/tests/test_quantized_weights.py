@@ -16,9 +16,9 @@ from fsdp_runtime.quantization import (
     BlockFP8,
     BlockInt8,
     BlockNF4,
-    common_block,
     matrices_only,
 )
+from fsdp_runtime.quantization.blocks import common_block
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import on_ranks, record_collectives
 
@@ -187,7 +187,7 @@ BLOCKS = (None, Rows(1), Rows(6), Tile(3, 2), Elements(10), Whole())
 @pytest.mark.parametrize("shape", [(40, 6), (3, 12, 4), (3, 10, 4), (7,)])
 def test_a_common_block_is_cut_only_where_tiles_and_the_policy_allow(shape):
     for block in BLOCKS if len(shape) > 1 else (*BLOCKS[:3], *BLOCKS[4:]):
-        common = TensorSpec("t", shape, common_block(block, 4, shape)).grid
+        common = TensorSpec("t", shape, common_block(4, block, shape)).grid
         asked = TensorSpec("t", shape, block or Rows(1)).grid
         tiles = TensorSpec("t", shape, Whole() if len(shape) == 1 else Tile(4, 1)).grid
         cuts = [offset for offset in range(common.numel + 1) if common.is_cut(offset)]
