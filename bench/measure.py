@@ -403,7 +403,7 @@ LEFT_OUT = {
 # Those of docs/guides/memory.md and WEIGHTS.md stand there.
 LEFT_OUT_TABLES = (
     "Steps to that loss by learning rate", "Newton-Schulz, cpu", "Offload", "Bytes of ZeRO's stages", "Weights through",
-    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks: optimizer",
+    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks",
     "Time of Muon", "The same for GPUs", "Muon's step on fully_shard, simulated",
 )  # fmt: skip
 # Systems of ours in the summary, and how bytes get from rank to rank there.
