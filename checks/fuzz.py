@@ -204,8 +204,8 @@ def sentence(results: Sequence[Result], seed: int) -> str:
     )
     return (
         f"{inputs:,} inputs of {len(results)} kinds, seed {seed}, each in {MEMORY >> 20} MiB more than a process "
-        f"starts with and {CPU_SECONDS:g} s of CPU time: {accepted:,} right results, {refused:,} times one line of error, "
-        f"{faults} faults (tracebacks, hangs, too much memory). The slowest took "
+        f"starts with and {CPU_SECONDS:g} s of CPU time: {accepted:,} right results, {refused:,} times one line "
+        f"of error, {faults} faults (tracebacks, hangs, too much memory). The slowest took "
         f"{max(r.slowest for r in results):.2f} s of CPU time."
     )
 
