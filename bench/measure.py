@@ -390,17 +390,18 @@ BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of benc
 INTRODUCTION = """\
 # Benchmarks: the newest figures
 
-Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
-ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are taken within a
-round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands and
-method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
+Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, parts of a step,
+other numbers of ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are
+taken within a round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands
+and method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
 FIRST = ("counts", "speed")  # results whose tables come first
 # Rows and tables that are left out here; the JSON files have them.
 LEFT_OUT = {
     ("counts-counts", "ranks"): ("8 simulated", "2 real", "4 real"),
     ("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64"),
 }  # fmt: skip
-# Those of docs/guides/memory.md and WEIGHTS.md stand there.
+LEFT_OUT_COLUMNS = ("parked MiB", "PSS MiB", "forward ms", "backward ms", "update ms")
+# Tables of docs/guides/memory.md and WEIGHTS.md stand there.
 LEFT_OUT_TABLES = (
     "Steps to that loss by learning rate", "Newton-Schulz, cpu", "Offload", "Bytes of ZeRO's stages", "Weights through",
     "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks",
@@ -426,7 +427,9 @@ def write_report(folder: Path) -> Path:
             hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
             rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
             about = f"{part['text']} *{device}, {where['date'][:10]}, {item['commit']}.*"
-            out += [f"{title}{about}", table(part["header"], rows)]
+            kept = [n for n, column in enumerate(part["header"]) if column not in LEFT_OUT_COLUMNS]
+            header, *rows = ([row[n] for n in kept] for row in (part["header"], *rows))
+            out += [f"{title}{about}", table(header, rows)]
     path = folder / "REPORT.md"
     path.write_text("\n\n".join(out) + "\n")
     return path
