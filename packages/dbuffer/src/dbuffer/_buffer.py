@@ -294,7 +294,7 @@ class DBuffer:
     def local_views(self) -> Mapping[str, torch.Tensor]:
         """This rank's slice of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A slice may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
+        A slice may be empty; the slice of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
         `geometry.cut(name, full)` is the slice of a whole tensor to copy into it. With `BlocksAtRest` each is a
         `BlockQuantizedTensor`: `copy_` into one quantizes values.
 

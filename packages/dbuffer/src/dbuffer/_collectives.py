@@ -294,7 +294,7 @@ def _gather_neighbors(
     if len(kept) < len(buffers) or any(slices.group is not group for slices in kept):
         raise ValueError(
             f"all_gather: of {[buffer.name for buffer in buffers]} only some were shrunk, or to different groups; "
-            "shrink all or none of what is gathered together"
+            "shrink all or none of the buffers that are gathered together"
         )
     layer = buffers[0].layer
     what = f"the slices kept by shrink of {_label(buffers)}"
@@ -414,7 +414,7 @@ class ReduceScatter:
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
     def _store(self) -> None:
-        """Write what is not in the shards yet, scaled."""
+        """Write the results that are not in the shards yet, scaled."""
         accumulate, scale, size = self._accumulate, self._scale, self._size
         if self._exchange is None:
             for buffer in self._buffers:

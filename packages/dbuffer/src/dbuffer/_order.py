@@ -45,8 +45,8 @@ _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
 _NOTHING = "nothing"
 _END = (
-    "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all ranks, "
-    "and go on from the last checkpoint"
+    "parameters gathered and gradients reduced since are wrong on every rank: run the same modules in the same order "
+    "on all ranks, and continue from the last checkpoint"
 )
 _PATIENCE = 10.0  # seconds that a request of the store may take
 _WAITING = 2.0  # the same, of a rank that waits or whose collective has failed
@@ -85,7 +85,7 @@ class _Departure:
 
     Attributes:
         key: entry of the store with the last rank that departed, and its collective.
-        counter: counter in the store of the ranks that departed to this collective, plus those that saw all of them.
+        counter: counter in the store of the ranks that departed to this collective, plus ranks that saw all of them.
         number: number of collectives started by then, with this one.
         title: title of the collective.
     """
@@ -98,7 +98,7 @@ class _Departure:
 
 @dataclass
 class _Scope:
-    """Orders that this rank has published under one name, with their numbers; and those that all ranks have."""
+    """Orders that this rank has published under one name, with their numbers; and the orders that all ranks have."""
 
     told: dict[tuple[str, ...], int] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
@@ -240,7 +240,7 @@ class CollectiveOrder:
                 at = int(number) - first - 1
                 if 0 <= at < len(started) and started[at] != title and int(place) != self._rank:
                     return self._waits_otherwise(started[at], self._ranks[int(place)], title)
-        except RuntimeError:  # the store is cut off, or its process is gone: what is waited for will fail
+        except RuntimeError:  # the store is cut off, or its process is gone: the wait will fail
             return ""
         return ""
 

@@ -124,11 +124,11 @@ def fully_shard(
         block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
             `fsdp_runtime.block_policies`.
         transport: how bytes get from rank to rank: "auto", "collectives" (on a GPU in this runtime's streams, as
-            FSDP2's), "own_stream" (in that of the process group), "peer_memory", or a function that makes a
+            FSDP2's), "own_stream" (in the process group's), "peer_memory", or a function that makes a
             `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else
             "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
-        quantization_policy: what is quantized, and how. Defaults to nothing.
+        quantization_policy: the quantized tensors and formats. Defaults to none.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
             and the units inside are gathered when the nearest unit around them that is not skippable begins its
             forward or backward, on every rank, and freed when that ends; then one small all-reduce tells which
@@ -194,7 +194,7 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
         )
     if blocks is not None and not callable(blocks):
         raise TypeError(
-            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
+            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as one of "
             "fsdp_runtime.block_policies"
         )
     if not callable(planner):
@@ -302,7 +302,7 @@ def _plan_takeover(
 
 
 def _allocate(member: Member, takeover: _Takeover) -> _Ready:
-    """Allocate and fill the groups of the unit, and of those that give parameters away. Modules do not change."""
+    """Allocate and fill the groups of the unit, and of units that give parameters away. Modules do not change."""
     unit = member.unit
     unit.make_hook = hooks.gradient_hooks(member)
     params: list[Param] = []

@@ -199,7 +199,7 @@ class FSDPModule(fsdp.FSDPModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, also of those that are gathered just now."""
+        """Clear the gradients of all parameters, also of parameters that are gathered just now."""
         super(fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, True):
             for param in unit.params:
@@ -237,7 +237,7 @@ class FSDPModule(fsdp.FSDPModule):
     ) -> None:
         """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
 
-        Off by default: those that no rank used have no gradient on any rank, the others have one on every rank.
+        Off by default: parameters that no rank used have no gradient on any rank, the others have one on every rank.
 
         Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
         reduced. Forward still has to run on every rank, since it gathers: leave its result out of the loss.
@@ -274,7 +274,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
 
         After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit. All
-        trained parameters of what is reduced get a gradient: ranks outside the mesh may have used them.
+        trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
 
         Raises:
             ValueError: a stream with HSDP, where the hook runs on the reduction's.
@@ -337,7 +337,7 @@ class FSDPModule(fsdp.FSDPModule):
         _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Set the units to gather ahead when this one runs in forward, instead of those that came next last time."""
+        """Set the units to gather ahead when this one runs in forward, instead of the next ones of the last forward."""
         _unit(self).configure(forward_prefetch=_listed(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
@@ -394,7 +394,7 @@ class FSDPModule(fsdp.FSDPModule):
                     data.reduction_group()
             unit.configure(separate_reductions=enable)
 
-    # -- what has no meaning here -----------------------------------------------------------------------------------
+    # -- FSDP2's settings without a meaning here --------------------------------------------------------------------
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused unless False: buffers come from torch's allocator, and gloo has none to try this with."""
@@ -445,7 +445,7 @@ def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in vars(fsdp.FSDPModule).keys() - vars(FSDPModule).keys():
-    if not _name.startswith("_"):  # a torch newer than those that were tried
+    if not _name.startswith("_"):  # a torch newer than the tried ones
         setattr(FSDPModule, _name, _refuse_by_name(_name))
 
 

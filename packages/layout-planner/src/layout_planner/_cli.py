@@ -253,7 +253,7 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
     shard_bytes, waste = BF16 * padded / args.world_size, BF16 * (padded - model.numel) / args.world_size
     gathered = size(BF16 * most)
     yield f"bf16: {size(shard_bytes)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
-    yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
+    yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are one layer's."
 
 
 def _sweep(args: argparse.Namespace) -> Iterator[str]:

@@ -43,8 +43,8 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
-        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
-            mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
+        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: ranks of a DTensor's
+            mesh if all its placements are Replicate, ranks of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
     `step` communicates nothing if ``grad_norm`` tells whether gradients are finite, on one rank, or with

@@ -65,7 +65,7 @@ class TransferStream:
 
 
 class Exchange:
-    """The transfers of some items (matrices, strips) between those who hold some of them and their owners.
+    """The transfers of some items (matrices, strips) between the ranks that hold parts of them and their owners.
 
     Args:
         group: the process group; ranks are ranks in it.
@@ -198,7 +198,7 @@ class GradientPresence:
         self._flags = torch.zeros(count + len(copies), dtype=torch.uint8, device=device)
 
     def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start the all_reduce of which gradients this rank has; the result waits, and returns those of any rank.
+        """Start the all_reduce of which gradients this rank has; the result waits, and returns all ranks' gradients.
 
         If this rank has all of them, and no parameters are copies, its host does not wait for the device.
 

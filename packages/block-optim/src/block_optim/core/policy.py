@@ -1,4 +1,4 @@
-"""Block policies for `fully_shard`: what each tensor's rank boundaries may not cut, and what is not worth its padding.
+"""Block policies for `fully_shard`: blocks that rank boundaries may not cut, and blocks that are not worth their padding.
 
 A block that is whole on a rank saves an optimizer its trips in every step, or is needed for its states to exist at all.
 It costs padding: all shards of a unit are as large as the largest, so a unit that holds one large matrix whole makes
@@ -23,7 +23,7 @@ class BlockRequest:
     """A tensor and the block that its optimizer would like.
 
     Attributes:
-        name: unlike that of others in its unit.
+        name: unlike the names of others in its unit.
         shape: of the global tensor.
         block: None where it may be cut anywhere.
         optional: whether it can do without, at the price of communication.

@@ -29,7 +29,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
-        self._frozen: list[torch.Tensor] = []  # those that have no states
+        self._frozen: list[torch.Tensor] = []  # parameters without states
         self._made: list[tuple[Param, str, torch.Tensor]] = []  # all states, and their addresses
         self._addresses: list[int] = []
         # Groups and their parameters at the last look; kept, so that ids stay theirs.
@@ -43,7 +43,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, optionally with other options; states of those that train exist when this returns.
+        """Add parameters, optionally with other options; states of trained ones exist when this returns.
 
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.

@@ -98,7 +98,7 @@ class BucketLayout:
     """The memory of one bucket.
 
     Args:
-        matrices: the bucket's matrices, those of one shape side by side.
+        matrices: the bucket's matrices, equal shapes side by side.
         params: this rank's parameters by index.
         holding: of one of the parameters: the process group (None: nothing is exchanged), and this rank in it.
         normuon: whether second moments of rows are exchanged, too.

@@ -87,7 +87,7 @@ class Preconditioned(BlockOptimizer):
         self._bound = False  # whether blocks have views of the states' memory
         self._logged = 0
         self.root_counts = RootCounts()
-        self.clamped_gradients = 0  # on CPU; those that a device clamps are not counted
+        self.clamped_gradients = 0  # on CPU; clamps on a device are not counted
 
     # ---------------------------------------------------------------- options and states
 

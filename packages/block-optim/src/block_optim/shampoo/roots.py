@@ -50,7 +50,7 @@ class Roots:
     Attributes:
         roots: (k, d, d).
         counts: what became of the matrices.
-        kept: the positions of those that keep the last result.
+        kept: positions of the matrices that keep the last result.
     """
 
     roots: Tensor

@@ -7,8 +7,8 @@
     s1 is cut between 0 and 1: one of the two owns it; its gradient goes there, its update comes back
 
 Ownership never runs against rank order, so the state of a tensor's strips, laid end to end, is a `RaggedShard` of one
-1-D tensor: it goes through checkpoints at any world size, and memory is exactly what is owned. Where FSDP alone cuts a
-tensor, that follows from owners being holders. Where tensor parallelism cuts it, too, the ranks of both are taken in
+1-D tensor: it goes through checkpoints at any world size, and memory is exactly the owned blocks. Where FSDP alone cuts
+a tensor, that follows from owners being holders. Where tensor parallelism cuts it, too, the ranks of both are taken in
 the order of the first element that they hold, and owners of equal strips are exchanged until they are in that order:
 
     columns cut in two    strip   holders    least loaded    in order

@@ -5,7 +5,7 @@
     drop(storage)            storage -> torch's allocator; the storage is empty
     quarantine(storage)      storage -> kept for good: a failed collective may still write there
 
-A storage object stays the same while the memory in it comes and goes, so tensors that view it, also those that
+A storage object stays the same while the memory in it comes and goes, so tensors that view it, also tensors that
 autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
 between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
 
@@ -88,7 +88,7 @@ class Recycler:
     stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
     use of a block has always completed.
 
-    All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
+    All blocks come from the pool of the compute stream: a caching allocator keeps freed memory for the
     stream that it was allocated on, so blocks of another stream would add to the activations' peak.
 
     Attributes:
@@ -132,7 +132,7 @@ class Recycler:
         )
 
     def _used(self) -> int:
-        # Asked of the storages themselves, so that those which died while lent do not count.
+        # Asked of the storages themselves, so that storages which died while in use do not count.
         with self._lock:
             return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
@@ -272,7 +272,7 @@ class Recycled:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self.present = False
         self._keeps = self._kept = False  # whether `release` keeps the memory, and has
-        self._last_use: Any = None  # of what was kept
+        self._last_use: Any = None  # of the kept memory
 
     def materialize(self) -> None:
         """Allocate uninitialised memory, all or none, for use on the current stream. No effect if there is memory."""
@@ -294,7 +294,7 @@ class Recycled:
     def release(self) -> None:
         """Free the memory. On CUDA call it on the stream of the last use."""
         if self.present:
-            self.present = False  # first: after an interrupt nothing reads what is half freed
+            self.present = False  # first: after an interrupt nothing reads half-freed memory
             self._kept = self._keeps
             if self._keeps:
                 self._last_use = self._recycler.layer.record()
@@ -412,7 +412,7 @@ class DebugRecycler(Recycler):
             self._give_back(oldest)
 
     def trim(self) -> None:
-        """Check what is set aside, and keep watching it."""
+        """Check the memory that is set aside, and keep watching it."""
         self.check()
 
     def check(self) -> None:

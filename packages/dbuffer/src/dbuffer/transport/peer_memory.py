@@ -12,7 +12,7 @@ nothing is being written any more. What a rank gives is in its shared memory, or
 
 A rank that gives up (a timeout, another exchange than its peers', a failed read) first shuts all its connections,
 and only then lets `wait` raise, after which its memory may change. A reader looks at the connection after reading:
-if it is still there, what it read was what was given.
+if it is still there, it has read the exchanged values.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _PLACE = struct.Struct("<QQ")  # where in the giving rank's memory, bytes
 _TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
 _KIND_GIVE, _KIND_TAKEN = 1, 2
 _MESSAGE_BYTES, _LABEL_BYTES = 1 << 16, 400
-_ALIGNMENT = 64  # bytes, of what is copied to be given
+_ALIGNMENT = 64  # bytes, of copies made for peers
 _PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
 
 Places = list[tuple[int, int]]  # (where, bytes)
@@ -68,7 +68,7 @@ class PeerExchange:
 
     Attributes:
         number: counts the exchanges of this rank; 0 until the thread has begun it.
-        label: what is exchanged.
+        label: name of the exchange.
         given_digests, taken_digests: of what peers must have in common with this rank.
         gives: where in this rank's memory the tensors for each peer are.
         takes: where what each peer gives is to be, in this process.
@@ -275,7 +275,7 @@ class _Answering:
                 peer.socket.shutdown(socket.SHUT_RDWR)
 
     def drop(self, reason: str) -> None:
-        """Close this process's ends of the connections and fail what is under way."""
+        """Close this process's ends of the connections and fail the exchanges under way."""
         for connection in (*(peer.socket for peer in self._peers.values()), self._heard):
             connection.close()
         self._selector.close()
@@ -287,7 +287,7 @@ class _Answering:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the group is gone or an exchange fails. Then no connection is left, and what is under way fails."""
+        """Until the group is gone or an exchange fails. Then no connection is left, and exchanges under way fail."""
         reason = "the process group was destroyed"
         try:
             self._selector.register(self._heard, selectors.EVENT_READ, None)
@@ -369,7 +369,7 @@ class _Answering:
         try:
             message = connection.recv(_MESSAGE_BYTES)
         except (BlockingIOError, ConnectionResetError):
-            return  # after a reset, what was said before can still be read, then the end
+            return  # after a reset, earlier messages can still be read, then the end
         self._begin()  # a peer may answer before the bell is heard
         if not message:
             self._selector.unregister(connection)

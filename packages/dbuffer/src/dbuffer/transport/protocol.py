@@ -49,7 +49,7 @@ class Transport(Protocol):
 
         Args:
             pairs: contiguous, 1-D; `receive` has as many elements as the `send`s of all ranks together.
-            label: what is gathered, for errors; the same on all ranks.
+            label: name of the exchange, for errors; the same on all ranks.
         """
         ...
 

@@ -23,12 +23,12 @@ class Sum:
 
     @property
     def own(self) -> list[torch.Tensor]:
-        """This rank's slices; those of peers are like them."""
+        """This rank's slices; peers' slices have the same shapes."""
         return [own for _, own in self._pairs]
 
     @torch.no_grad()
     def add(self, slices: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Write the sums of this rank's slices and those of all peers."""
+        """Write the sums of this rank's and all peers' slices."""
         for index, (receive, own) in enumerate(self._pairs):
             first, *others = (slices[peer][index] for peer in self.peers)
             step = PIECE_BYTES // own.itemsize

@@ -400,7 +400,7 @@ class Group:
                 param.set_unsharded(self._views[param.name], self._make_hook, self.plan.dtypes.reduce)
 
     def keep_storage(self, enable: bool) -> None:
-        """Keep the gathered memory while the parameters are sharded; also that of buffers to come.
+        """Keep the gathered memory while the parameters are sharded; also of later buffers.
 
         Raises:
             NotImplementedError: unsharded parameters are not views of it.
@@ -441,7 +441,7 @@ class Group:
                 slots[attribute] = unsharded
 
     def follow_training(self) -> None:
-        """Let the unsharded parameters, and what is reduced, follow what was frozen or unfrozen since."""
+        """Update the unsharded parameters and the reduction after parameters were frozen or unfrozen."""
         for param in self.params:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.requires_grad is not param.sharded.requires_grad:
@@ -533,7 +533,7 @@ class Group:
     # -- outside of passes ------------------------------------------------------------------------------------------
 
     def split_entry(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
-        """Replace the parameter's entry of a state dict by those that its kind is saved as."""
+        """Replace the parameter's entry of a state dict by the entries that its kind is saved as."""
 
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
         """Replace those by the parameter's entry, before they are loaded."""

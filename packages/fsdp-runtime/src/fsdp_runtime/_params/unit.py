@@ -165,7 +165,7 @@ class Unit:
             self.options.update()
 
     def configure(self, **changes: Any) -> None:
-        """Change options; a reduction under way keeps those that it was launched with."""
+        """Change options; a reduction under way keeps the options of its launch."""
         if changes.get("reshard_after_forward") is not None:
             self.keeps_slices = False
         self.options = replace(self.options, **changes)
@@ -312,7 +312,7 @@ class Unit:
 
     @property
     def freed(self) -> bool:
-        """Whether the memory under the unsharded parameters is gone; on one rank it may be that of the shards."""
+        """Whether the memory under the unsharded parameters is gone; on one rank it may be the shards' memory."""
         return self.at_rest and not all(
             group.buffer is not None and group.buffer.aliased for group in self.groups
         )

@@ -63,8 +63,8 @@ def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtyp
     """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are.
 
     Args:
-        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and that of the
-            reduction to torch's.
+        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and the
+            reduction's dtype to torch's.
     """
     if not kept.is_floating_point:
         return Dtypes(kept, kept, kept, kept)
@@ -245,7 +245,7 @@ def spec_of(param: ManagedParam[Any], blocks: BlockPolicy | None, rows: int | No
 
 
 def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
-    """The layout of the gradients of some of a layout's tensors, so that those of the others are not sent.
+    """The layout of the gradients of some of a layout's tensors, so that the others' gradients are not sent.
 
     A rank gets the gradient of the very elements that it holds of the parameter. Each run of elements of a tensor on a
     rank is a separate tensor here, `name@rank`; the shard is as large as the most that one rank holds.

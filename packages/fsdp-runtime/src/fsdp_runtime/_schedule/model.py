@@ -48,7 +48,7 @@ class Member:
         self.joined = Member.registered
         is_root = (
             self.unit.root
-        )  # names in an inner unit would differ from those of ranks that did not call it
+        )  # names in an inner unit would differ from names on ranks that did not call it
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
@@ -127,7 +127,7 @@ def _find_followers(
     """Add the units inside a module that ranks may skip, by the nearest unit around them that no rank skips.
 
     Args:
-        host: that unit, for what is directly inside the module.
+        host: that unit, for parameters directly inside the module.
         skippable: whether the module is inside a unit that ranks may skip.
     """
     for child in module.children():

@@ -11,7 +11,7 @@ at what time. An access that conflicts with one that its stream's clock does not
     giving memory back, or dropping the last tensor on it, before that stream is ordered after all uses
 
 the rules of caching allocators without `record_stream`. All memory belongs to the device, except that allocated
-with `pin_memory=True` and what was computed from that alone: the host reads and writes those, and must have waited.
+with `pin_memory=True` and results computed from them alone: the host reads and writes these, and must have waited.
 """
 
 import itertools

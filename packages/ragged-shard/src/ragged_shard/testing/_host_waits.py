@@ -1,4 +1,4 @@
-"""Where the host would wait for a device, found on a CPU: some tensors stand for a device's memory, and what is
+"""Find host synchronizations without a GPU: some tensors stand for a device's memory, and what is
 computed from them is on the device too.
 
     op on device memory                                               what a device does

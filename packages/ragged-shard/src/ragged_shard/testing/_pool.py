@@ -30,7 +30,7 @@ class RankError(AssertionError):
     """One or more ranks raised, died or hung. The message has each one's traceback or stack.
 
     Attributes:
-        causes: the exceptions of those that raised, by rank.
+        causes: the exceptions by rank, of the ranks that raised.
     """
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:

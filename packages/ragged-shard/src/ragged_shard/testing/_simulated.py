@@ -5,7 +5,7 @@
 
 Every other rank is taken to hold what this one holds: a gather repeats this rank's input, a sum is `world_size` times
 its own. So the right number of bytes is written to the right memory, on a stream of the group's own as with NCCL,
-and memory, streams and overlap are those of the code under test. Values, and so losses, mean nothing. On a CPU there
+and memory, streams and overlap are the tested code's. Values, and so losses, mean nothing. On a CPU there
 are no streams, and delays are simulated on CUDA only.
 """
 

@@ -267,7 +267,7 @@ class SubclassGather(Encoder):
                     self._layer.resize(storage, nbytes)
             post(outputs, metadata, self._dtype, out=member.param.unsharded)
         self._sent = []
-        return True  # what was sent was read by the collective
+        return True  # the collective has read the sent tensors
 
     def _take(self, member: _Member, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         """Make the unsharded parameter of what post has returned first."""
