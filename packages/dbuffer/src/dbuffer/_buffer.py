@@ -82,7 +82,7 @@ class DBuffer:
         device, shard_device: devices of the gathered memory, with index, and of the shard.
         dtype, full_dtype: dtypes of the shard and of the gathered memory.
         aliased: whether shard and gathered memory are the same.
-        alike: whether all ranks gave the same `hint`; True without `check_ranks`.
+        alike: whether all ranks passed the same `hint`; True without `check_ranks`.
         offloaded: whether the shard is in CPU memory while the device computes elsewhere.
         reductions: number of reductions encoded so far. Stochastic rounding depends on it: a resumed run sets it, on
             every rank to the same number, to continue with the bits of the run before.

@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a module can do after `fully_shard`. FSDP2's methods, with FSDP2's meaning."""
+"""`FSDPModule`: the methods of a module after `fully_shard`, FSDP2's with FSDP2's meaning."""
 
 import functools
 import operator
@@ -149,7 +149,7 @@ class FSDPModule(fsdp.FSDPModule):
         passes.backward.by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End a step after all its backwards: reduce what they left, reshard, and show the gradients.
+        """End a step after all its backwards: reduce the remaining gradients, reshard, and set `.grad`.
 
         Gradients that a schedule wrote past autograd's hooks are taken too. Communicates one reduction for each unit
         whose gradients wait, as the end of backward does.
@@ -235,7 +235,7 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
+        """Whether parameters that got no gradient on this rank get one of zeros, plus other ranks' gradients.
 
         Off by default: parameters that no rank used have no gradient on any rank, the others have one on every rank.
 
@@ -310,7 +310,7 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward; else the next forward need not gather them.
 
-        False, said between forward and backward, gathers them at once (one all-gather a unit): a schedule that computes
+        False, set between forward and backward, gathers them at once (one all-gather a unit): a schedule that computes
         weight gradients by themselves looks for the unsharded parameters in the module before backward runs.
         """
         units = _units(self, recurse)

@@ -82,7 +82,7 @@ def _parser() -> _Parser:
                 "--block",
                 type=_shown(parse_block),
                 default=Rows(1),
-                help="what stays on one rank (default: rows:1)",
+                help="block that stays on one rank (default: rows:1)",
             )
         aligned = "elements that offsets are multiples of (default: 8)"
         add("--align", type=_shown(number), default=8, help=aligned)

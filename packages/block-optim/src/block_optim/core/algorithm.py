@@ -44,7 +44,7 @@ class Algorithm:
         self.known_options: dict[int, Group] = {}
         self.setup()
 
-    # ---------------------------------------------------------------- what a subclass may define
+    # ---------------------------------------------------------------- methods that a subclass may define
 
     def check_options(self, group: Group) -> None:
         """Raise ValueError, naming it, if an option does not fit; called again when a group's options change.

@@ -47,7 +47,7 @@ class BlockOptimizer(Stateful):
             mesh if all its placements are Replicate, ranks of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
-    `step` communicates nothing if ``grad_norm`` tells whether gradients are finite, on one rank, or with
+    `step` communicates nothing if ``grad_norm`` shows whether gradients are finite, on one rank, or with
     ``skip_nonfinite=False``; else (`GradScaler`'s ``found_inf`` included, which may differ by rank) one all_reduce
     of 4 bytes per process group that cuts a parameter. `update` may communicate more.
     """
@@ -87,14 +87,14 @@ class BlockOptimizer(Stateful):
     def step(
         self, closure: Callable[[], Any] | None = None, *, grad_norm: torch.Tensor | float | None = None
     ) -> Any:
-        """One update of every parameter that has a gradient; returns what the closure returned.
+        """One update of every parameter that has a gradient; returns the closure's result.
 
         Args:
             closure: evaluates the model again and returns the loss.
             grad_norm: the result of `clip_grad_norm_`. It is the same on every rank, so that no communication is needed
                 to decide whether to skip.
 
-        Communicates: the agreement on non-finite gradients (see the class), and what `update` communicates.
+        Communicates: the agreement on non-finite gradients (see the class), and the communication of `update`.
         """
         if devices.is_capturing():
             raise RuntimeError(

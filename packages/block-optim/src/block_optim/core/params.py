@@ -37,7 +37,7 @@ class Param:
     """A parameter: its name, options and global shape, and this rank's elements.
 
     Attributes:
-        tensor: what the user handed over; the key of `optimizer.state`.
+        tensor: the tensor given to the constructor; the key of `optimizer.state`.
         name: from named parameters, else made of its index and shape; for messages and for seeds.
         group: its parameter group, the dict in `optimizer.param_groups`.
         shape: of the global tensor.

@@ -190,7 +190,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             self.state[p.tensor].update((key, value) for key, value in others if key not in own)
 
     def _bind(self) -> None:
-        """Renew what refers to the memory of parameters and states."""
+        """Renew references to the memory of parameters and states."""
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
         self._look = self._members()
@@ -229,7 +229,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
 
-        Takes what `state_dict` returned, of this class or of torch's optimizer with the same rule: local tensors in
+        Takes the result of `state_dict`, of this class or of torch's optimizer with the same rule: local tensors in
         the same placement, or full plain tensors, of which each rank takes its elements. A parameter without saved
         state starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay,
         and so do ``fused`` and ``foreach``: how a step is computed is chosen where an optimizer is built.

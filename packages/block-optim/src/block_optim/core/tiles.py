@@ -1,4 +1,4 @@
-"""Blocks in memory: matrices of tiles, cut to what scratch holds, and the scratch with views of the tiles."""
+"""Blocks in memory: matrices of tiles, cut to the size of the scratch, and the scratch with views of the tiles."""
 
 import math
 from dataclasses import dataclass

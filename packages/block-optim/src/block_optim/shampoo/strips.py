@@ -206,7 +206,7 @@ class StripExchange:
                     yield piece.here(local[number]), packed
 
     def _received(self, owned: Mapping[int, Tensor]) -> Pairs:
-        """The elements that others hold: in what this rank owns, and in the exchange."""
+        """The elements that others hold: in this rank's own strips, and in the exchange."""
         for (i, rank), part in self._exchange.owned.items():
             number, index = self._strips[i]
             if number in owned:
@@ -222,5 +222,5 @@ class StripExchange:
             at += piece.numel
 
     def _in_owned(self, number: int, piece: Piece, owned: Tensor) -> Tensor:
-        """A piece of a tensor in what this rank owns of it."""
+        """A piece of a tensor in this rank's own strips of it."""
         return piece.moved(-self._tensors[number].owned_range[0]).of(owned)

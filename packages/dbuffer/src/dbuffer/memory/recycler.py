@@ -47,7 +47,7 @@ class RecyclerStats:
     Attributes:
         lent_bytes: in storages now.
         parked_bytes: kept for the next buffer that asks.
-        peak_bytes: the most that lent and parked bytes were together.
+        peak_bytes: the most that allocated and parked bytes were together.
         allocations: how often memory came from torch's allocator.
         reuses: how often a parked block was handed out again.
         quarantined_bytes: never to be used again, because a collective on them failed.
@@ -98,7 +98,7 @@ class Recycler:
     Args:
         device: where the blocks are.
         lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
-            more memory than was lent at once; a repeated step may then allocate again.
+            more memory than was in use at once; a repeated step may then allocate again.
     """
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
@@ -210,7 +210,7 @@ class Recycler:
                 and nbytes >= shared.SMALLEST_SHARED
                 and not self._low <= storage.data_ptr() < self._high
             ):
-                self._empty(storage)  # from before `share`, or shared by torch: not to be lent again
+                self._empty(storage)  # from before `share`, or shared by torch: not to be used again
                 return
             holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
             compat.swap_memory(storage, holder)

@@ -1,7 +1,7 @@
 """Memory that the other processes of this machine can map: gathered memory on the host.
 
 All of it is in one file without a name (`memfd`), larger than the memory but sparse, mapped once. A peer gets
-the file over a socket and maps it once, to read; from then on an offset tells it where a tensor is. The kernel frees
+the file over a socket and maps it once, to read; from then on a tensor is an offset. The kernel frees
 the file when no process has it any more, however the processes ended.
 
     allocate(n)     a uint8 tensor; its range is free again when no storage holds its memory

@@ -232,7 +232,7 @@ class _GiveUpError(Exception):
 
 
 class _Answering:
-    """The thread: tells peers what this rank gives, reads what they give, and ends exchanges.
+    """The thread: sends peers the places of this rank's slices, reads theirs, and ends exchanges.
 
     Attributes:
         bell: rings the thread; when it is shut, the thread ends.
@@ -353,7 +353,7 @@ class _Answering:
                 connection.send(outbox[0])
             except BlockingIOError:
                 break
-            except OSError:  # it is gone: what it had said before is read first, then the end
+            except OSError:  # it is gone: earlier messages are read first, then the end
                 outbox.clear()
                 break
             outbox.popleft()
@@ -429,7 +429,7 @@ class _Answering:
             self._send(other, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
 
     def _has_given_all(self, exchange: PeerExchange, peer: int) -> bool:
-        """Whether a peer has said where all this rank takes is. Raises _GiveUpError where it is something else."""
+        """Whether a peer has sent the places of all slices for this rank. Raises _GiveUpError if it differs."""
         if (exchange.number, peer) not in self._offers:
             return False
         digest, label, places = self._offers[exchange.number, peer]
@@ -459,7 +459,7 @@ class _Answering:
 
 
 def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
-    """The message that tells a peer where this rank's tensors are."""
+    """The message with the places of this rank's tensors."""
     label = exchange.label.encode()[:_LABEL_BYTES]
     head = _GIVE.pack(_KIND_GIVE, exchange.number, exchange.given_digests[peer], len(label)) + label
     places = exchange.gives[peer]

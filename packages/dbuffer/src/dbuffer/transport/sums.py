@@ -10,7 +10,7 @@ PIECE_BYTES = 1 << 18  # of each rank's memory, added while the sum is in the ca
 
 
 class Sum:
-    """This rank's own slices and what peers give, added always in the same order of peers.
+    """This rank's slices and the peers', added always in the same order of peers.
 
     Args:
         pairs: (receive, own), contiguous and 1-D; `receive` may be `own`.

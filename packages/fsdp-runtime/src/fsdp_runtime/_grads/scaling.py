@@ -33,7 +33,7 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum over ranks becomes what the user asked for.
+    """How a sum over ranks becomes the requested gradient.
 
     Attributes:
         before: each gradient is multiplied by this as it is written.

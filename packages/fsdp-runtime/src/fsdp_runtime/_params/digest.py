@@ -1,4 +1,4 @@
-"""Digests of values, which tell whether they differ between ranks, or were written to where torch does not count."""
+"""Digests of values, which show differences between ranks, and writes that torch does not count."""
 
 import zlib
 

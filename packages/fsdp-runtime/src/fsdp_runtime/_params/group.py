@@ -6,7 +6,7 @@ at rest     sharded parameters are views of the buffer's shard; there is no gath
    |  Unit.unshard / reshard
 gathered    unsharded parameters are views of the gathered memory
 
-`Group` is the plain kind. The kinds in `kinds/` override what differs, so that nothing else asks for a group's kind.
+`Group` is the plain kind. The kinds in `kinds/` override the differences, so that nothing else asks for a group's kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -242,7 +242,7 @@ class Group:
         return self.buffer is None or bool(self._moved())
 
     def _moved(self) -> "list[ManagedParam[Group]]":
-        """The parameters whose object, or whose memory, is not what this group has given them."""
+        """The parameters whose object or memory this group has not made."""
         if self.buffer is None:
             return self.params
         moved = []
@@ -450,7 +450,7 @@ class Group:
                 self.gradients.training_changed()
 
     def follow_users(self, param: "ManagedParam[Group]", before: Settings) -> None:
-        """Let a sharded parameter follow what users set on the unsharded one since `before`.
+        """Copy attributes that users have set on the unsharded parameter since `before` to the sharded one.
 
         Raises:
             ValueError: it cannot require a gradient.

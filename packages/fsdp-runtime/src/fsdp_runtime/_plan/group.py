@@ -105,7 +105,7 @@ class GroupPlan:
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: encoding of gathers. Defaults to the compute dtype.
         reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
-        layout, geometry: where they lie, and what of that is this rank's.
+        layout, geometry: their positions, and this rank's part.
         params: one for each, in the order of the module.
         neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
     """

@@ -194,7 +194,7 @@ class OtherParallelism:
     """How tensor or expert parallelism had already cut a parameter.
 
     Attributes:
-        mesh: of the unsharded parameter: what remains of its mesh without the data-parallel dimensions.
+        mesh: of the unsharded parameter: its mesh without the data-parallel dimensions.
         placements: on that mesh.
         shape, stride: of the whole parameter.
     """

@@ -1,8 +1,8 @@
 """Activations of units in CPU memory between forward and backward.
 
-    forward     what autograd saves in a unit is noted; when the unit ends, copies to the CPU start, and the device
+    forward     tensors saved in a unit are noted; when the unit ends, copies to the CPU start, and the device
                 memory of the unit before is freed, after its copies; the last unit's is still there in backward
-    backward    the first use in a unit starts the copies back of what it and the next unit used in the last backward
+    backward    the first use in a unit starts copies back of tensors that it and the next unit used last time
 
     compute     forward 0 | forward 1 | forward 2 ...       backward 2 | backward 1 | backward 0
     copies                  out 0     | out 1 ...               in 1   | in 0

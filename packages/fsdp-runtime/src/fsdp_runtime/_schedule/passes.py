@@ -184,7 +184,7 @@ class Pass:
                 self.activations.begin_forward()
 
     def _watch_order(self, empty: list[str]) -> None:
-        """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
+        """Compare the ranks' parameters, in a root's first forward, and then the order of their collectives.
 
         Ranks that train different parameters would start different reductions; those with empty buffers start none.
         """
@@ -338,7 +338,7 @@ class Pass:
             self._graph = weakref.ref(token, dropped)
 
     def forget_graph(self) -> None:
-        """Let modules hold what they do when the graph of the last forward is dropped: a user gathers by hand."""
+        """Put modules into the state after a dropped graph of the last forward: a user gathers by hand."""
         self._graph = None
 
     def rest(self, *, free: bool) -> None:

@@ -91,8 +91,8 @@ class SimulatedDevice(StreamLayer):
         completes: what events answer when they are asked whether they have completed.
 
     Attributes:
-        host: what the host has waited for.
-        pools: what a caching allocator would hold.
+        host: the clock of everything that the host has waited for.
+        pools: memory that a caching allocator would hold.
         accesses: how many were checked.
         copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 

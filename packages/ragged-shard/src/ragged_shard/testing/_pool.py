@@ -55,7 +55,7 @@ def run_ranks(
 
     Args:
         world_size: number of ranks.
-        fn: the function to call; ``torch.distributed.get_rank()`` tells it its rank.
+        fn: the function to call; ``torch.distributed.get_rank()`` is its rank.
         timeout: seconds after which ranks that have not answered count as hanging.
         device: the kind: "cpu", or an accelerator such as "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.

@@ -1,4 +1,4 @@
-"""One rank: receives jobs on its socket, runs them, and sends back what they return or raise."""
+"""One rank: receives jobs on its socket, runs them, and sends back results and errors."""
 
 import contextlib
 import faulthandler
