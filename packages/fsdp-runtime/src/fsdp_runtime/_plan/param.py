@@ -271,7 +271,7 @@ class ManagedParam(Generic[G]):
         return " and ".join(changes)
 
     def undo_changes(self, before: Settings) -> None:
-        """Undo changes of the unsharded `data`, `grad` and `requires_grad` that the sharded parameter does not follow."""
+        """Undo changes of the unsharded `data`, `grad` and `requires_grad` that the sharded one does not follow."""
         assert self.unsharded is not None
         self.unsharded.grad = None
         if self.unsharded.requires_grad is not self.sharded.requires_grad:
