@@ -390,24 +390,25 @@ BEGIN, END = "<!-- bench summary: python -m bench report -->", "<!-- end of benc
 INTRODUCTION = """\
 # Benchmarks: the newest figures
 
-Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, other numbers of
-ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are taken within a
-round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands and
-method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
+Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, parts of a step,
+other numbers of ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are
+taken within a round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands
+and method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
 FIRST = ("counts", "speed")  # results whose tables come first
 # Rows and tables that are left out here; the JSON files have them.
 LEFT_OUT = {
     ("counts-counts", "ranks"): ("8 simulated", "2 real", "4 real"),
     ("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64"),
 }  # fmt: skip
-# Those of docs/guides/memory.md and WEIGHTS.md stand there.
+LEFT_OUT_COLUMNS = ("parked MiB", "PSS MiB", "forward ms", "backward ms", "update ms")
+# Tables of docs/guides/memory.md and WEIGHTS.md stand there.
 LEFT_OUT_TABLES = (
     "Steps to that loss by learning rate", "Newton-Schulz, cpu", "Offload", "Bytes of ZeRO's stages", "Weights through",
-    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks: optimizer",
+    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks",
     "Time of Muon", "The same for GPUs", "Muon's step on fully_shard, simulated",
 )  # fmt: skip
-# Systems of ours in the summary, and how bytes get from rank to rank there.
-WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
+OURS_SHOWN = ("ours", "ours-collectives")  # in the summary
+WORKLOADS_SHOWN = {"dense": "small Llama", "moe": "mixture of experts"}
 
 
 def write_report(folder: Path) -> Path:
@@ -426,14 +427,16 @@ def write_report(folder: Path) -> Path:
             hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
             rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
             about = f"{part['text']} *{device}, {where['date'][:10]}, {item['commit']}.*"
-            out += [f"{title}{about}", table(part["header"], rows)]
+            kept = [n for n, column in enumerate(part["header"]) if column not in LEFT_OUT_COLUMNS]
+            header, *rows = ([row[n] for n in kept] for row in (part["header"], *rows))
+            out += [f"{title}{about}", table(header, rows)]
     path = folder / "REPORT.md"
     path.write_text("\n\n".join(out) + "\n")
     return path
 
 
 def summary(folder: Path) -> list[str]:
-    """The summary for the README: exact counts first, then speed."""
+    """The summary for the README: exact counts, then the span of speeds."""
     out = []
     for item in load_all("counts-counts", folder):
         systems = item["figures"].get("64 simulated", {})
@@ -447,40 +450,36 @@ def summary(folder: Path) -> list[str]:
         out += [about, table(header.split("; "), rows)]
     results = [item for item in load_all("speed-", folder) if "ours" in item["figures"]["times"]]
     quiet = [item for item in results if not item["noise"]]
-    busy = " Times of a busy machine are left out." if len(quiet) < len(results) else ""
+    workloads: dict[str, list[dict[str, Any]]] = {}
+    for item in quiet:
+        workloads.setdefault(item["figures"]["workload"]["name"], []).append(item["figures"])
     if quiet:
-        columns = "workload; ranks; bytes travel by; tokens/s; x FSDP2; x DDP; "
-        columns += "CPU s/step, of FSDP2's; peak RSS, of FSDP2's"
-        rows = [
-            _speed_row(item["figures"], system, way)
-            for item in quiet
-            for system, way in WAYS
-            if system in item["figures"]["times"]
-        ]
         where = quiet[-1]["machine"]
-        out += [
-            f"Training a small Llama (dense) and a mixture of experts (moe) in fp32 on {where['cores']} CPU cores,"
-            f" gloo, one thread a rank, all systems taking turns ({where['date'][:10]}).{busy}",
-            table(columns.split("; "), rows),
-        ]
-    elif busy:
-        out.append(busy.strip())
-    return [*out, "All figures: [bench/results/REPORT.md](bench/results/REPORT.md)."]
-
-
-def _speed_row(figures: dict[str, Any], system: str, way: str) -> list[Any]:
-    t, memory = figures["times"][system], figures["memory"]
-    share = memory[system]["start"] / memory["fsdp2"]["start"] if {system, "fsdp2"} <= set(memory) else None
-    name = figures["workload"]["name"]
+        spans = [f"a {WORKLOADS_SHOWN.get(name, name)} {_spans(each)}" for name, each in workloads.items()]
+        out.append(
+            f"In fp32 on {where['cores']} CPU cores over gloo, with peer memory and without, it trains"
+            f" {'; '.join(spans)} ({where['date'][:10]})."
+        )
     return [
-        name if figures["optimizer"] == "adamw" else f"{name}, {figures['optimizer']}",
-        figures["ranks"],
-        way,
-        f"{t['tokens_per_second']:,.0f}",
-        *(f"{t[k]:.2f}" if k in t else "" for k in ("wall_ratio_fsdp2", "wall_ratio_ddp")),
-        f"{1 / t['cpu_ratio_fsdp2']:.0%}" if "cpu_ratio_fsdp2" in t else "",
-        f"{share:.0%}" if share else "",
+        *out,
+        "All figures, also of DDP, FSDP1 and DeepSpeed: [bench/results/REPORT.md](bench/results/REPORT.md).",
     ]
+
+
+def _spans(all_figures: list[dict[str, Any]]) -> str:
+    """Smallest and largest speed and peak RSS of ours, relative to FSDP2."""
+    speeds, peaks = [], []
+    for figures in all_figures:
+        for system in OURS_SHOWN:
+            if "wall_ratio_fsdp2" in figures["times"].get(system, {}):
+                speeds.append(figures["times"][system]["wall_ratio_fsdp2"])
+            if {system, "fsdp2"} <= set(figures["memory"]):
+                peaks.append(figures["memory"][system]["start"] / figures["memory"]["fsdp2"]["start"])
+    ranks = " and ".join(str(figures["ranks"]) for figures in all_figures)
+    return (
+        f"on {ranks} ranks {min(speeds):.2f} to {max(speeds):.2f} times as fast as FSDP2, in {min(peaks):.0%} to "
+        f"{max(peaks):.0%} of its peak memory"
+    )
 
 
 def put_into(readme: Path, folder: Path) -> None:

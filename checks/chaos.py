@@ -1,6 +1,6 @@
 """Kills and freezes ranks and launchers at random moments; checkpoints must verify and curves must be the same.
 
-`python -m checks.chaos --attacks 300` prints the table; `--write` puts it into RELIABILITY.md. Same seed, same plan;
+`python -m checks.chaos --attacks 300` prints the sums; `--write` puts them into RELIABILITY.md. Same seed, same plan;
 what the operating system does in between differs.
 """
 
@@ -181,41 +181,38 @@ def _named(attack: Attack, ended: Ended) -> bool:
     return f"rank {attack.victim} was ended by SIGKILL" in ended.said
 
 
-def table(rows: list[Row], seed: int) -> str:
-    attacks = sum(row.kills + row.freezes for row in rows)
-    lines = [
-        f"{attacks} attacks on runs of 2 and 3 ranks, seed {seed}. A run is attacked up to three times and resumed "
-        "after each. Faults are damaged checkpoints, hangs, processes left, killed ranks not named, wrong curves.",
-        "",
-        "| where | kills | freezes | checkpoints | curves | faults |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    total = Row("all")
-    for row in [*rows, total]:
-        lines.append(
-            f"| {row.place} | {row.kills} | {row.freezes} | {row.checkpoints} | {row.curves} | "
-            f"{row.damaged + row.hangs + row.left + row.unnamed + row.wrong} |"
-        )
-        for name, value in vars(row).items():
-            if isinstance(value, int):
-                setattr(total, name, getattr(total, name) + value)
-    return "\n".join(lines)
+def sentence(rows: list[Row], seed: int) -> str:
+    """The sums over all places."""
+
+    def total(*names: str) -> int:
+        return sum(getattr(row, name) for row in rows for name in names)
+
+    return (
+        f"{total('kills')} kills and {total('freezes')} freezes of runs of 2 and 3 ranks, seed {seed}, up to three "
+        f"of one run, which is resumed after each: {total('checkpoints')} checkpoints and {total('curves')} resumed "
+        f"curves compared, {total('damaged', 'hangs', 'left', 'unnamed', 'wrong')} faults (damaged checkpoints, hangs, "
+        "processes left, killed ranks not named, wrong curves)."
+    )
 
 
 def main() -> int:
-    """Print the table, and problems one a line; 1 if there are any."""
+    """Print the sums, and problems one a line; 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--attacks", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=7200.0, help="begin no further run after that long")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/RELIABILITY.md")
+    parser.add_argument("--write", action="store_true", help="put the sums into docs/RELIABILITY.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         chaos = Chaos(Path(folder), options.seed)
         chaos.attack(options.attacks, time.monotonic() + options.seconds)
     rows = list(chaos.rows.values())
-    text = table(rows, options.seed)
+    text = sentence(rows, options.seed)
     print(text)
+    for row in rows:
+        print(
+            f"{row.place}: {row.kills} kills, {row.freezes} freezes, {row.checkpoints} checkpoints, {row.curves} curves"
+        )
     problems = [f"PROBLEM {row.place}: {problem}" for row in rows for problem in row.problems]
     print("\n".join(problems))
     if options.write:

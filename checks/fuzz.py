@@ -1,6 +1,6 @@
 """Damaged input for everything that is read from outside: one line of error or a right result, at bounded cost.
 
-`python -m checks.fuzz --inputs 100000` prints the table; `--write` puts it into RELIABILITY.md. One process for
+`python -m checks.fuzz --inputs 100000` prints the sums; `--write` puts them into RELIABILITY.md. One process for
 all inputs of a kind, and another one when a signal has ended it. `--only NAME --seed S --first N --inputs 1` makes one
 input again.
 """
@@ -196,25 +196,22 @@ def fuzz(targets: Sequence[Target], seed: int, first: int, count: int) -> list[R
         return [run(target, seed, first, max(1, count // len(targets))) for target in targets]
 
 
-def table(results: Sequence[Result], seed: int) -> str:
-    total = sum(result.inputs for result in results)
-    lines = [
-        f"{total:,} inputs, seed {seed}, each in {MEMORY >> 20} MiB more than a process starts with and "
-        f"{CPU_SECONDS:g} s of CPU time. Faults are tracebacks, hangs and too much memory.",
-        "",
-        "| input | right result | one line of error | faults | slowest, CPU s |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {result.name} | {result.accepted:,} | {result.refused:,} | "
-        f"{len(result.faults)} | {result.slowest:.2f} |"
-        for result in results
-    ]
-    return "\n".join(lines)
+def sentence(results: Sequence[Result], seed: int) -> str:
+    """The sums over all targets."""
+    inputs, accepted, refused, faults = (
+        sum(counts)
+        for counts in zip(*((r.inputs, r.accepted, r.refused, len(r.faults)) for r in results), strict=True)
+    )
+    return (
+        f"{inputs:,} inputs of {len(results)} kinds, seed {seed}, each in {MEMORY >> 20} MiB more than a process "
+        f"starts with and {CPU_SECONDS:g} s of CPU time: {accepted:,} right results, {refused:,} times one line "
+        f"of error, {faults} faults (tracebacks, hangs, too much memory). The slowest took "
+        f"{max(r.slowest for r in results):.2f} s of CPU time."
+    )
 
 
 def main() -> int:
-    """Print the table, and faults one a line; 1 if there are any."""
+    """Print the sums, and faults one a line; 1 if there are any."""
     from checks.fuzz_targets import all_targets
     from checks.page import write_section
 
@@ -223,16 +220,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first input of a target")
     parser.add_argument("--only", help="one target")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/RELIABILITY.md")
+    parser.add_argument("--write", action="store_true", help="put the sums into docs/RELIABILITY.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, all_targets(Path(folder)) as found:
         targets = [target for target in found if options.only in (None, target.name)]
         if not targets:
             parser.error(f"--only: there are {', '.join(target.name for target in found)}")
         results = fuzz(targets, options.seed, options.first, options.inputs)
-    text = table(results, options.seed)
+    text = sentence(results, options.seed)
     print(text)
     for result in results:
+        print(
+            f"{result.name}: {result.accepted:,} right, {result.refused:,} refused, {result.slowest:.2f} s at most"
+        )
         for kind, again in result.faults.items():
             print(f"FAULT {result.name}: {kind} ({again})")
     if options.write:

@@ -1,8 +1,9 @@
-"""Sections of docs/RELIABILITY.md, each between markers of its own and written by one command."""
+"""Sections of pages of fsdp-runtime, each between its markers and written by one command."""
 
 import platform
 import re
 from datetime import date
+from pathlib import Path
 
 import torch
 
@@ -11,11 +12,11 @@ from checks import RUNTIME
 PAGE = RUNTIME / "docs" / "RELIABILITY.md"
 
 
-def write_section(name: str, text: str) -> None:
-    """Put `text` between `<!-- name -->` and `<!-- /name -->`, with the date and the versions."""
-    page = PAGE.read_text()
+def write_section(name: str, text: str, path: Path = PAGE) -> None:
+    """Put `text` between `<!-- name -->` and `<!-- /name -->` of a page, with the date and the versions."""
+    page = path.read_text()
     stamp = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}."
     whole = f"<!-- {name} -->\n{text}\n\n{stamp}\n<!-- /{name} -->"
     changed, found = re.subn(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _: whole, page, flags=re.DOTALL)
-    assert found == 1, f"{PAGE} has no section {name}"
-    PAGE.write_text(changed)
+    assert found == 1, f"{path} has no section {name}"
+    path.write_text(changed)

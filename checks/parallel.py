@@ -1,16 +1,13 @@
-"""Writes packages/fsdp-runtime/docs/PARALLEL.md: each case with this runtime and FSDP2, in turns on the same ranks."""
+"""Writes a table into docs/parallelism.md: each case with this runtime and FSDP2, in turns on the same ranks."""
 
-import platform
-
-import torch
-from harness import KINDS, RANKS, Case, Outcome, all_cases, run_case, worst_of
+from harness import RANKS, Case, Outcome, all_cases, run_case, worst_of
 
 from checks import RUNTIME
+from checks.page import write_section
 from ragged_shard.testing import RankError, run_ranks
 
-PAGE = RUNTIME / "docs" / "PARALLEL.md"
+PAGE = RUNTIME / "docs" / "parallelism.md"
 BOUND = 1e-4  # FSDP2 is wrong beyond it; the tests hold ours to less
-HEAD = ["| case | FSDP2 | collectives | bytes sent |", "| --- | --- | --- | --- |"]
 
 
 def both(name: str, ask_fsdp2: bool) -> tuple[Outcome | str, Outcome | str | None]:
@@ -18,7 +15,7 @@ def both(name: str, ask_fsdp2: bool) -> tuple[Outcome | str, Outcome | str | Non
 
 
 def outcomes_of(entry: Case) -> tuple[Outcome | str, Outcome | str]:
-    """What a case gives with ours and with FSDP2."""
+    """The outcomes of a case with ours and with FSDP2."""
     try:
         ranks = run_ranks(RANKS, both, entry.name, not entry.only_ours, timeout=300)
     except RankError as error:
@@ -28,68 +25,37 @@ def outcomes_of(entry: Case) -> tuple[Outcome | str, Outcome | str]:
     return ours, worst_of(theirs) if theirs else entry.only_ours
 
 
-def row(text: str, ours: Outcome, theirs: Outcome | str) -> str:
-    """A case's row; FSDP2's counts and bytes are in it where they differ from ours."""
-    if isinstance(theirs, str):
-        cells = [theirs.replace("|", "/")[:160], _counts(ours), _bytes(ours)]
-    else:
-        cells = [_wrong(theirs), _both(_counts(ours), _counts(theirs)), _both(_bytes(ours), _bytes(theirs))]
-    return f"| {text} | {' | '.join(cells)} |"
+def differences(outcomes: list[Outcome | str]) -> str:
+    """Where FSDP2 differs from one process in a section: errors by their class, the largest distances."""
+    counts: dict[str, int] = {}
+    distances: dict[str, float] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            reasons = [outcome.replace("|", "/")[:160]]
+        else:
+            values = {"loss": outcome.loss, "gradients": outcome.gradients, "norm": outcome.norm}
+            raised = {name: value for name, value in values.items() if isinstance(value, str)}
+            reasons = [f"no {name}: `{value.partition(':')[0]}`" for name, value in raised.items()]
+            for name, value in values.items():
+                if isinstance(value, float) and not value <= BOUND:
+                    reason = f"**wrong {name}**"
+                    distances[reason] = max(value, distances.get(reason, 0.0))
+                    reasons.append(reason)
+        for reason in reasons:
+            counts[reason] = counts.get(reason, 0) + 1
+    return "; ".join(
+        f"{count}: {reason}" + (f", {distances[reason]:.0e}" if reason in distances else "")
+        for reason, count in counts.items()
+    )
 
 
-def _both(ours: str, theirs: str) -> str:
-    return ours if ours == theirs else f"{ours} ({theirs})"
-
-
-def _counts(outcome: Outcome) -> str:
-    return "/".join(str((outcome.counts or {}).get(kind, 0)) for kind in KINDS)
-
-
-def _bytes(outcome: Outcome) -> str:
-    return f"{outcome.bytes_sent:,.0f}"
-
-
-def _wrong(outcome: Outcome) -> str:
-    """What of FSDP2's is not one process's: errors by their class, distances above the bound."""
-    distances = {"loss": outcome.loss, "gradients": outcome.gradients, "norm": outcome.norm}
-    parts = []
-    for name, value in distances.items():
-        if isinstance(value, str):
-            parts.append(f"no {name}: `{value.partition(':')[0]}`")
-        elif value is not None and not value <= BOUND:
-            parts.append(f"**wrong {name}**: {value:.0e}")
-    return ", ".join(parts)
-
-
-def largest(outcomes: list[Outcome]) -> float:
-    values = [value for o in outcomes for value in (o.loss, o.gradients, o.norm) if isinstance(value, float)]
-    return max(values)
-
-
-def page(results: list[tuple[str, str, Outcome, Outcome | str]]) -> str:
-    """The whole page, of the section, the text, our outcome and FSDP2's of each case."""
-    lines = [
-        "# With tensor, expert, pipeline and context parallelism, case by case",
-        "",
-        f"Each case trains on {RANKS} gloo ranks with this runtime and with FSDP2; only the import differs. Loss,",
-        "gradients and clipped norm of ours are within "
-        f"{largest([ours for _, _, ours, _ in results]):.0e} of one process, relative; a test",
-        "holds them to 1e-5, and to the exact number of collectives. The column FSDP2 has what raises or is further",
-        f"away than {BOUND:.0e}; if clipping raises, the case continues without it.",
-        "",
-        "Collectives of a step on rank 0: gathers/reduce-scatters/all-reduces/all-to-alls; FSDP2's are in parentheses",
-        "if they differ. [Parallelism](parallelism.md) says how to use each. Made by",
-        f"`python -m checks.parallel`; torch {torch.__version__}, {platform.machine()}.",
-    ]
-    section, reason = "", ""
-    for title, text, ours, theirs in results:
-        if title != section:
-            section = title
-            lines += ["", f"## {section}", "", *HEAD]
-        repeated = isinstance(theirs, str) and theirs == reason
-        lines.append(row(text, ours, "as above" if repeated else theirs))
-        reason = theirs if isinstance(theirs, str) else ""
-    return "\n".join(lines) + "\n"
+def table(results: list[tuple[str, Outcome | str]]) -> str:
+    """A row for each section, from the section and FSDP2's outcome of each case."""
+    lines = ["| cases | | FSDP2 |", "| --- | ---: | --- |"]
+    for section in dict.fromkeys(section for section, _ in results):
+        outcomes = [outcome for other, outcome in results if other == section]
+        lines.append(f"| {section} | {len(outcomes)} | {differences(outcomes)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -99,8 +65,8 @@ def main() -> None:
         print(f"{entry.name}: {ours} / {theirs}", flush=True)
         if isinstance(ours, str):
             raise SystemExit(f"{entry.name}: {ours}")
-        results.append((entry.section, entry.text, ours, theirs))
-    PAGE.write_text(page(results))
+        results.append((entry.section, theirs))
+    write_section("parallel", table(results), PAGE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Long runs with every optimizer: memory, descriptors, threads and host time per step, at the end as at the start.
 
-`python -m checks.soak --steps 20000` prints the table; `--write` puts it into RELIABILITY.md. Two ranks; every few
+`python -m checks.soak --steps 20000` prints the growth; `--write` puts it into RELIABILITY.md. Two ranks; every few
 hundred steps the run stops with a checkpoint and a new trainer in the same process resumes from it.
 """
 
@@ -124,28 +124,33 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(values[:quarter]), statistics.median(values[-quarter:])
 
 
-def table(rows: Sequence[Row], part: int) -> str:
-    lines = [
-        f"{rows[0].steps:,} steps on {RANKS} ranks, a resume about every {part}, two checkpoints and two evaluations "
-        "in between. Medians of the first and the last quarter of the samples; the worst rank.",
-        "",
-        "| optimizer | resident memory, MB | descriptors | threads | CPU ms a step |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        whole = [f"{first:.0f}, {last:.0f}" for first, last in (row.memory, row.descriptors, row.threads)]
-        cells = [row.optimizer, *whole, f"{row.cpu_ms[0]:.1f}, {row.cpu_ms[1]:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def sentence(rows: Sequence[Row], part: int) -> str:
+    """The largest growth of each number over all optimizers."""
+    numbers = {
+        "resident memory": "memory",
+        "descriptors": "descriptors",
+        "threads": "threads",
+        "CPU time": "cpu_ms",
+    }
+    grew = {
+        what: max(last / first for first, last in (getattr(r, n) for r in rows))
+        for what, n in numbers.items()
+    }
+    return (
+        f"{rows[0].steps:,} steps of each of {', '.join(f'`{row.optimizer}`' for row in rows)} on {RANKS} ranks, a "
+        f"resume about every {part}, two checkpoints and two evaluations in between. The median of the last quarter of "
+        "the samples, of the first quarter's, the worst rank and optimizer: "
+        f"{', '.join(f'{what} {factor:.0%}' for what, factor in grew.items())}."
+    )
 
 
 def main() -> int:
-    """Print the table, and what grew one a line; 1 if anything did."""
+    """Print the growth, and problems one a line; 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20_000, help="of each optimizer (default: 20000)")
     parser.add_argument("--part", type=int, default=400, help="steps from resume to resume (default: 400)")
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="default: all")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/RELIABILITY.md")
+    parser.add_argument("--write", action="store_true", help="put the growth into docs/RELIABILITY.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
@@ -155,7 +160,7 @@ def main() -> int:
         for optimizer in names:
             rows.append(soak(folder, optimizer, options.steps, options.part))
             print(rows[-1], file=sys.stderr, flush=True)
-    text = table(rows, options.part)
+    text = sentence(rows, options.part)
     print(text)
     for row in rows:
         for problem in row.problems:

@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 # Where pages and pictures outside docs/ appear, by their path in the repository.
 SINGLE = {
+    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "bench/results/REPORT.md": "benchmarks.md",
     "packages/fsdp-runtime/CONFORMANCE.md": "fsdp-runtime/conformance.md",

@@ -1,6 +1,6 @@
 """Take out each wait, event and record in turn, and see whether the tests on the simulated device notice.
 
-    python -m tools.order_mutants [--jobs 2] [--only TEXT] [--write]
+    python -m tools.order_mutants [--jobs 2] [--only TEXT]
 
 A mutant is a copy of the sources with one call changed:
 
@@ -22,7 +22,6 @@ import sys
 
 from .mutants import ROOT, Mutant, copied_sources, import_torch, mutants_of, results, status_of, write
 
-PAGE = ROOT / "packages/fsdp-runtime/docs/ORDER.md"
 # Where streams and events are used. Works of dbuffer's own transports are for CPU ranks, where there are none.
 SOURCES = (
     "dbuffer/src/dbuffer/_collectives.py",
@@ -156,7 +155,6 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose path, function or code has this text")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     options = parser.parse_args()
     chosen = [m for m in all_mutants() if options.only in f"{m.path} {m.function} {m.code}"]
     import_torch()
@@ -173,11 +171,7 @@ def main() -> int:
             f"{'caught    ' if status else 'NOT CAUGHT'} {mutant.path}:{mutant.line} {mutant.code}",
             flush=True,
         )
-    lines = table(statuses)
-    print(lines[0])
-    if options.write:
-        before = PAGE.read_text().partition("## Mutants\n")[0]
-        PAGE.write_text("\n".join([before + "## Mutants", "", *lines, ""]))
+    print(*table(statuses), sep="\n")
     missed = [mutant for mutant, status in statuses if not status]
     unexplained = [m for m in missed if (m.function, m.code) not in EXPLAINED]
     return int(bool(unexplained) or len(missed) > (1 - SHARE) * len(statuses))

@@ -15,7 +15,7 @@ from checks import RUNTIME
 from checks.trainers import CASES, TRAINERS, distances
 
 PAGE = RUNTIME / "docs" / "trainers.md"
-BEGIN, END = "<!-- made by checks/trainers -->", "<!-- end of what is made -->"
+BEGIN, END = "<!-- made by checks/trainers -->", "<!-- /made -->"
 BOUND = 1e-5
 
 

@@ -29,18 +29,16 @@ _REPORT = re.compile(r"fsdp-train: rank \d+ \(\w+\) has ")  # the watchdog's rep
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a case: seconds from the fault to the end of the last rank, distance of the curve from one process's.
+    """Outcome of a case: seconds from the fault to the end of the last rank.
 
-    `line` is the error, or else a report of the watchdog; `valid` are checkpoints as written, of how many; `wrong` is
-    "" if all is as it should be.
+    `line` is the error, or else a report of the watchdog; `wrong` is "" if the case ended as it should, with the losses
+    of one process and valid checkpoints.
     """
 
     case: str
     finished: bool
     seconds: float
-    distance: float
     line: str
-    valid: tuple[int, int]
     wrong: str
 
 
@@ -108,7 +106,7 @@ class Bench:
         wrong = wrong or "; ".join(problem for problem, holds in problems.items() if holds)
         line = (matching or list(filter(_REPORT.match, _LINE.findall(log))) or [""])[0]
         seconds = time.monotonic() - begin
-        return Result(case, finished, seconds, distance, line.removeprefix("fsdp-train: "), valid, wrong)
+        return Result(case, finished, seconds, line.removeprefix("fsdp-train: "), wrong)
 
     def _verified(self) -> tuple[int, int]:
         command = [sys.executable, "-m", "fsdp_runtime.train", "verify", str(self.run)]

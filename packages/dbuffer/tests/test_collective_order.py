@@ -239,7 +239,7 @@ def test_every_rank_raises_at_the_end_of_the_pass_in_which_one_leaves_all_orders
     for titles in [*segments, segments[-1]]:
         assert not any(pass_of_all(ranks, layer, titles, titles, titles))
     usual = (segments[-1] * 2)[: len(other)] if len(segments[-1]) < len(other) else segments[-1]
-    if tuple(usual) not in ranks[0]._scopes[""].told:
+    if tuple(usual) not in ranks[0]._scopes[""].published:
         return
     assert all("do not agree" in error for error in pass_of_all(ranks, layer, usual, other, usual))
 

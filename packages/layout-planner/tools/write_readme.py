@@ -1,4 +1,4 @@
-"""Write what is generated in this package's docs: padding tables and pictures.
+"""Write the generated parts of this package's docs: the padding table and pictures.
 
     python tools/write_readme.py            # write
     python tools/write_readme.py --check    # exit 1, naming them, if any are stale
@@ -17,7 +17,7 @@ from pathlib import Path
 from layout_planner import Rows
 from layout_planner._cli import main as layout_planner
 from layout_planner._cli import named
-from layout_planner._sweep import Options, measure, plan_group
+from layout_planner._sweep import Options, measure
 from layout_planner._table import markdown, percent
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -48,24 +48,6 @@ def padding() -> str:
     return markdown(("<model", "<block", *(f"{size} ranks" for size in _WORLD_SIZES), *others), rows)
 
 
-def layer() -> str:
-    """The layer that each model has most of: padding, the argument of the bound, and the gap to it."""
-    models = [
-        named("gpt-oss-120b", "stacked"),
-        *(named("deepseek-v3", how) for how in ("stacked", "separate")),
-    ]
-    rows = []
-    for model in models:
-        group = max(model.groups, key=lambda group: group.count)
-        for block in (Rows(16), Rows(128)):
-            cells = []
-            for world_size in (512, 1024, 4096):
-                layout = plan_group(group, world_size, block, Options())
-                cells += [f"{percent(layout.padding_ratio)}, {layout.bound.reason}, {percent(layout.gap)}"]
-            rows.append([model.name, str(block), *cells])
-    return markdown(("<model", "<block", "<512 ranks", "<1024 ranks", "<4096 ranks"), rows)
-
-
 def run(command: str) -> str:
     """What the command line prints."""
     shown = io.StringIO()
@@ -76,7 +58,7 @@ def run(command: str) -> str:
     return shown.getvalue().rstrip("\n")
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"padding": padding, "layer": layer}
+SECTIONS: dict[str, Callable[[], str]] = {"padding": padding}
 
 
 def written(page: str) -> str:

@@ -34,7 +34,7 @@ class EMA:
     """An exponential moving average of the parameters that train; buffers and frozen parameters have none.
 
     Averages begin with the weights that are there: build it after these are loaded, and load averages after that. Call
-    `update` after each step of the optimizer. It communicates nothing. In fp32 its bits are those of
+    `update` after each step of the optimizer. It communicates nothing. In fp32 it has the bits of
     ``average.lerp_(weight, 1 - decay)`` at any world size.
 
     Args:
@@ -113,7 +113,7 @@ class EMA:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Reshard, check that the parameters are those that have averages, and begin averages of others that train."""
+        """Reshard, check that every average's parameter is still there, and begin averages of newly trained ones."""
         self._reshard()
         entries = dict(self._given if self._module is None else _named(self._module))
         for name, param in self._params.items():
@@ -203,7 +203,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy averages into those that are there, rounded to nearest if they are narrower. Communicates nothing.
+        """Copy averages into the existing ones, rounded to nearest if they are narrower. Communicates nothing.
 
         Takes what `state_dict` returned in the same placements, or full plain tensors, of which a rank takes its own.
 

@@ -80,7 +80,7 @@ class DBuffer:
         device, shard_device: devices of the gathered memory, with index, and of the shard.
         dtype, full_dtype: dtypes of the shard and of the gathered memory.
         aliased: whether shard and gathered memory are the same.
-        alike: whether all ranks gave the same `hint`; True without `check_ranks`.
+        alike: whether all ranks passed the same `hint`; True without `check_ranks`.
         offloaded: whether the shard is in CPU memory while the device computes elsewhere.
         reductions: number of reductions encoded so far. Stochastic rounding depends on it: a resumed run sets it, on
             every rank to the same number, to continue with the bits of the run before.
@@ -293,7 +293,7 @@ class DBuffer:
     def local_views(self) -> Mapping[str, torch.Tensor]:
         """This rank's slice of each tensor, of shape `(local_prefix, *shape[len(dims):])`, in the memory of `shard`.
 
-        A slice may be empty; that of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
+        A slice may be empty; the slice of a 0-d tensor has shape (1,) or (0,). The same objects while there is a shard.
         `geometry.cut(name, full)` is the slice of a whole tensor to copy into it. With `BlocksAtRest` each is a
         `BlockQuantizedTensor`: `copy_` into one quantizes values.
 

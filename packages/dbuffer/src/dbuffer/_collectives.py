@@ -40,8 +40,8 @@ class HandleState(enum.Enum):
     """The state of a collective.
 
     STARTED     it was launched, or is about to be; its buffers are busy
-    FINISHING   its bytes are there; what follows on this rank (a cast, a sum) is being queued
-    COMPLETED   its buffers are free for what comes next
+    FINISHING   its bytes are there; the rest (a cast, a sum) is being queued on this rank
+    COMPLETED   its buffers are free for the next collective
     FAILED      it will never complete; `wait` raises. Memory that something may still write is out of use for good.
 
         STARTED --wait--> FINISHING --> COMPLETED
@@ -68,7 +68,7 @@ class Handle:
 
     Attributes:
         state: see `HandleState`.
-        title: what it is, of which buffers; the same on all ranks.
+        title: kind and buffers; the same on all ranks.
         group: who takes part; None: this rank alone.
     """
 
@@ -100,7 +100,7 @@ class Handle:
 
         Args:
             start: starts it; None: nothing has to travel, or it was queued on the current stream.
-            finish: what to queue when it has completed.
+            finish: queues the rest when it has completed.
 
         Raises:
             RuntimeError: it could not start.
@@ -139,7 +139,7 @@ class Handle:
         return self._layer.has_completed(self._event)
 
     def wait(self) -> None:
-        """Let what follows on the current stream see the result.
+        """Order later work on the current stream after the result.
 
         Raises:
             RuntimeError: the collective failed (a rank died, a timeout); says which and of which buffers. Again
@@ -294,7 +294,7 @@ def _gather_neighbors(
     if len(kept) < len(buffers) or any(slices.group is not group for slices in kept):
         raise ValueError(
             f"all_gather: of {[buffer.name for buffer in buffers]} only some were shrunk, or to different groups; "
-            "shrink all or none of what is gathered together"
+            "shrink all or none of the buffers that are gathered together"
         )
     layer = buffers[0].layer
     what = f"the slices kept by shrink of {_label(buffers)}"
@@ -414,7 +414,7 @@ class ReduceScatter:
         return self._transport.reduce_scatter(pairs, self._op, self._label)
 
     def _store(self) -> None:
-        """Write what is not in the shards yet, scaled."""
+        """Write the results that are not in the shards yet, scaled."""
         accumulate, scale, size = self._accumulate, self._scale, self._size
         if self._exchange is None:
             for buffer in self._buffers:

@@ -1,4 +1,4 @@
-"""What a buffer needs of an encoding: of its gathers (`WireForm`), of its reductions (`ReductionForm`).
+"""The interface of encodings: of a buffer's gathers (`WireForm`), of its reductions (`ReductionForm`).
 
 Without one a buffer gathers and reduces in the dtype of its gathered memory. A form is a description that any number of
 buffers share; it makes the object that encodes for one buffer, or for one reduction. `dbuffer.encodings` has the forms.
@@ -80,11 +80,11 @@ class Exchange(Protocol):
         ...
 
     def start(self, transport: Transport, label: str) -> Work | None:
-        """Start sending what was encoded."""
+        """Start sending the encoded bytes."""
         ...
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
-        """Sum what was received in fp32, for each buffer into its shard if `into_shard`, else its gathered memory."""
+        """Sum the received bytes in fp32, for each buffer into its shard if `into_shard`, else its gathered memory."""
         ...
 
 

@@ -4,11 +4,11 @@ Torch's collectives carry no name. If ranks start two of equal size in different
 and nothing fails. So each rank records the titles of its collectives, and `compare` publishes them in the process
 group's store. An order is published once; a pass that repeats it takes one request of the store.
 
-titles --compare--> told --every rank told it--> agreed
-                      |--every rank told one since, and not all this one--> RuntimeError
-                      '--a collective started later has completed, and not every rank told it--> RuntimeError
+titles --compare--> published --every rank published it--> agreed
+                      |--every rank published one since, and not all this one--> RuntimeError
+                      '--a collective started later has completed, and not every rank published it--> RuntimeError
 
-That collective has completed on this rank, so every rank has started it, and has told its order before.
+That collective has completed on this rank, so every rank has started it, and has published its order before.
 
 Each rank expects the order that followed the last one before, also if orders alternate. A rank that departs from
 it, to a new order or another known one, announces its collective before it starts it. When that has completed,
@@ -18,7 +18,7 @@ raise. A pass as expected announces nothing.
 
 With torch's own collectives a rank that departs also waits, some seconds at most, until every rank has announced the
 same collective (`meet`). So ranks that differ raise before they exchange anything: buffers of different sizes end
-the process with gloo, and hang with NCCL. In the first few passes every collective is met that way.
+the process with gloo, and hang with NCCL. In the first few passes every collective is announced that way.
 
 After an exception in a pass ranks may expect different orders. The next pass is compared by its titles alone.
 """
@@ -45,14 +45,14 @@ _log = logging.getLogger("dbuffer.order")
 _NAMED = 64  # ranks that an error compares this one's order with
 _NOTHING = "nothing"
 _END = (
-    "what was gathered and reduced since is wrong on every rank: run the same modules in the same order on all ranks, "
-    "and go on from the last checkpoint"
+    "parameters gathered and gradients reduced since are wrong on every rank: run the same modules in the same order "
+    "on all ranks, and continue from the last checkpoint"
 )
 _PATIENCE = 10.0  # seconds that a request of the store may take
 _WAITING = 2.0  # the same, of a rank that waits or whose collective has failed
 _MEETING = 10.0  # seconds that a rank which departs waits for the others, once in a pass if they do not come
-_ASKING = 1.0  # of them, before it asks what the others wait for
-_MET = 8  # new orders of a model that are met at each collective, by groups of at most _NAMED ranks
+_ASKING = 1.0  # of them, before it asks for the others' waits
+_MET = 8  # new orders of a model that are announced at each collective, by groups of at most _NAMED ranks
 _MOST = 256  # orders of a model that are written to the store, which keeps them all
 
 
@@ -61,7 +61,7 @@ class DisagreementError(RuntimeError):
 
 
 @dataclass
-class _Told:
+class _Published:
     """An order that some ranks may not have published yet.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Departure:
 
     Attributes:
         key: entry of the store with the last rank that departed, and its collective.
-        counter: counter in the store of the ranks that departed to this collective, plus those that saw all of them.
+        counter: counter in the store of the ranks that departed to this collective, plus ranks that saw all of them.
         number: number of collectives started by then, with this one.
         title: title of the collective.
     """
@@ -98,9 +98,9 @@ class _Departure:
 
 @dataclass
 class _Scope:
-    """Orders that this rank has published under one name, with their numbers; and those that all ranks have."""
+    """Orders that this rank has published under one name, with their numbers; and the orders that all ranks have."""
 
-    told: dict[tuple[str, ...], int] = field(default_factory=dict)
+    published: dict[tuple[str, ...], int] = field(default_factory=dict)
     agreed: set[tuple[str, ...]] = field(default_factory=set)
     # after each order: the order that followed the last time, and how often in a row
     following: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class CollectiveOrder:
         self._asked = PatientStore(shared, _WAITING)
         self._scopes = {"": _Scope()}
         self._scope = ""
-        self._waiting: list[_Told] = []
+        self._waiting: list[_Published] = []
         self.expected: tuple[str, ...] = ()
         self._before: tuple[str, ...] = ()  # the order compared last
         self._unknown = False  # whether no published order begins with `titles`
@@ -154,7 +154,7 @@ class CollectiveOrder:
         An order known under one name is published again under another. Pending orders of other names are checked when
         they recur: their model may have failed.
         """
-        self._waiting = [told for told in self._waiting if told.scope == scope]
+        self._waiting = [published for published in self._waiting if published.scope == scope]
         self._departures = []
         self._scope = scope
         self._scopes.setdefault(scope, _Scope())
@@ -177,7 +177,7 @@ class CollectiveOrder:
 
         Args:
             layer: of the device that the collectives run on.
-            patience: seconds to wait for what the others tell, where this sequence is new. Without, a difference
+            patience: seconds to wait for the others' orders, where this sequence is new. Without, a difference
                 shows in a later call, after collectives that were started since.
 
         Raises:
@@ -195,7 +195,11 @@ class CollectiveOrder:
             scope.turns[self._before, last, times] = started
             scope.following[self._before] = (started, min(times + 1, _MOST) if started == last else 1)
             self._begin_sequence(started)
-        new = started and started not in scope.agreed and (len(scope.told) < _MOST or started in scope.told)
+        new = (
+            started
+            and started not in scope.agreed
+            and (len(scope.published) < _MOST or started in scope.published)
+        )
         if self._store is None or layer.capturing:
             return
         difference = ""
@@ -203,9 +207,9 @@ class CollectiveOrder:
             difference = self._check_departures(self._store, layer, started)
             latest = None
             if new and not difference:
-                told = self._tell(self._store, started)
-                if patience > 0 and self._others_told(self._store, told, patience):
-                    latest = told
+                published = self._publish(self._store, started)
+                if patience > 0 and self._all_published(self._store, published, patience):
+                    latest = published
             if self._waiting and not difference:
                 difference = self._check(self._store, layer, latest)
         except RuntimeError as error:
@@ -214,7 +218,7 @@ class CollectiveOrder:
             raise RuntimeError(difference)
 
     def check_waiting(self) -> str:
-        """Tell the other ranks what this one has started, since it waits for long; returns how one differs, or "".
+        """Publish the collectives that this rank has started, since it waits for long; returns a difference, or "".
 
         Some requests of the store for each of the first 64 ranks. A rank that has not asked is not known to differ.
         """
@@ -240,7 +244,7 @@ class CollectiveOrder:
                 at = int(number) - first - 1
                 if 0 <= at < len(started) and started[at] != title and int(place) != self._rank:
                     return self._waits_otherwise(started[at], self._ranks[int(place)], title)
-        except RuntimeError:  # the store is cut off, or its process is gone: what is waited for will fail
+        except RuntimeError:  # the store is cut off, or its process is gone: the wait will fail
             return ""
         return ""
 
@@ -283,14 +287,16 @@ class CollectiveOrder:
         if layer.capturing:
             return
         if self._unknown:
-            if len(scope.told) >= _MET or len(self._ranks) > _NAMED:
+            if len(scope.published) >= _MET or len(self._ranks) > _NAMED:
                 return
         else:
-            known = next((told for told in scope.told if told[: len(begun)] == begun), None)
+            known = next(
+                (published for published in scope.published if published[: len(begun)] == begun), None
+            )
             self._unknown = known is None
             if known is not None:
                 self.expected = known
-            elif len(scope.told) >= _MOST:
+            elif len(scope.published) >= _MOST:
                 return
         self.unmet = self._announce(layer, begun[-1], len(begun), self.number)
 
@@ -409,12 +415,12 @@ class CollectiveOrder:
             "the order of collectives is no longer compared between ranks: the store failed: %s", error
         )
 
-    def _tell(self, store: PatientStore, started: tuple[str, ...]) -> _Told:
+    def _publish(self, store: PatientStore, started: tuple[str, ...]) -> _Published:
         scope = self._scopes[self._scope]
         text = "\n".join(started).encode()
         key = f"{self._scope}/{hashlib.sha256(text).hexdigest()[:32]}"
-        if started not in scope.told:
-            number = scope.told[started] = len(scope.told)
+        if started not in scope.published:
+            number = scope.published[started] = len(scope.published)
             store.set(f"{self._scope}/rank {self._rank}/{number}", zlib.compress(text).hex())
             store.add(key, 1)
             store.add(f"{self._scope}/number {number}", 1)
@@ -422,44 +428,44 @@ class CollectiveOrder:
                 _log.warning(
                     "the order of collectives changes in each pass: new orders are no longer compared between ranks"
                 )
-        told = next((waiting for waiting in self._waiting if waiting.key == key), None)
-        if told is None:
-            told = _Told(started, self._scope, key, self.number, [])
-            self._waiting.append(told)
-        return told
+        published = next((waiting for waiting in self._waiting if waiting.key == key), None)
+        if published is None:
+            published = _Published(started, self._scope, key, self.number, [])
+            self._waiting.append(published)
+        return published
 
-    def _others_told(self, store: PatientStore, told: _Told, seconds: float) -> bool:
+    def _all_published(self, store: PatientStore, published: _Published, seconds: float) -> bool:
         """Whether every rank has published as many orders as this one, after waiting at most `seconds`."""
-        number = self._scopes[told.scope].told[told.titles]
+        number = self._scopes[published.scope].published[published.titles]
         end, pause = time.monotonic() + seconds, 0.001
-        while store.add(f"{told.scope}/number {number}", 0) < len(self._ranks):
+        while store.add(f"{published.scope}/number {number}", 0) < len(self._ranks):
             if time.monotonic() > end:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
 
-    def _check(self, store: PatientStore, layer: DeviceLayer, latest: _Told | None) -> str:
+    def _check(self, store: PatientStore, layer: DeviceLayer, latest: _Published | None) -> str:
         """Check which orders all ranks have published; returns the difference of one that is due, or ""."""
         number, event = self.completed
-        for told in self._waiting.copy():
-            if store.add(told.key, 0) >= len(self._ranks):
-                self._scopes[told.scope].agreed.add(told.titles)
-                self._waiting.remove(told)
+        for published in self._waiting.copy():
+            if store.add(published.key, 0) >= len(self._ranks):
+                self._scopes[published.scope].agreed.add(published.titles)
+                self._waiting.remove(published)
                 continue
-            if not told.witness and number > told.number:
-                told.witness.append(event)
-            if told is latest or (told.witness and layer.has_completed(told.witness[0])):
-                self._waiting.remove(told)
-                if not self._has_failed(store):  # else a rank may tell this order in its next pass
-                    return self._difference(store, told)
+            if not published.witness and number > published.number:
+                published.witness.append(event)
+            if published is latest or (published.witness and layer.has_completed(published.witness[0])):
+                self._waiting.remove(published)
+                if not self._has_failed(store):  # else a rank may publish this order in its next pass
+                    return self._difference(store, published)
         return ""
 
-    def _difference(self, store: PatientStore, told: _Told) -> str:
-        own_rank, titles = self._ranks[self._rank], told.titles
-        number = self._scopes[told.scope].told[titles]
+    def _difference(self, store: PatientStore, published: _Published) -> str:
+        own_rank, titles = self._ranks[self._rank], published.titles
+        number = self._scopes[published.scope].published[titles]
         for place, rank in enumerate(self._ranks[:_NAMED]):
-            key = f"{told.scope}/rank {place}/{number}"
+            key = f"{published.scope}/rank {place}/{number}"
             if place == self._rank or not store.check([key]):
                 continue
             text = zlib.decompress(bytes.fromhex(store.get(key).decode()))

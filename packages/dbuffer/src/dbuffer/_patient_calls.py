@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-_DOUBT = 5.0  # seconds of waiting on a CPU after which ranks tell each other what they wait for
+_DOUBT = 5.0  # seconds of waiting on a CPU after which ranks publish their waits
 _waiting = threading.local()  # its `caller` makes this thread's waits that ignore timeouts
 
 
@@ -21,7 +21,7 @@ class Pending:
         call: the function; freed once it has returned.
 
     Attributes:
-        error: what it raised.
+        error: its exception.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -106,11 +106,11 @@ class PatientStore:
 
 
 class HostWait:
-    """The wait on a CPU for torch's work, in the course of which ranks tell each other what they wait for.
+    """The wait on a CPU for torch's work, during which ranks publish their waits.
 
     Args:
         work: of one collective, or of several that were coalesced.
-        check: compares what the ranks wait for; a sentence if that differs, else empty.
+        check: compares the ranks' waits; a sentence if they differ, else empty.
         ignores_timeouts: whether gloo's wait for this kind of collective takes no timeout.
     """
 

@@ -60,7 +60,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def has_succeeded(work: Any) -> bool:
-    """Whether a work, or each of those that were coalesced, has completed without an error. False if it cannot tell."""
+    """Whether a work, or each coalesced one, has completed without an error. False if unknown."""
     works = getattr(work, "works", (work,))  # `is_success` is deprecated, but the only way
     return work.is_completed() and all(hasattr(each, "is_success") and each.is_success() for each in works)
 

@@ -113,29 +113,29 @@ def fully_shard(
             ranks of each mesh.
         shard_placement_fn: FSDP2's: chooses the mesh of each parameter, by a `DeviceMesh` (1-D, or 2-D as `mesh`) or
             torch's `ShardPlacementResult`; None: `mesh`. A unit gathers and reduces once for each of its meshes.
-            `Shard(dim)` asks for balance, which there is anyway; say with `block_policy` what must stay whole.
+            `Shard(dim)` asks for balance, which there is anyway; `block_policy` names the blocks that stay whole.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards in CPU memory.
         ignored_params: left as they are.
         dp_mesh_dims: which dimensions of `mesh` are data parallel, where parameters are DTensors on all of it.
-        block_policy: `(name, parameter) -> block or None`: what of a parameter must stay on one rank. See
+        block_policy: `(name, parameter) -> block or None`: the runs of a parameter that must stay on one rank. See
             `fsdp_runtime.block_policies`.
         transport: how bytes get from rank to rank: "auto", "collectives" (on a GPU in this runtime's streams, as
-            FSDP2's), "own_stream" (in that of the process group), "peer_memory", or a function that makes a
+            FSDP2's), "own_stream" (in the process group's), "peer_memory", or a function that makes a
             `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else
             "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
         quantization_policy: what is quantized, and how: a `fsdp_runtime.QuantizationPolicy`. Defaults to nothing.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
             and the units inside are gathered when the nearest unit around them that is not skippable begins its
-            forward or backward, on every rank, and freed when that ends; then one small all-reduce tells which
+            forward or backward, on every rank, and freed when that ends; then one small all-reduce finds which
             parameters any rank used, and only those are reduced and get a `.grad`, on every rank.
 
     Returns:
         The module (or list), now an `FSDPModule`.
 
     Raises:
-        ValueError, TypeError: naming the argument or parameter, its value and what to do; on every rank, before
+        ValueError, TypeError: naming the argument or parameter, its value and the remedy; on every rank, before
             anything is changed.
     """
     modules = _checked_modules(module)
@@ -191,7 +191,7 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
         )
     if blocks is not None and not callable(blocks):
         raise TypeError(
-            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as those of "
+            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as one of "
             "fsdp_runtime.block_policies"
         )
     if not callable(planner):
@@ -225,7 +225,7 @@ def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | Non
 
 @dataclass
 class _Taken:
-    """A parameter to take: the managed one, what it was, its full or sharded value, and the unit that has it now."""
+    """A parameter to take: the managed one, the original, its full or sharded value, and the unit that has it now."""
 
     param: Param
     original: torch.Tensor
@@ -300,7 +300,7 @@ def _plan_takeover(
 
 
 def _allocate(member: Member, takeover: _Takeover) -> _Ready:
-    """Allocate and fill the groups of the unit, and of those that give parameters away. Modules do not change."""
+    """Allocate and fill the groups of the unit, and of units that give parameters away. Modules do not change."""
     unit = member.unit
     unit.make_hook = hooks.gradient_hooks(member)
     params: list[Param] = []
@@ -382,7 +382,7 @@ def _find_params(
             if owner not in elsewhere:
                 elsewhere[owner] = _used_elsewhere(owner, modules)
             others = elsewhere[owner]
-            if others is None:  # a unit inside, or beside this one
+            if others is None:  # a unit inside, or a sibling
                 shared = any(place not in each.places for place in param.places)
             else:
                 shared = param.sharded in others or param.unsharded in others

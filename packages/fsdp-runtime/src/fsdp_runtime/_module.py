@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a module can do after `fully_shard`. FSDP2's methods, with FSDP2's meaning."""
+"""`FSDPModule`: the methods of a module after `fully_shard`, FSDP2's with FSDP2's meaning."""
 
 import functools
 import operator
@@ -149,7 +149,7 @@ class FSDPModule(fsdp.FSDPModule):
         passes.backward.by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End a step after all its backwards: reduce what they left, reshard, and show the gradients.
+        """End a step after all its backwards: reduce the remaining gradients, reshard, and set `.grad`.
 
         Gradients that a schedule wrote past autograd's hooks are taken too. Communicates one reduction for each unit
         whose gradients wait, as the end of backward does.
@@ -199,7 +199,7 @@ class FSDPModule(fsdp.FSDPModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, also of those that are gathered just now."""
+        """Clear the gradients of all parameters, also of parameters that are gathered just now."""
         super(fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, True):
             for param in unit.params:
@@ -235,9 +235,9 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that got no gradient on this rank get one of zeros, plus what other ranks have.
+        """Whether parameters that got no gradient on this rank get one of zeros, plus other ranks' gradients.
 
-        Off by default: those that no rank used have no gradient on any rank, the others have one on every rank.
+        Off by default: parameters that no rank used have no gradient on any rank, the others have one on every rank.
 
         Needed where ranks use different units in a step: without it a unit of which this rank used nothing is not
         reduced. Forward still has to run on every rank, since it gathers: leave its result out of the loss.
@@ -274,7 +274,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
 
         After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit. All
-        trained parameters of what is reduced get a gradient: ranks outside the mesh may have used them.
+        trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
 
         Raises:
             ValueError: a stream with HSDP, where the hook runs on the reduction's.
@@ -310,7 +310,7 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward; else the next forward need not gather them.
 
-        False, said between forward and backward, gathers them at once (one all-gather a unit): a schedule that computes
+        False, set between forward and backward, gathers them at once (one all-gather a unit): a schedule that computes
         weight gradients by themselves looks for the unsharded parameters in the module before backward runs.
         """
         units = _units(self, recurse)
@@ -337,7 +337,7 @@ class FSDPModule(fsdp.FSDPModule):
         _unit(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
-        """Set the units to gather ahead when this one runs in forward, instead of those that came next last time."""
+        """Set the units to gather ahead when this one runs in forward, instead of the next ones of the last forward."""
         _unit(self).configure(forward_prefetch=_listed(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[fsdp.FSDPModule]) -> None:
@@ -394,7 +394,7 @@ class FSDPModule(fsdp.FSDPModule):
                     data.reduction_group()
             unit.configure(separate_reductions=enable)
 
-    # -- what has no meaning here -----------------------------------------------------------------------------------
+    # -- FSDP2's settings without a meaning here --------------------------------------------------------------------
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused unless False: buffers come from torch's allocator, and gloo has none to try this with."""
@@ -445,7 +445,7 @@ def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in vars(fsdp.FSDPModule).keys() - vars(FSDPModule).keys():
-    if not _name.startswith("_"):  # a torch newer than those that were tried
+    if not _name.startswith("_"):  # a torch newer than the tried ones
         setattr(FSDPModule, _name, _refuse_by_name(_name))
 
 

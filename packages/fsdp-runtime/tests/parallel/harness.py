@@ -4,8 +4,8 @@
     def two_meshes(fsdp):                      # fsdp: fsdp_runtime or torch.distributed.fsdp; runs on every rank
         return train(fsdp, build, wrap, loss)
 
-Tests hold this runtime to the numbers of one process and to the exact counts; `checks/parallel.py` writes a page that
-compares it with FSDP2.
+Tests hold this runtime to the numbers of one process and to the exact counts; `checks/parallel.py` writes a table of
+where FSDP2 differs.
 """
 
 import importlib

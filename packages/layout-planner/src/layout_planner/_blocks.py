@@ -1,4 +1,4 @@
-"""Blocks (what may not be cut) and the grid of cut points that a block leaves in a tensor.
+"""Blocks (runs that may not be cut) and the grid of cut points that a block leaves in a tensor.
 
     tensor (5, C), Rows(2)         |-- 2C --|-- 2C --|- C -|        the last block is short
                                    0        2C       4C    5C       cut points

@@ -6,7 +6,7 @@ MOST_RANKS = 1 << 20  # anything above is a typing error, and would take memory 
 
 
 def shortened(text: object) -> str:
-    """A message that quotes what was read, cut to a few hundred characters."""
+    """A message that quotes the input, cut to a few hundred characters."""
     shown = str(text)
     return shown if len(shown) <= 600 else f"{shown[:300]} ... {shown[-300:]}"
 

@@ -82,7 +82,7 @@ def _parser() -> _Parser:
                 "--block",
                 type=_shown(parse_block),
                 default=Rows(1),
-                help="what stays on one rank (default: rows:1)",
+                help="block that stays on one rank (default: rows:1)",
             )
         aligned = "elements that offsets are multiples of (default: 8)"
         add("--align", type=_shown(number), default=8, help=aligned)
@@ -253,7 +253,7 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
     shard_bytes, waste = BF16 * padded / args.world_size, BF16 * (padded - model.numel) / args.world_size
     gathered = size(BF16 * most)
     yield f"bf16: {size(shard_bytes)} per rank, {size(waste)} of it padding; at most {gathered} gathered by one group."
-    yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are those of one layer."
+    yield "Tensors, parameters and shard sizes (elements per rank, one per segment) are one layer's."
 
 
 def _sweep(args: argparse.Namespace) -> Iterator[str]:

@@ -205,7 +205,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             ValueError: `text` is not JSON, of another format, or describes an invalid layout.

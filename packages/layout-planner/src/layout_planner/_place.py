@@ -79,7 +79,7 @@ def _uniform(numel: int, step: int, shard: int) -> Placer:
 
 
 def _periodic(grid: BlockGrid, align: int, shard: int) -> Placer:
-    # The boundaries inside a long tensor meet every multiple of gcd(S, period) within a period. The period is not
+    # The boundaries inside a long tensor hit every multiple of gcd(S, period) within a period. The period is not
     # a multiple of the block, so those cannot all be cut points unless S is a multiple of the period.
     cycle = grid.period // math.gcd(shard, grid.period)
     hopeless = cycle > 1 and -(-grid.numel // shard) - 1 >= cycle

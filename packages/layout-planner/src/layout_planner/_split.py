@@ -73,7 +73,7 @@ def split(
 
 
 def _seeds(planner: _Planner, max_segments: int, least: int) -> Iterator[list[list[Item]]]:
-    """Splits to pack: the cheapest ways to combine the grids of the long tensors, then those of all tensors."""
+    """Splits to pack: the cheapest ways to combine the grids of the long tensors, then of all tensors."""
     fluid = sum(item.size for item in planner.items) // planner.world_size
     long = [item for item in planner.items if item.spec.grid.numel > 2 * fluid]
     seen: set[tuple[tuple[int, ...], ...]] = set()

@@ -33,7 +33,7 @@ class Measure:
         planned: with this package's plan.
         even_rows: with even row chunks (FSDP2).
         lcm: with the lcm rule (Megatron-FSDP).
-        lower_bound: what every plan of these groups needs at least.
+        lower_bound: the least that every plan of these groups needs.
     """
 
     world_size: int

@@ -2,7 +2,7 @@
 
     even_rows        FSDP2           every tensor alone:      |-- chunk --|-- chunk --|- chunk/// |
     lcm_rule         Megatron-FSDP   one buffer, shard size a multiple of the lcm of all blocks
-    in_given_order   -               one buffer without any search: what planning adds is the difference to this
+    in_given_order   -               one buffer without any search: planning gains the difference to this
 
 The first two cut a tensor between slices of dimension 0, and here only where a block ends: a chunk is a
 multiple of the fewest slices that end at a cut point. With `Rows(1)` that is one slice, and the sizes are those

@@ -32,7 +32,7 @@ def read_checkpoint(path: str | Path) -> ModelShape:
         path: a `.safetensors` file, a `.safetensors.index.json`, or a folder with one of these.
 
     Raises:
-        ValueError: nothing there, or it cannot be read; names the file and what was found.
+        ValueError: nothing there, or it cannot be read; names the file and its content.
         ImportError: safetensors or numpy is not installed; the message says how to install them.
     """
     path = Path(path)

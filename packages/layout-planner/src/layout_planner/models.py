@@ -2,8 +2,8 @@
 
     ModelShape  ->  GroupShape (`count` groups of this shape)  ->  ShapeEntry (one tensor)
 
-`load_model` knows the models of `model_configs.json`, whose numbers are those of the models' public
-config.json files. Names and shapes are those that transformers (version 5: experts stacked in one tensor)
+`load_model` knows the models of `model_configs.json`, whose numbers come from the models' public
+config.json files. Names and shapes are as transformers (version 5: experts stacked in one tensor)
 holds in memory, with these choices:
 
 * Embeddings are a group, and the head with the final norm is one: all that is gathered outside the layers.
@@ -66,7 +66,7 @@ class GroupShape:
     Attributes:
         name: unique in its model; "layers.3-60" are layers 3 to 60.
         count: how many layers have exactly these tensors, each a separate group. They are planned once.
-        tensors: those of one layer.
+        tensors: one layer's.
     """
 
     name: str

@@ -87,7 +87,7 @@ def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending:
-    """Overwrite ``flat`` on all ranks with that of the group's rank ``source``: one broadcast."""
+    """Overwrite ``flat`` on all ranks with the values of the group's rank ``source``: one broadcast."""
     work = dist.broadcast(_as_movable(flat)[0], group=group, async_op=True, group_src=source)
     return _after(work, flat)
 

@@ -76,7 +76,7 @@ class DeviceLayer:
         return nullcontext()
 
     def record(self, stream: Any = None) -> Any:
-        """An event at the end of what `stream` (None: the current one) holds by now; None on CPU."""
+        """An event after all work queued on `stream` (None: the current one); None on CPU."""
         return None
 
     def wait(self, event: Any, stream: Any = None) -> None:
@@ -139,7 +139,7 @@ class StreamLayer(DeviceLayer):
             yield
 
     def record(self, stream: Any = None) -> Any:
-        """An event at the end of what the stream holds by now."""
+        """An event after all work queued on the stream."""
         event = self._new_event()
         event.record(self.current_stream() if stream is None else stream)
         return event

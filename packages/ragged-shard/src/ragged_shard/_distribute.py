@@ -78,7 +78,7 @@ def scatter(full: torch.Tensor, sharding: Sharding, source: int) -> torch.Tensor
     """This rank's local tensor of the source's full one. On other ranks only the shape and dtype of ``full`` matter.
 
     Axis by axis: the Shard axes first, since the ragged cut is made inside their slices; the axes of replicas last,
-    since what is sent is small by then.
+    since few bytes are sent by then.
     """
     mesh = sharding.mesh
     shape = tuple(sharding.shape)

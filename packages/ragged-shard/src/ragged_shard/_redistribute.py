@@ -250,7 +250,7 @@ def _all_to_all(
     rank: int,
     group: ProcessGroup,
 ) -> Pending:
-    """Between Ragged and Ragged or Shard(d): each rank sends every other what it holds and the other will hold."""
+    """Between Ragged and Ragged or Shard(d): each rank sends its elements to their next holders."""
     if all(h.boxes == w.boxes for h, w in zip(sources, wanted, strict=True)):
         return done(local.clone(memory_format=torch.contiguous_format))
     if all(extent.flat is not None for extent in sources + wanted):

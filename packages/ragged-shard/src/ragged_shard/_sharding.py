@@ -1,4 +1,4 @@
-"""A sharding: mesh, placements and shape together, and what follows from them on this rank. Interned."""
+"""A sharding: mesh, placements and shape together, and this rank's part. Interned."""
 
 import math
 import weakref
@@ -22,7 +22,7 @@ _IN_ORDER: "weakref.WeakValueDictionary[tuple[int, int], DeviceMesh]" = weakref.
 
 
 class Sharding:
-    """How a tensor of one shape is spread over one mesh, and what this rank holds of it.
+    """How a tensor of one shape is spread over one mesh, and this rank's part of it.
 
     Made by `sharding_of`, which returns the same object for equal arguments: comparing is mostly an identity test.
     """
@@ -70,7 +70,7 @@ class Sharding:
         self.cut_axes = tuple(cut_axes)
         self.partial = partial > 0
         self.replicate = replicas == len(placements)
-        self.ordinary = self.axis is not None and not self.partial  # what the fast paths of ops accept
+        self.ordinary = self.axis is not None and not self.partial  # whether the fast paths of ops accept it
         self.region: geo.Region | None = None
         self.local_shape: torch.Size | None = None  # None: a placement of torch's that is not known here
         if known == len(placements):
@@ -155,7 +155,7 @@ def describe_mesh(mesh: DeviceMesh) -> str:
 
 
 def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
-    """The global ranks that this one meets along some axes of a mesh; itself alone where there are none."""
+    """The global ranks of this one's group along some axes of a mesh; itself alone where there are none."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     place = tuple([slice(None) if axis in axes else at for axis, at in enumerate(coordinate)])

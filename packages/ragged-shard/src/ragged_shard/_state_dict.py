@@ -46,7 +46,7 @@ def load_full_state_dict(
         module: its parameters must have storage: call ``to_empty`` first if they are on the meta device.
         state_dict: name -> full tensor; cast to the module's dtypes, but not between floating point and integers.
         rank0_only: only global rank 0 has the state dict.
-        strict: the names must be exactly the module's; otherwise those that both have are loaded.
+        strict: the names must be exactly the module's; otherwise the names that both have are loaded.
 
     Raises:
         ValueError: a meta parameter, a mesh that does not begin at rank 0 (``rank0_only``), a wrong shape,
@@ -221,7 +221,7 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of optimizers by parameter name, with full, plain tensors that share no storage with it.
 
-    Communicates as `full_state_dict` does; with ``rank0_only`` other ranks get ``{}``. The format is that of torch's
+    Communicates as `full_state_dict` does; with ``rank0_only`` other ranks get ``{}``. The format is torch's
     `get_optimizer_state_dict`, so any optimizer of the same kind loads it, distributed or not.
 
     Args:

@@ -1,7 +1,7 @@
 """RaggedDTensor: a DTensor of which each rank holds a contiguous run of whole blocks.
 
 It is a DTensor (torch >= 2.12) with its own dispatch, so nothing of torch is replaced: `isinstance(t, DTensor)` is
-true, and `placements`, `device_mesh` and the checkpoint protocol are those of any DTensor. `_ops.table` says what
+true, and `placements`, `device_mesh` and the checkpoint protocol work as for any DTensor. `_ops.table` says what
 each op does.
 """
 

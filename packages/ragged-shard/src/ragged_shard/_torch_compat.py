@@ -150,7 +150,7 @@ def groups_by_name() -> dict[str, dist.ProcessGroup]:
 
 
 def forget_meshes() -> None:
-    """Forget what DTensor remembers of ops, and with it meshes whose groups are gone."""
+    """Clear DTensor's caches of ops, and with them meshes whose groups are gone."""
     # Not at the top: it imports numpy.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

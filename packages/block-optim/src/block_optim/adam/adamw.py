@@ -32,8 +32,8 @@ _ADAMW: Callable[..., None] = adamw
 class AdamW(BlockOptimizer):
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101) on this rank's elements of sharded parameters.
 
-    Gives torch's numbers bit by bit, wherever tensors are cut: those of its for-loop and foreach implementations, or
-    with ``fused=True`` those of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter),
+    Gives torch's numbers bit by bit, wherever tensors are cut: of its for-loop and foreach implementations, or
+    with ``fused=True`` of its fused kernel. States: ``step``, ``exp_avg``, ``exp_avg_sq`` (8 bytes a parameter),
     fp32 also for bf16 and fp16 parameters, to which torch gives bf16 and fp16 states; the arithmetic is fp32 then,
     rounded to nearest when it is written back.
 

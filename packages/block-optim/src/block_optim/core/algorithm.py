@@ -26,7 +26,7 @@ class Algorithm:
         defaults: the options of a group and their defaults.
         state: the states of the optimizer's parameters.
         members: the algorithm's parameters, in the groups' order.
-        trained: those of them that have states: they require gradients, or were given one.
+        trained: the parameters with states: they require gradients, or have had one.
         known_options: the groups' options when they were last checked, by the group's id.
     """
 
@@ -44,7 +44,7 @@ class Algorithm:
         self.known_options: dict[int, Group] = {}
         self.setup()
 
-    # ---------------------------------------------------------------- what a subclass may define
+    # ---------------------------------------------------------------- methods that a subclass may define
 
     def check_options(self, group: Group) -> None:
         """Raise ValueError, naming it, if an option does not fit; called again when a group's options change.
@@ -67,7 +67,7 @@ class Algorithm:
     def update(self, active: StepGradients) -> None:
         """Update the parameters that have gradients; `StepGradients` iterates over (`Param`, this rank's gradient).
 
-        A parameter's options are in ``p.group``, its memory is ``p.local``, and that of a state is
+        A parameter's options are in ``p.group``, its memory is ``p.local``, and a state's memory is
         ``local_of(self.state[p.tensor][name])``.
         """
         raise NotImplementedError
@@ -84,7 +84,7 @@ class Algorithm:
         """Called once when the constructor has added all groups. May communicate; `update` must not rely on it."""
 
     def invalidate(self) -> None:
-        """Drop or renew what is derived from parameters, groups or the memory of states, which have changed."""
+        """Drop or renew everything derived from parameters, groups or the memory of states, which have changed."""
 
     def format_of(self, group: Group) -> dict[str, Any]:
         """The properties of a group's options on which the format of states depends."""
@@ -118,7 +118,7 @@ class Algorithm:
             units: the modules that `fully_shard` is called on, inner ones first.
             world_size: ranks over which a unit is sharded; needed with ``units``.
             max_padding: padding that whole blocks are worth, as a share of a unit's elements.
-            options: those that the optimizer is going to have.
+            options: the options that the optimizer is going to have.
 
         Raises:
             TypeError: an option that the optimizer does not have.

@@ -45,7 +45,7 @@ class Job:
 
 
 def assign(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> tuple[int, ...]:
-    """An owner for each job. See the module for the rules and what they guarantee. Time O(jobs log ranks).
+    """An owner for each job. See the module for the rules and their guarantees. Time O(jobs log ranks).
 
     Args:
         jobs: in an order that all ranks share.

@@ -43,11 +43,11 @@ class BlockOptimizer(Stateful):
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
-        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: those of a DTensor's
-            mesh if all its placements are Replicate, those of ``replicate_mesh`` for plain parameters (DDP).
+        divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: ranks of a DTensor's
+            mesh if all its placements are Replicate, ranks of ``replicate_mesh`` for plain parameters (DDP).
         replicate_mesh: a DeviceMesh, whose ranks have equal plain parameters and gradients; None: each works alone.
 
-    `step` communicates nothing if ``grad_norm`` tells whether gradients are finite, on one rank, or with
+    `step` communicates nothing if ``grad_norm`` shows whether gradients are finite, on one rank, or with
     ``skip_nonfinite=False``; else (`GradScaler`'s ``found_inf`` included, which may differ by rank) one all_reduce
     of 4 bytes per process group that cuts a parameter. `update` may communicate more.
     """
@@ -87,14 +87,14 @@ class BlockOptimizer(Stateful):
     def step(
         self, closure: Callable[[], Any] | None = None, *, grad_norm: torch.Tensor | float | None = None
     ) -> Any:
-        """One update of every parameter that has a gradient; returns what the closure returned.
+        """One update of every parameter that has a gradient; returns the closure's result.
 
         Args:
             closure: evaluates the model again and returns the loss.
             grad_norm: the result of `clip_grad_norm_`. It is the same on every rank, so that no communication is needed
                 to decide whether to skip.
 
-        Communicates: the agreement on non-finite gradients (see the class), and what `update` communicates.
+        Communicates: the agreement on non-finite gradients (see the class), and the communication of `update`.
         """
         if devices.is_capturing():
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Brings the pieces of what one rank owns to that rank, and results back: one `all_to_all_single` each way.
+"""Sends the pieces of items to their owners, and results back: one `all_to_all_single` each way.
 
 Where every rank holds all of it (`CopyExchange`), nothing goes to owners, and one all_gather brings results back.
 
@@ -65,14 +65,14 @@ class TransferStream:
 
 
 class Exchange:
-    """The transfers of some items (matrices, strips) between those who hold some of them and their owners.
+    """The transfers of some items (matrices, strips) between the ranks that hold parts of them and their owners.
 
     Args:
         group: the process group; ranks are ranks in it.
         rank: this rank's.
         owners: the owner of each item.
         lengths: for each item, (rank, elements) of the ranks that hold some of it.
-        dtype: of what travels.
+        dtype: of the sent elements.
         scratch: where the buffers come from.
         slot: name of the buffers; exchanges of one slot share memory, so they must not run at the same time.
     """
@@ -165,7 +165,7 @@ class CopyExchange:
                 self.parts[i] = item
 
     def to_owners(self, lane: TransferStream) -> Wait:
-        """Send nothing: owners have what they need."""
+        """Send nothing: owners have everything."""
         return no_wait
 
     def back(self, lane: TransferStream) -> Wait:
@@ -188,7 +188,7 @@ class GradientPresence:
         count: number of parameters, the same on every rank.
         device: of the flags.
         copies: the parameters' names where every rank holds all of them, so that all ranks or none must have a
-            gradient; a second byte for each tells, for which the host waits.
+            gradient; a second byte for each says so, for which the host waits.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class GradientPresence:
         self._flags = torch.zeros(count + len(copies), dtype=torch.uint8, device=device)
 
     def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start the all_reduce of which gradients this rank has; the result waits, and returns those of any rank.
+        """Start the all_reduce of which gradients this rank has; the result waits, and returns all ranks' gradients.
 
         If this rank has all of them, and no parameters are copies, its host does not wait for the device.
 

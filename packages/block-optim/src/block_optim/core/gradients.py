@@ -59,7 +59,9 @@ class Collector:
         addresses = list(map(torch.Tensor.data_ptr, own))
         empty = [t for t, address in zip(own, addresses, strict=True) if not address]
         if addresses != self._addresses or not same_objects(empty, self._empty):
-            self._addresses = None  # until all fit: on every rank of a parameter, whatever it holds of it
+            self._addresses = (
+                None  # until all fit: on every rank of a parameter, with or without elements of it
+            )
             for param in params:
                 param.check_layout()
             self._addresses, self._empty, self._layout = addresses, empty, None

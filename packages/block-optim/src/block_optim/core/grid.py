@@ -239,7 +239,7 @@ class _Slab:
     """The part of a tensor that the axes that cut first leave at one place.
 
     Attributes:
-        shape: of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` are those of rank r of the last axis.
+        shape: of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` belong to rank r of the last axis.
         lengths: how many scales each of these ranks has.
         scales: (offsets, sizes) of the box of scales; none where the slab is empty.
     """

@@ -2,11 +2,11 @@
 
     placements                               ranks that a Holding spans
     ---------------------------------------  ----------------------------------------------------------------------
-    none (a plain tensor), all Replicate     one: each rank holds all of it; those of a mesh where the caller divides
+    none (a plain tensor), all Replicate     one: each rank holds all of it; a mesh's ranks where the caller divides
                                              the work between them (`copies_on`)
-    RaggedShard, StridedRaggedShard, Shard,  those of all axes that cut the tensor (FSDP alone; FSDP with tensor or
+    RaggedShard, StridedRaggedShard, Shard,  ranks of all axes that cut the tensor (FSDP alone; FSDP with tensor or
     torch's _StridedShard                    expert parallelism: their product), except axes that leave what must be
-                                             seen as a whole on one of their ranks, such as those of experts
+                                             seen as a whole on one of their ranks, such as experts' axes
     Replicate on some axes (HSDP)            those axes are left out: their ranks hold the same
 
 A mesh axis of size 1 cuts nothing, with any placement. Other placements are refused. Asking for the process group
@@ -62,7 +62,7 @@ class Holding:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks, in their order. Makes it where it is not that of one axis."""
+        """The process group of the ranks, in their order. Makes it where no axis has it."""
         if self.mesh is None or not self.axes:
             return None
         return self.mesh.get_group(self.axes[0]) if len(self.axes) == 1 else self._joint_mesh().get_group()

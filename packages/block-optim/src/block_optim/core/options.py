@@ -1,4 +1,4 @@
-"""Checks of options. Each raises ValueError with the option's name, its value and what was expected."""
+"""Checks of options. Each raises ValueError with the option's name, its value and the expectation."""
 
 import math
 import numbers
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-# Options of torch's optimizers that say how a step is computed, and are left out of what is loaded.
+# Options of torch's optimizers that choose how a step is computed; loading ignores them.
 EXECUTION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Options of torch's optimizers that change the numbers of a step, and the values that do not.
 _NO_CHANGE: dict[str, tuple[Any, ...]] = {
@@ -104,7 +104,7 @@ def check_mesh(name: str, value: Any) -> DeviceMesh | None:
     if not isinstance(value, DeviceMesh):
         raise TypeError(
             f"{name}={value!r}: expected a DeviceMesh; init_device_mesh(device_type, (world_size,)) makes one, "
-            "DeviceMesh.from_group(group, device_type) that of a process group"
+            "DeviceMesh.from_group(group, device_type) the mesh of a process group"
         )
     if value.get_coordinate() is None:
         raise ValueError(

@@ -37,7 +37,7 @@ class Param:
     """A parameter: its name, options and global shape, and this rank's elements.
 
     Attributes:
-        tensor: what the user handed over; the key of `optimizer.state`.
+        tensor: the tensor given to the constructor; the key of `optimizer.state`.
         name: from named parameters, else made of its index and shape; for messages and for seeds.
         group: its parameter group, the dict in `optimizer.param_groups`.
         shape: of the global tensor.
@@ -179,7 +179,7 @@ class Param:
     def zeros(self, dtype: torch.dtype | None = None, *, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A state of zeros of the parameter's global shape and placement, in the dtype of `local` or another.
 
-        With a ``shape`` whose leading dimensions are those of the parameter that are cut, such as one number for each
+        With a ``shape`` whose leading dimensions are the parameter's cut ones, such as one number for each
         row, it is cut as the parameter is. Any other shape belongs to the rank that holds the whole parameter: its
         local tensor has all elements there, flattened, and none on other ranks.
 
@@ -261,7 +261,7 @@ def same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that matter: of an empty tensor none, else those of dimensions longer than 1."""
+    """The strides that matter: of dimensions longer than 1; none of an empty tensor."""
     if not tensor.numel():
         return ()
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -25,7 +25,7 @@ class Piece:
     Attributes:
         first: the first element, in the flattened tensor.
         rows, width: how many runs, of how many elements.
-        stride: from the beginning of a run to that of the next; of one run its width.
+        stride: from the beginning of a run to the next one's; of one run its width.
         local: its first element among the rank's; all runs are consecutive there.
     """
 

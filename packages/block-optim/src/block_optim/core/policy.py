@@ -1,4 +1,4 @@
-"""Block policies for `fully_shard`: what each tensor's rank boundaries may not cut, and what is not worth its padding.
+"""Block policies for `fully_shard`: blocks that rank boundaries may not cut, except where padding costs too much.
 
 A block that is whole on a rank saves an optimizer its trips in every step, or is needed for its states to exist at all.
 It costs padding: all shards of a unit are as large as the largest, so a unit that holds one large matrix whole makes
@@ -23,7 +23,7 @@ class BlockRequest:
     """A tensor and the block that its optimizer would like.
 
     Attributes:
-        name: unlike that of others in its unit.
+        name: unlike the names of others in its unit.
         shape: of the global tensor.
         block: None where it may be cut anywhere.
         optional: whether it can do without, at the price of communication.
@@ -47,7 +47,7 @@ def make_policy(
         request: of a parameter, by its name in its unit.
         units: the modules that are given to `fully_shard`, inner ones first; None grants everything.
         world_size: ranks over which a unit is sharded; needed with units.
-        max_padding: what optional blocks may add, as a share of a unit's elements.
+        max_padding: padding that optional blocks may add, as a share of a unit's elements.
 
     Raises:
         ValueError: units without world_size.

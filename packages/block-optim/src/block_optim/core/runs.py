@@ -49,7 +49,7 @@ def find_runs(
     """The runs that some tensors make, in the order of their first member; empty tensors are in none.
 
     Args:
-        tensors: plain, dense; any storages, dtypes and devices (those of one run agree in all three).
+        tensors: plain, dense; any storages, dtypes and devices (tensors of one run agree in all three).
         keys: tensors of different keys are not in one run.
         max_gap: elements that may be between neighbours.
     """

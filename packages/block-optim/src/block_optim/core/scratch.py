@@ -10,7 +10,7 @@ from block_optim.core.device import per_device
 
 T = TypeVar("T")
 
-# Elements worked on together: what the scratch of elementwise kernels holds.
+# Elements worked on together: the size of the scratch of elementwise kernels.
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
 
 
@@ -29,7 +29,7 @@ class Scratch:
         self._views: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape; it overlaps what earlier calls with the same name and dtype returned."""
+        """A tensor of this shape; it overlaps earlier results with the same name and dtype."""
         view = self._views.get((name, shape, dtype))
         if view is not None:
             return view

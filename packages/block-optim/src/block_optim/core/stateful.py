@@ -29,7 +29,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._params: dict[torch.Tensor, Param] = {}  # all in the groups, in their order
-        self._frozen: list[torch.Tensor] = []  # those that have no states
+        self._frozen: list[torch.Tensor] = []  # parameters without states
         self._made: list[tuple[Param, str, torch.Tensor]] = []  # all states, and their addresses
         self._addresses: list[int] = []
         # Groups and their parameters at the last look; kept, so that ids stay theirs.
@@ -43,7 +43,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, optionally with other options; states of those that train exist when this returns.
+        """Add parameters, optionally with other options; states of trained ones exist when this returns.
 
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
@@ -190,7 +190,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             self.state[p.tensor].update((key, value) for key, value in others if key not in own)
 
     def _bind(self) -> None:
-        """Renew what refers to the memory of parameters and states."""
+        """Renew references to the memory of parameters and states."""
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
         self._look = self._members()
@@ -229,7 +229,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
 
-        Takes what `state_dict` returned, of this class or of torch's optimizer with the same rule: local tensors in
+        Takes the result of `state_dict`, of this class or of torch's optimizer with the same rule: local tensors in
         the same placement, or full plain tensors, of which each rank takes its elements. A parameter without saved
         state starts again; a frozen one gets states if some were saved. Options that the state dict leaves out stay,
         and so do ``fused`` and ``foreach``: how a step is computed is chosen where an optimizer is built.

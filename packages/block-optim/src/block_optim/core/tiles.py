@@ -1,4 +1,4 @@
-"""Blocks in memory: matrices of tiles, cut to what scratch holds, and the scratch with views of the tiles."""
+"""Blocks in memory: matrices of tiles, cut to the size of the scratch, and the scratch with views of the tiles."""
 
 import math
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ class Buffer:
     values: torch.Tensor  # 1-D, whole tiles
     bits: torch.Tensor  # the same as int32
     tiles: torch.Tensor  # values as (bands, rows, columns, columns)
-    inner: torch.Tensor  # of values: what is in memory, in its shape
+    inner: torch.Tensor  # of values: the memory, in its shape
     inner_bits: torch.Tensor
     padding: list[torch.Tensor]  # of values: the rest of short tiles
 

@@ -1,6 +1,6 @@
 """Assigns each of the model's matrices to a rank and a bucket. Frozen; printable.
 
-A rank's own matrices, those of one shape side by side, are cut into runs of about ``bucket_bytes``; bucket k is the
+A rank's matrices, equal shapes side by side, are cut into runs of about ``bucket_bytes``; bucket k is the
 k-th run of every rank. So a bucket gives each rank about the same work, and equal shapes are computed as one batch.
 """
 
@@ -65,7 +65,7 @@ class AssignedMatrix:
 
 @dataclass(frozen=True)
 class DomainAssignment:
-    """The matrices that one process group exchanges; those that are not exchanged are a group of one rank."""
+    """The matrices that one process group exchanges; matrices that are not exchanged are a group of one rank."""
 
     num_ranks: int
     matrices: tuple[AssignedMatrix, ...]
@@ -140,7 +140,7 @@ class Assignment:
 def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_bytes: int) -> DomainAssignment:
     """Owners and buckets for matrices that have neither. Pure; the same on every rank.
 
-    Buckets do not mix param groups, since options of a batch are those of its group. Of copies every rank receives
+    Buckets do not mix param groups, since a batch has its group's options. Of copies every rank receives
     the whole bucket, which then is ``bucket_bytes`` over all owners.
     """
     if matrices and matrices[0].copies:

@@ -52,7 +52,7 @@ class Bucket:
         Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing is exchanged.
 
         Returns:
-            waits for what is owned here.
+            waits for this rank's own matrices.
         """
         self._active = active
         by_dtype: dict[torch.dtype, list[LocalRun]] = defaultdict(list)

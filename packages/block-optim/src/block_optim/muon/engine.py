@@ -180,7 +180,7 @@ def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:
 
 
 def _options(groups: list[Group]) -> list[str]:
-    """Options of groups, without parameters and without those that may be tensors."""
+    """Options of groups, without parameters and without options that may be tensors."""
     left_out = ("params", "param_names", "lr", "initial_lr")
     return [repr(sorted((k, str(v)) for k, v in group.items() if k not in left_out)) for group in groups]
 

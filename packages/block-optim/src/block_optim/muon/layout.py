@@ -39,7 +39,7 @@ class LocalRun:
         packed: where it is packed and where its update arrives, bf16: a run is 1-D, runs at equal distances are 2-D.
         own: whether this rank computes the matrix.
         row: the run's first row in the matrix (NorMuon).
-        side: the run's first row in what this rank sends in the side exchange (NorMuon).
+        side: the run's first row among the sent rows of the side exchange (NorMuon).
     """
 
     number: int
@@ -98,7 +98,7 @@ class BucketLayout:
     """The memory of one bucket.
 
     Args:
-        matrices: the bucket's matrices, those of one shape side by side.
+        matrices: the bucket's matrices, equal shapes side by side.
         params: this rank's parameters by index.
         holding: of one of the parameters: the process group (None: nothing is exchanged), and this rank in it.
         normuon: whether second moments of rows are exchanged, too.

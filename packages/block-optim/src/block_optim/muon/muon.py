@@ -49,7 +49,7 @@ class Muon(BlockOptimizer):
         replicate_mesh: see `BlockOptimizer`.
 
     Attributes:
-        bucket_bytes: about what an owner receives at a time; three such buckets are in memory. Set it in a subclass.
+        bucket_bytes: size of the buckets that an owner receives; three are in memory. Set it in a subclass.
 
     To orthogonalise in another way, override `orthogonalize_` in a subclass.
 

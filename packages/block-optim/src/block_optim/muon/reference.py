@@ -1,4 +1,4 @@
-"""Muon's rule on one matrix, step by step: what the package computes wherever the matrix is cut. The tests' oracle."""
+"""Muon's rule on one matrix, step by step: the tests' oracle for matrices that are cut anywhere."""
 
 import torch
 from torch import Tensor

@@ -4,7 +4,7 @@
                               |                         |                     |
     algorithms           [ Muon: its groups' options, states, update     AdamW ... ]
 
-Groups, states and the step are those of `BlockOptimizer`; an algorithm is an optimizer without groups, of which only
+Groups, states and the step are `BlockOptimizer`'s; an algorithm is an optimizer without groups, of which only
 the methods of `Algorithm` are used.
 """
 
@@ -44,7 +44,7 @@ def kind_of(algorithm: object) -> Kind | None:
 
 
 def name_of(kind: Kind) -> str:
-    """Name of an algorithm in groups and state dicts: the known name, or else that of the class."""
+    """Name of an algorithm in groups and state dicts: the known name, or else the class's."""
     return next((name for name, known in ALGORITHMS.items() if known is kind), kind.__name__)
 
 

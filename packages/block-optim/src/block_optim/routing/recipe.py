@@ -69,7 +69,7 @@ class Recipe:
 def _requests_of(model: nn.Module, options: Mapping[str, Any]) -> Callable[[str, torch.Tensor], BlockRequest]:
     """The block that each parameter's algorithm would like, by the options of `mixed_optimizer_for`."""
     params, others = dict(model.named_parameters()), options.get("others", "adamw")
-    requests: Any = WeakTensorKeyDictionary()  # an id may be that of another tensor later
+    requests: Any = WeakTensorKeyDictionary()  # an id may belong to another tensor later
     for route in routes_of(model, others=others, overrides=options.get("overrides") or {}):
         name, kind = route.names[0], route.kind
         shared = (options.get("adamw") or {}) if route.algorithm == others == "adamw8bit" else {}

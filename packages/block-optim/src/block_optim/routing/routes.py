@@ -76,9 +76,9 @@ def mixed_optimizer_for(
     Args:
         model: plain, or sharded by anything that keeps DTensor or ragged parameters.
         lr: for all groups, unless ``muon`` or ``adamw`` gives another.
-        others: "adamw" or "adamw8bit", for what is not Muon's; embeddings have fp32 states in either.
+        others: "adamw" or "adamw8bit", for all parameters that are not Muon's; embeddings have fp32 states in either.
         muon: options of `Muon`. Because the rate is shared, ``adjust_lr_fn`` is "match_rms_adamw" unless given here.
-        adamw: options of the other algorithm; embeddings share those that `AdamW` has.
+        adamw: options of the other algorithm; embeddings get the options that `AdamW` has.
         overrides: from patterns (searched in names, the first match counts) to an algorithm as in `Mixed`, or to a
             dict of ``algorithm`` and options:
             ``{r"attn\\.qkv": {"matrices": (512, 128, 128)}, r"router": "adamw"}``.

@@ -87,7 +87,7 @@ class Preconditioned(BlockOptimizer):
         self._bound = False  # whether blocks have views of the states' memory
         self._logged = 0
         self.root_counts = RootCounts()
-        self.clamped_gradients = 0  # on CPU; those that a device clamps are not counted
+        self.clamped_gradients = 0  # on CPU; clamps on a device are not counted
 
     # ---------------------------------------------------------------- options and states
 
@@ -147,7 +147,7 @@ class Preconditioned(BlockOptimizer):
     @property
     def bytes_per_step(self) -> int:
         """Bytes that all ranks together send in one step: for blocks that are not local (0 with the block policy), and
-        updates between ranks that divide the work on what each of them holds."""
+        updates between ranks that divide the work on their copies."""
         return sum(exchange.bytes_per_step for exchange in self._exchanges())
 
     def _log_cost(self) -> None:
@@ -183,7 +183,7 @@ class Preconditioned(BlockOptimizer):
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
 
         Args:
-            works: what to apply.
+            works: the updates to apply.
             move: updates local weights, flat and in the compute dtype, of works of one group.
         """
         for group, step, members in by_step(works):

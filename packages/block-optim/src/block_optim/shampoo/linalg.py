@@ -4,7 +4,7 @@ A rank works on the blocks it owns, and their number changes with the world size
 
     CPU    one BLAS or LAPACK call for each matrix, every operand on a 64-byte boundary: MKL's result for a matrix of
            odd size changes with its address, and a sum over a large one with the number of its neighbours;
-           powers one row at a time, since vector code and the scalar code for what is left over differ in an ulp
+           powers one row at a time, since vector code and the scalar code for the rest differ in an ulp
     else   one batched call over a number of matrices that depends on their size alone, filled up where there are
            fewer (which kernel cuBLAS and cuSOLVER choose depends on the batch)
 """

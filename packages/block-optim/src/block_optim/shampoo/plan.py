@@ -164,7 +164,7 @@ class Plan:
     def add(self, params: Sequence[Param], everyone: Iterable[Param]) -> list[TensorPlan]:
         """Plan parameters of one group. Communicates nothing; the result is the same on every rank.
 
-        Blocks are numbered over ``everyone``, the optimizer's parameters, so that those of a parameter that is frozen
+        Blocks are numbered over ``everyone``, the optimizer's parameters, so that blocks of a parameter that is frozen
         at first have the numbers that they would have had.
         """
         result: list[TensorPlan] = []

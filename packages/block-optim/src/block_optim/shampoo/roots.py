@@ -1,4 +1,4 @@
-"""Inverse roots and eigenbases of many symmetric matrices at once, and what happens when one fails.
+"""Inverse roots and eigenbases of many symmetric matrices at once, with fallbacks for failures.
 
     root of A:    X = (A + epsilon ||A||_F I)^-1/4, by LAPACK's or cuSOLVER's symmetric eigendecomposition A = Q L Q'
 
@@ -49,8 +49,8 @@ class Roots:
 
     Attributes:
         roots: (k, d, d).
-        counts: what became of the matrices.
-        kept: the positions of those that keep the last result.
+        counts: roots that were computed, retried, replaced or kept.
+        kept: positions of the matrices that keep the last result.
     """
 
     roots: Tensor

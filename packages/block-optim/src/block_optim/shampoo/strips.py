@@ -7,8 +7,8 @@
     s1 is cut between 0 and 1: one of the two owns it; its gradient goes there, its update comes back
 
 Ownership never runs against rank order, so the state of a tensor's strips, laid end to end, is a `RaggedShard` of one
-1-D tensor: it goes through checkpoints at any world size, and memory is exactly what is owned. Where FSDP alone cuts a
-tensor, that follows from owners being holders. Where tensor parallelism cuts it, too, the ranks of both are taken in
+1-D tensor: it goes through checkpoints at any world size, and memory is exactly the owned blocks. Where FSDP alone cuts
+a tensor, that follows from owners being holders. Where tensor parallelism cuts it, too, the ranks of both are taken in
 the order of the first element that they hold, and owners of equal strips are exchanged until they are in that order:
 
     columns cut in two    strip   holders    least loaded    in order
@@ -206,7 +206,7 @@ class StripExchange:
                     yield piece.here(local[number]), packed
 
     def _received(self, owned: Mapping[int, Tensor]) -> Pairs:
-        """The elements that others hold: in what this rank owns, and in the exchange."""
+        """The elements that others hold: in this rank's own strips, and in the exchange."""
         for (i, rank), part in self._exchange.owned.items():
             number, index = self._strips[i]
             if number in owned:
@@ -222,5 +222,5 @@ class StripExchange:
             at += piece.numel
 
     def _in_owned(self, number: int, piece: Piece, owned: Tensor) -> Tensor:
-        """A piece of a tensor in what this rank owns of it."""
+        """A piece of a tensor in this rank's own strips of it."""
         return piece.moved(-self._tensors[number].owned_range[0]).of(owned)

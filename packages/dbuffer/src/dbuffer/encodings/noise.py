@@ -57,7 +57,7 @@ def random_bits(noise: Noise, start: int, scratch: torch.Tensor) -> torch.Tensor
     Args:
         noise: seed, step and rank.
         start: the first element's index, below 2^63.
-        scratch: int32, twice as long as what is returned, which is its first half.
+        scratch: int32, twice as long as the result, which is its first half.
     """
     first, second = noise.keys()
     numel = scratch.numel() // 2

@@ -291,7 +291,7 @@ class RowExchange:
                 reducer.encode(rows, begin, _noise(buffer))
 
     def start(self, transport: Transport, label: str) -> Work | None:
-        """Start the all-to-all of what was encoded."""
+        """Start the all-to-all of the encoded bytes."""
         for buffer in self._buffers:
             buffer.scratch = self._scratch
         sent = self._buffers[0].gathered.raw[0].view(torch.uint8) if self._sent is None else self._sent.flat

@@ -5,7 +5,7 @@
     drop(storage)            storage -> torch's allocator; the storage is empty
     quarantine(storage)      storage -> kept for good: a failed collective may still write there
 
-A storage object stays the same while the memory in it comes and goes, so tensors that view it, also those that
+A storage object stays the same while the memory in it comes and goes, so tensors that view it, also tensors that
 autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
 between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
 
@@ -46,7 +46,7 @@ class RecyclerStats:
     Attributes:
         lent_bytes: in storages now.
         parked_bytes: kept for the next buffer that asks.
-        peak_bytes: the most that lent and parked bytes were together.
+        peak_bytes: the most that allocated and parked bytes were together.
         allocations: how often memory came from torch's allocator.
         reuses: how often a parked block was handed out again.
         quarantined_bytes: never to be used again, because a collective on them failed.
@@ -120,7 +120,7 @@ class Recycler:
     stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
     use of a block has always completed.
 
-    All blocks come from the pool of one stream, that of the computation: a caching allocator keeps freed memory for the
+    All blocks come from the pool of the compute stream: a caching allocator keeps freed memory for the
     stream that it was allocated on, so blocks of another stream would add to the activations' peak.
 
     Attributes:
@@ -130,7 +130,7 @@ class Recycler:
     Args:
         device: where the blocks are.
         lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
-            more memory than was lent at once; a repeated step may then allocate again.
+            more memory than was in use at once; a repeated step may then allocate again.
     """
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
@@ -161,7 +161,7 @@ class Recycler:
         )
 
     def _used(self) -> int:
-        # Asked of the storages themselves, so that those which died while lent do not count.
+        # Asked of the storages themselves, so that storages which died while in use do not count.
         with self._lock:
             return sum(map(torch.UntypedStorage.nbytes, self._homes))
 
@@ -240,7 +240,7 @@ class Recycler:
                 and nbytes >= arena.smallest
                 and not arena.address <= storage.data_ptr() < arena.address + arena.size
             ):
-                self._empty(storage)  # from before `take_from`, or shared by torch: not to be lent again
+                self._empty(storage)  # from before `take_from`, or shared by torch: not to be used again
                 return
             holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
             compat.swap_memory(storage, holder)
@@ -302,7 +302,7 @@ class Recycled:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self.present = False
         self._keeps = self._kept = False  # whether `release` keeps the memory, and has
-        self._last_use: Any = None  # of what was kept
+        self._last_use: Any = None  # of the kept memory
 
     def materialize(self) -> None:
         """Allocate uninitialised memory, all or none, for use on the current stream. No effect if there is memory."""
@@ -324,7 +324,7 @@ class Recycled:
     def release(self) -> None:
         """Free the memory. On CUDA call it on the stream of the last use."""
         if self.present:
-            self.present = False  # first: after an interrupt nothing reads what is half freed
+            self.present = False  # first: after an interrupt nothing reads half-freed memory
             self._kept = self._keeps
             if self._keeps:
                 self._last_use = self._recycler.layer.record()
@@ -442,7 +442,7 @@ class DebugRecycler(Recycler):
             self._give_back(oldest)
 
     def trim(self) -> None:
-        """Check what is set aside, and keep watching it."""
+        """Check the memory that is set aside, and keep watching it."""
         self.check()
 
     def check(self) -> None:

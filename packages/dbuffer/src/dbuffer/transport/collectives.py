@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives, on NCCL and gloo one coalesced call whatever the number of tensors.
+"""torch.distributed's own collectives, on NCCL and gloo one coalesced call for any number of tensors.
 
 On a GPU they run on the stream that is current when they start, with its priority, as FSDP2's do; or on the process
 group's own stream, if that is asked for. On a CPU, and with gloo, there is no such stream: they are asynchronous.

@@ -36,7 +36,7 @@ class Transport(Protocol):
 
     Every rank makes the same calls in the same order. A call returns at once; its tensors must stay as they are
     until `wait` has returned, or without a work, which a call that was queued on the current stream may leave out,
-    until that stream has come so far. All receive what all sent, or all raise: never a wrong value without an error.
+    until that stream has come so far. All receive all slices, or all raise: never a wrong value without an error.
 
     Attributes:
         name: for logs and errors.
@@ -49,7 +49,7 @@ class Transport(Protocol):
 
         Args:
             pairs: contiguous, 1-D; `receive` has as many elements as the `send`s of all ranks together.
-            label: what is gathered, for errors; the same on all ranks.
+            label: name of the exchange, for errors; the same on all ranks.
         """
         ...
 
@@ -58,7 +58,7 @@ class Transport(Protocol):
         ...
 
     def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work | None:
-        """Start giving each rank its slice of `send`; `receive` gets what all gave this one, in the order of ranks.
+        """Start giving each rank its slice of `send`; `receive` gets all ranks' slices for this one, in their order.
 
         Args:
             receive, send: contiguous, 1-D, of one dtype, as many equal slices as there are ranks; not the same memory.

@@ -89,8 +89,8 @@ class Closed:
     Attributes:
         slots: where they are.
         used: the parameters that got one on this rank since the last `.grad`.
-        missing: those that are trained and got none.
-        used_anywhere: the numbers of those that got one on any rank, if that was asked; else None.
+        missing: trained parameters without a gradient.
+        used_anywhere: numbers of the parameters that got one on any rank, if that was asked; else None.
         number: number of this on the mesh, the same on every rank.
     """
 
@@ -108,7 +108,7 @@ class GradBuffer:
         state: see `GradState`.
         options, scaling: the unit's options, and the resulting divisions; set by `scale`.
         written: numbers of the parameters whose gradients wait for their reduction.
-        used_anywhere: numbers of those that wait on any rank, or are in the partial sum, if the ranks were asked.
+        used_anywhere: numbers of gradients that wait on any rank or are in the partial sum, if the ranks were asked.
         partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
     """
 
@@ -131,7 +131,7 @@ class GradBuffer:
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use
         self._indices: Collection[int] = range(len(params))  # with a slot
-        self._kept: dict[int, torch.Tensor] = {}  # of the written, those that are still to be copied
+        self._kept: dict[int, torch.Tensor] = {}  # written gradients that are still to be copied
         self._small: set[int] = set()
         for index, param in enumerate(plan.params):
             if math.prod(param.shape) <= _SMALL:
@@ -234,7 +234,7 @@ class GradBuffer:
         self.state = GradState.OPEN
 
     def write(self, index: int, grad: torch.Tensor) -> None:
-        """Put one gradient into the buffer, or add it to what is there since the last reduction.
+        """Put one gradient into the buffer, or add it to the gradients since the last reduction.
 
         A small gradient waits for others, and is copied with them.
 

@@ -1,10 +1,10 @@
 """Finds the parameters that no rank used in a step. No collective: the ranks exchange it in the process group's store.
 
 each trained parameter has a gradient on this rank     nothing is sent or read
-some are missing        add them to an entry of the store --reduction--> read the entry: those that all ranks miss
+some are missing        add them to an entry of the store --reduction--> read the entry: the ones that all ranks miss
 
 The reduction completes here after every rank has started it, and each rank has written before it starts. So a parameter
-is unused if every rank of the mesh has written, and every rank misses it. A rank that misses nothing has used all.
+is unused if every rank of the mesh has written, and every rank misses it. A rank without an entry used every parameter.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ AllReduceHook = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """The user's settings of a unit's reductions. A reduction keeps those that it was launched with.
+    """The user's settings of a unit's reductions. A reduction keeps the settings of its launch.
 
     Attributes:
         divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
@@ -33,12 +33,12 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum over ranks becomes what the user asked for.
+    """How a sum over ranks becomes the requested gradient.
 
     Attributes:
         before: each gradient is multiplied by this as it is written.
         op, divide: of the reduce-scatter.
-        replica_op, replica_divide: of the all-reduce; it averages always, so that what is already equal on all replicas
+        replica_op, replica_divide: of the all-reduce; it averages always, so that values already equal on all replicas
             stays as it is.
     """
 

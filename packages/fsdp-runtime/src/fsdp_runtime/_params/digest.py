@@ -1,4 +1,4 @@
-"""Digests of values, which tell whether they differ between ranks, or were written to where torch does not count."""
+"""Digests of values, which show differences between ranks, and writes that torch does not count."""
 
 import zlib
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def digest_of(value: torch.Tensor) -> int | None:
-    """A number that tells values of one seed from those of another: of 64 elements. None: unknown, as on meta."""
+    """A number that distinguishes values of two seeds, from 64 elements. None: unknown, as on meta."""
     if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
         return None
     flat = value.detach().reshape(-1)

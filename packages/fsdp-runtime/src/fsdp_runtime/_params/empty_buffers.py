@@ -10,7 +10,7 @@ from torch import nn
 from .. import _torch_compat as compat
 from .digest import digest_of
 
-# By id: the buffer, its version and a digest of what was in its memory. A write through `.data`, or a collective,
+# By id: the buffer, its version and a digest of its memory. A write through `.data`, or a collective,
 # changes only this.
 _empty: dict[int, tuple[weakref.ref[torch.Tensor], int, int | None]] = {}
 

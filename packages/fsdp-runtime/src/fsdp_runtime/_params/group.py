@@ -248,7 +248,7 @@ class Group:
         return self.buffer is None or bool(self._moved())
 
     def _moved(self) -> "list[ManagedParam[Group]]":
-        """The parameters whose object, or whose memory, is not what this group has given them."""
+        """The parameters whose object or memory this group has not made."""
         if self.buffer is None:
             return self.params
         moved = []
@@ -406,7 +406,7 @@ class Group:
                 param.set_unsharded(self._views[param.name], self._make_hook, self.plan.dtypes.reduce)
 
     def keep_storage(self, enable: bool) -> None:
-        """Keep the gathered memory while the parameters are sharded; also that of buffers to come.
+        """Keep the gathered memory while the parameters are sharded; also of later buffers.
 
         Raises:
             NotImplementedError: unsharded parameters are not views of it.
@@ -447,7 +447,7 @@ class Group:
                 slots[attribute] = unsharded
 
     def follow_training(self) -> None:
-        """Let the unsharded parameters, and what is reduced, follow what was frozen or unfrozen since."""
+        """Update the unsharded parameters and the reduction after parameters were frozen or unfrozen."""
         for param in self.params:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.requires_grad is not param.sharded.requires_grad:
@@ -456,7 +456,7 @@ class Group:
                 self.gradients.training_changed()
 
     def follow_users(self, param: "ManagedParam[Group]", before: Settings) -> None:
-        """Let a sharded parameter follow what users set on the unsharded one since `before`.
+        """Copy attributes that users have set on the unsharded parameter since `before` to the sharded one.
 
         Raises:
             ValueError: it cannot require a gradient.
@@ -539,7 +539,7 @@ class Group:
     # -- outside of passes ------------------------------------------------------------------------------------------
 
     def split_entry(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
-        """Replace the parameter's entry of a state dict by those that its kind is saved as."""
+        """Replace the parameter's entry of a state dict by the entries that its kind is saved as."""
 
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
         """Replace those by the parameter's entry, before they are loaded."""

@@ -53,8 +53,8 @@ class _Member:
 
     Attributes:
         metadata: from the start of a gather until it is used.
-        planes: what travels; empty before the first gather.
-        unsharded: what the first `fsdp_post_all_gather` made.
+        planes: sent memory; empty before the first gather.
+        unsharded: result of the first `fsdp_post_all_gather`.
         made: storages in it that are not planes: freed with them.
     """
 
@@ -72,7 +72,7 @@ class SubclassGather(Encoder, WireForm):
     """The wire form of one group of such parameters, and its encoder. Takes the place of the gathered memory.
 
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
-    The first gather compares what pre returned on all ranks: one object all-gather of a few bytes. A rank without rows
+    The first gather compares pre's results on all ranks: one object all-gather of a few bytes. A rank without rows
     still calls pre, with one row of zeros, so that collectives inside it match; the result is ignored.
 
     Args:
@@ -108,7 +108,7 @@ class SubclassGather(Encoder, WireForm):
     # -- the wire form ----------------------------------------------------------------------------------------------
 
     def dtypes(self, shard: torch.dtype, gathered: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The shard's: what travels is known in the first gather only."""
+        """The shard's: the sent bytes are known in the first gather only."""
         return (shard,)
 
     def encoder(self, geometry: Geometry, gathered: Any, recycler: Recycler) -> "SubclassGather":
@@ -126,7 +126,7 @@ class SubclassGather(Encoder, WireForm):
 
     @torch.no_grad()
     def encode(self, shards: tuple[torch.Tensor, ...]) -> Pairs:
-        """Call pre for each parameter; what it returns is sent as it is, or behind rows of padding."""
+        """Call pre for each parameter; its result is sent as it is, or behind rows of padding."""
         if not self._agreed:
             self._sent = self._first()
         else:
@@ -267,10 +267,10 @@ class SubclassGather(Encoder, WireForm):
                     self._layer.resize(storage, nbytes)
             post(outputs, metadata, self._dtype, out=member.param.unsharded)
         self._sent = []
-        return True  # what was sent was read by the collective
+        return True  # the collective has read the sent tensors
 
     def _take(self, member: _Member, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
-        """Make the unsharded parameter of what post has returned first."""
+        """Make the unsharded parameter from post's first result."""
         param = member.param
         if unsharded.shape != torch.Size(param.shape):
             raise ValueError(
@@ -286,7 +286,7 @@ class SubclassGather(Encoder, WireForm):
         param.set_unsharded(unsharded, self._make_hook)
 
     def release(self) -> None:
-        """Free the planes and what post has made. The current stream must be behind their last use."""
+        """Free the planes and post's results. The current stream must be behind their last use."""
         for member in self._members:
             for plane in member.planes:
                 plane.memory.release()
@@ -295,7 +295,7 @@ class SubclassGather(Encoder, WireForm):
                     self._layer.resize(storage, 0)
 
     def retire(self) -> None:
-        """Never use the planes' memory again: a gather that failed may still write there. Nor what peers may read."""
+        """Never use the planes' memory again: a gather that failed may still write there, and peers may read it."""
         hold_forever([send for _, send in self._sent])
         for member in self._members:
             for plane in member.planes:

@@ -96,7 +96,7 @@ class Unit:
         data: the mesh that `fully_shard` was given; parameters may have others.
         mp_policy: of `fully_shard`.
         state: where its parameters are.
-        options: what the user asked for; changed by `configure`.
+        options: the user's settings; changed by `configure`.
         groups: its parameters by kind, dtype, mesh and training state.
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
@@ -105,7 +105,7 @@ class Unit:
         keeps_slices: whether a slice of a smaller group is kept after forward.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
         offloads_activations: whether its policy says so.
-        closed: why its parameters cannot be used now, and what to do; empty if they can. See `checkpoint`.
+        closed: why its parameters cannot be used now, and the remedy; empty if they can. See `checkpoint`.
         shown: the parameters that users see gathered outside of passes, with their settings as they were; see `show`.
         entered: the modules whose forward is under way, the outer ones first.
         first: the module that began the forward of a list of modules.
@@ -165,7 +165,7 @@ class Unit:
             self.options.update()
 
     def configure(self, **changes: Any) -> None:
-        """Change options; a reduction under way keeps those that it was launched with."""
+        """Change options; a reduction under way keeps the options of its launch."""
         if changes.get("reshard_after_forward") is not None:
             self.keeps_slices = False
         self.options = replace(self.options, **changes)
@@ -312,7 +312,7 @@ class Unit:
 
     @property
     def freed(self) -> bool:
-        """Whether the memory under the unsharded parameters is gone; on one rank it may be that of the shards."""
+        """Whether the memory under the unsharded parameters is gone; on one rank it may be the shards' memory."""
         return self.at_rest and not all(
             group.buffer is not None and group.buffer.aliased for group in self.groups
         )
@@ -419,7 +419,7 @@ class Unit:
             group.register_sharded()
 
     def show(self) -> None:
-        """Outside of passes, users see the unsharded parameters from now on: note what they may set on them."""
+        """Outside of passes, users now see the unsharded parameters: record the attributes that they may set."""
         self.shown = [(p, Settings.of(p.unsharded)) for p in self.params if p.unsharded is not None]
 
     def lost_changes(self) -> str:
@@ -437,7 +437,7 @@ class Unit:
         return "gathered parameters were changed in place" if written else ""
 
     def hide(self, *, in_backward: bool = False) -> None:
-        """Let the sharded parameters follow what users have set on the unsharded ones since `show`.
+        """Copy attributes that users have set on the unsharded parameters since `show` to the sharded ones.
 
         Args:
             in_backward: a backward has begun, which uses hooks and adds to gradients.

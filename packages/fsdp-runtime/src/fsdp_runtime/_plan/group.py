@@ -63,8 +63,8 @@ def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtyp
     """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are.
 
     Args:
-        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and that of the
-            reduction to torch's.
+        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and the
+            reduction's dtype to torch's.
     """
     if not kept.is_floating_point:
         return Dtypes(kept, kept, kept, kept)
@@ -105,7 +105,7 @@ class GroupPlan:
         transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
         wire: encoding of gathers. Defaults to the compute dtype.
         reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
-        layout, geometry: where they lie, and what of that is this rank's.
+        layout, geometry: their positions, and this rank's part.
         params: one for each, in the order of the module.
         neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
     """
@@ -269,7 +269,7 @@ def spec_of(
 
 
 def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
-    """The layout of the gradients of some of a layout's tensors, so that those of the others are not sent.
+    """The layout of the gradients of some of a layout's tensors, so that the others' gradients are not sent.
 
     A rank gets the gradient of the very elements that it holds of the parameter. Each run of elements of a tensor on a
     rank is a separate tensor here, `name@rank`; the shard is as large as the most that one rank holds.

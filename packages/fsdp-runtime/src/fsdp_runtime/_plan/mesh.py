@@ -18,7 +18,7 @@ from ragged_shard import CPU, DISTRIBUTED, RaggedShard, StridedRaggedShard, held
 
 from .. import _torch_compat as compat
 
-# For each shard axis's process group: one more of its ranks, for reductions, and those of neighbors by their count.
+# For each shard axis's process group: one more of its ranks, for reductions, and groups of neighbors by their count.
 _REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 _NEIGHBORS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = (
     weakref.WeakKeyDictionary()
@@ -73,7 +73,7 @@ class DataMesh:
 
     @property
     def groups_in_use(self) -> tuple[dist.ProcessGroup, ...]:
-        """These, and those that were made in addition: of neighbors, and of reductions by themselves."""
+        """These, and the additional ones: of neighbors, and of separate reductions."""
         result = list(self.groups)
         if self.groups[-1] in _REDUCTIONS:
             result.append(_REDUCTIONS[self.groups[-1]])
@@ -194,7 +194,7 @@ class OtherParallelism:
     """How tensor or expert parallelism had already cut a parameter.
 
     Attributes:
-        mesh: of the unsharded parameter: what remains of its mesh without the data-parallel dimensions.
+        mesh: of the unsharded parameter: its mesh without the data-parallel dimensions.
         placements: on that mesh.
         shape, stride: of the whole parameter.
     """

@@ -107,7 +107,7 @@ class ManagedParam(Generic[G]):
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
         digest: of the values that this rank gave `fully_shard`; None: not known.
-        replaced: what modules held in its place before: the original, and sharded ones of other units.
+        replaced: the parameters that modules held in its place before: the original, and sharded ones of other units.
     """
 
     kind: type[G]
@@ -271,7 +271,7 @@ class ManagedParam(Generic[G]):
         return " and ".join(changes)
 
     def undo_changes(self, before: Settings) -> None:
-        """Undo what the sharded parameter does not follow: `data`, `grad` and `requires_grad` of the unsharded one."""
+        """Undo changes of the unsharded `data`, `grad` and `requires_grad` that the sharded one does not follow."""
         assert self.unsharded is not None
         self.unsharded.grad = None
         if self.unsharded.requires_grad is not self.sharded.requires_grad:

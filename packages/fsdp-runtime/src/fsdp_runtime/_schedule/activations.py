@@ -1,8 +1,8 @@
 """Activations of units in CPU memory between forward and backward.
 
-    forward     what autograd saves in a unit is noted; when the unit ends, copies to the CPU start, and the device
+    forward     tensors saved in a unit are noted; when the unit ends, copies to the CPU start, and the device
                 memory of the unit before is freed, after its copies; the last unit's is still there in backward
-    backward    the first use in a unit starts the copies back of what it and the next unit used in the last backward
+    backward    the first use in a unit starts copies back of tensors that it and the next unit used last time
 
     compute     forward 0 | forward 1 | forward 2 ...       backward 2 | backward 1 | backward 0
     copies                  out 0     | out 1 ...               in 1   | in 0
@@ -116,7 +116,7 @@ class Activations:
         self._coming: dict[_Run, None] = {}  # brought back, and not used
         self._used: weakref.WeakSet[_Run] = (
             weakref.WeakSet()
-        )  # those of a graph that is retained stay until the end
+        )  # tensors of a retained graph stay until the end
         self._seen: list[dict[int, None]] = []  # the runs that this backward used, by unit
         self._parts: list[list[int]] = []  # and the last one
         self._part_of: dict[int, int] = {}
@@ -159,7 +159,7 @@ class Activations:
             self._advance()
 
     def _advance(self) -> None:
-        """Free the device memory of the unit before, and start copying out what was saved since."""
+        """Free the device memory of the unit before, and start copying out tensors saved since."""
         if self._leaving or self._new:
             self._free_sent()
             self._send()
@@ -204,7 +204,7 @@ class Activations:
         return device == own or (device.type == own.type and device.index is None)
 
     def _send(self) -> None:
-        """Start copying what was saved since the last time."""
+        """Start copying the tensors saved since the last time."""
         runs = [run for known in self._new if (run := known()) is not None]
         self._new = []
         for run in runs:
@@ -277,7 +277,7 @@ class Activations:
         return view
 
     def _bring(self, runs: Iterable[_Run]) -> None:
-        """Start copying back those that are not on the device."""
+        """Start copying back the tensors that are not on the device."""
         absent = [run for run in runs if run.device is None]
         if not absent:
             return
@@ -303,7 +303,7 @@ class Activations:
         self.settle()
 
     def settle(self) -> None:
-        """Free what is in flight, after its copies; outside of a forward."""
+        """Free the tensors in flight, after their copies; outside of a forward."""
         if self._coming:
             self._layer.wait(self._layer.record(self._stream))
         for run in (*self._coming, *self._used):

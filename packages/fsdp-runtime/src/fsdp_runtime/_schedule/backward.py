@@ -45,7 +45,7 @@ class Reduction:
     """An in-flight reduction of some groups of one unit. The constructor launches it.
 
     Attributes:
-        unit, groups: those that are reduced.
+        unit, groups: the reduced unit and groups.
         stays_partial: whether there are replicas, and their sum is left to a later one.
         updates: whether parameters are updated as soon as their gradients are there.
         state: see `ReductionState`.
@@ -152,7 +152,7 @@ class Reduction:
         """Call the user's hook with the shards of these groups."""
         layer = self._streams.layer
         if any(buffer.offloaded for buffer, _ in reduced):
-            layer.wait_on_host(layer.record())  # the hook may read what was copied from the device
+            layer.wait_on_host(layer.record())  # the hook may read copies from the device
         with layer.on(self._options.hook_stream):
             for buffer, _ in reduced:
                 for shard in buffer.shard:
@@ -173,7 +173,7 @@ class Reduction:
                 self._event = layer.record()
         layer.wait(self._event)
         if self.groups[0].plan.offload is not None:
-            layer.wait_on_host(self._event)  # the CPU reads what was copied from the device
+            layer.wait_on_host(self._event)  # the CPU reads copies from the device
         for group, closed in zip(self.groups, self._closed, strict=True):
             group.expect_update()
             if not group.gradients.partial:
@@ -235,7 +235,7 @@ class Backward:
         self.partial: set[Unit] = set()
         self._streams = streams
         self._queue: list[Reduction] = []  # in the order of their launches
-        self._flying: list[Reduction] = []  # those that may use gathered memory
+        self._flying: list[Reduction] = []  # reductions that may use gathered memory
         self._of_group: dict[Group, Reduction] = {}
         self.updated: set[Unit] = set()  # in this backward
 

@@ -20,7 +20,7 @@ _ATTRIBUTE = "_fsdp_runtime_member"
 
 
 class Member:
-    """A unit and the model that it is part of: what hooks and the methods of `FSDPModule` act on.
+    """A unit and the model that it is part of; hooks and the methods of `FSDPModule` act on it.
 
     Attributes:
         unit: the unit.
@@ -48,7 +48,7 @@ class Member:
         self.joined = Member.registered
         is_root = (
             self.unit.root
-        )  # names in an inner unit would differ from those of ranks that did not call it
+        )  # names in an inner unit would differ from names on ranks that did not call it
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
@@ -127,7 +127,7 @@ def _find_followers(
     """Add the units inside a module that ranks may skip, by the nearest unit around them that no rank skips.
 
     Args:
-        host: that unit, for what is directly inside the module.
+        host: that unit, for parameters directly inside the module.
         skippable: whether the module is inside a unit that ranks may skip.
     """
     for child in module.children():
@@ -176,7 +176,7 @@ def _unreduced(sharded: RaggedDTensor) -> str:
     return (
         f"full_tensor() or redistribute() of {of} {tuple(sharded.shape)} in a forward of {model}: each rank would "
         "get its own batch's gradient only. Call the module that has the parameter, or its unshard() before, or a "
-        "method of it after register_fsdp_forward_method. Or pass what ranks' gradients are: "
+        "method of it after register_fsdp_forward_method. Or pass the placements of ranks' gradients: "
         "grad_placements=[Partial()] * mesh.ndim sums them, [Replicate()] * mesh.ndim takes them to be equal, as a "
         f"regularizer's are. (If that forward was interrupted, call reset_iter_state() of {model}.)"
     )

@@ -38,7 +38,7 @@ _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
 _PRESENT = (UnitState.UNSHARDED, UnitState.PARKED)  # nothing has to be gathered
 
 
-_begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # those that have begun a forward, some long ago
+_begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # passes that have begun a forward, some long ago
 
 
 def model_in_forward() -> str:
@@ -98,7 +98,7 @@ class Pass:
     Attributes:
         units: all of them.
         backward: their gradients.
-        activations: those that are offloaded; None: none were.
+        activations: the offloaded activations; None: none were.
         streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
@@ -145,7 +145,7 @@ class Pass:
         return self._root is None and not self.in_backward
 
     def is_begun_by(self, unit: Unit, module: nn.Module) -> bool:
-        """Whether this forward is that of a root, which begins a pass."""
+        """Whether this is the forward of a root, which begins a pass."""
         outermost = self._root is None or (self._root is unit and not unit.is_inside(module))
         return outermost and compat.backward_id() == -1
 
@@ -184,7 +184,7 @@ class Pass:
                 self.activations.begin_forward()
 
     def _watch_order(self, empty: list[str]) -> None:
-        """Compare what the ranks train, in a root's first forward, and then the order of their collectives.
+        """Compare the ranks' parameters, in a root's first forward, and then the order of their collectives.
 
         Ranks that train different parameters would start different reductions; those with empty buffers start none.
         """
@@ -212,7 +212,7 @@ class Pass:
         return self._root.name if self._root is not None and self._thread == thread else ""
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
-        """Unshard a unit, and gather ahead what is expected next.
+        """Unshard a unit, and gather ahead the units expected next.
 
         Returns:
             whether this is a recomputation inside the unit's own backward.
@@ -338,7 +338,7 @@ class Pass:
             self._graph = weakref.ref(token, dropped)
 
     def forget_graph(self) -> None:
-        """Let modules hold what they do when the graph of the last forward is dropped: a user gathers by hand."""
+        """Put modules into the state after a dropped graph of the last forward: a user gathers by hand."""
         self._graph = None
 
     def rest(self, *, free: bool) -> None:
@@ -473,7 +473,7 @@ class Pass:
     def finish_backward(self) -> None:
         """Finish units without a post-backward; after the last backward of a step, wait for the reductions."""
         recycler = self.streams.recycler
-        recycler.trim()  # nothing more is gathered; parked memory would add to that of the last reductions
+        recycler.trim()  # nothing more is gathered; parked memory would add to the last reductions' memory
         for unit in reversed(self.units):
             if self._has_work_left(unit):
                 self.leave_backward(unit)

@@ -30,7 +30,7 @@ class ParamGroupForTorch:
         self._passes, self._unit = passes, unit
 
     def post_backward(self) -> None:
-        """Free the parameters and start reducing the gradients, also those that were written past autograd's hooks."""
+        """Free the parameters and start reducing the gradients, also ones written past autograd's hooks."""
         self._passes.leave_backward_by_hand(self._unit)
 
 

@@ -255,7 +255,7 @@ class AtRestGroup(OnWireGroup):
         return values
 
     def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
-        """Quantize this rank's slice of whole values, if they differ from those of the codes."""
+        """Quantize this rank's slice of whole values, if they differ from the codes' values."""
         local = param.local
         assert isinstance(local, BlockQuantizedTensor)
         if not local.dequantize().equal(values):

@@ -68,7 +68,7 @@ def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
     if func.namespace == "c10d":
         return NotImplementedError(
             f"{func} moves plain tensors, got a ragged one ({sharding}). torch's functions with "
-            "broadcast_from_rank0=True load full tensors of rank 0: pass those of full_state_dict or "
+            "broadcast_from_rank0=True load full tensors of rank 0: pass the tensors of full_state_dict or "
             "full_optimizer_state_dict (fsdp_runtime: get_full_state_dict, get_full_optimizer_state_dict), or load a "
             "sharded state dict without full_state_dict=True"
         )

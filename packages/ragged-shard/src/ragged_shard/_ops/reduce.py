@@ -1,6 +1,6 @@
 """Rules for ops that reduce over elements: norms, sums, products, counts, mean, min, max, any, all.
 
-Over all elements, or over a dim that is cut, each rank reduces what it holds, and one all-reduce for each mesh axis
+Over all elements, or over a dim that is cut, each rank reduces its elements, and one all-reduce for each mesh axis
 that cuts the tensor (8 bytes per tensor for a norm, the size of the result otherwise) combines the ranks' results;
 the result is Replicate there. Over dims that are not cut the reduction is local and the result stays ragged. Axes of
 replicas are not involved, so an HSDP tensor reduces over its ragged axis only.

@@ -1,4 +1,4 @@
-"""Rules for statistics: each is a few reductions, or one op of what a rank holds, and never a gather.
+"""Rules for statistics: each is a few reductions, or one op of a rank's elements, and never a gather.
 
 over dims that are not cut     the op itself, on local tensors          argmax(1), sort(1), softmax(1), std(1)
 over cut dims, or everything   composed of reductions: `COMPOSED`       std(), argmax(), histc(), logsumexp(0)
@@ -137,7 +137,7 @@ def _extremes(largest: bool) -> Callable[..., Any]:
 
 
 def _histogram(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
-    """histc: each rank counts what it holds, between bounds that are the same on all ranks."""
+    """histc: each rank counts its elements, between bounds that are the same on all ranks."""
     sharding, low, high = x._sharding, float(arguments["min"]), float(arguments["max"])
     if low == high == 0 and x.numel():
         low, high = x.amin().item(), x.amax().item()

@@ -135,7 +135,7 @@ RULES: dict[str, Rule] = {
         "uniform_",
     ),
     "scratch": Rule(
-        "`nn.init.orthogonal_`: of what `new_empty` made a Replicate tensor; refused for others",
+        "`nn.init.orthogonal_`: a Replicate tensor from `new_empty`; refused for others",
         "the gather of the tensor",
         special.scratch,
         "linalg_qr",

@@ -4,7 +4,7 @@
                                    view (48,)     -> dims (0,)       view (6, 8)    -> dims (0, 1)
 
 Each rank's storage stays the same; t(), [:, 2:5] and the like would need other cuts and are refused. Rows of a tensor
-that is cut between rows are views of what ranks hold of them:
+that is cut between rows are views of their local tensors:
 
     (8, 6) cut 3 | 5      [2:5] -> cut 1 | 2 rows     [4] -> (6,), all of it on rank 1
 """

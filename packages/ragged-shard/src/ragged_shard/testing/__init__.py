@@ -1,4 +1,4 @@
-"""Start ranks in tests, count what they send, and simulate ranks that do not exist. Needs only torch.
+"""Start ranks in tests, count their bytes, and simulate ranks that do not exist. Needs only torch.
 
     from ragged_shard.testing import on_ranks, run_ranks
 

@@ -76,7 +76,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def arguments(schema: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an op reads, and those that it writes."""
+    """The tensors that an op reads, and the tensors that it writes."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for index, argument in enumerate(schema.arguments):

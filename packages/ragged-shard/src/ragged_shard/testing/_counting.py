@@ -1,4 +1,4 @@
-"""Count what a rank's collectives send, where they are dispatched.
+"""Count the bytes that a rank's collectives send, where they are dispatched.
 
 Bytes are what this rank must send to *other* ranks for the collective's result, whichever algorithm the backend
 chooses (N ranks):

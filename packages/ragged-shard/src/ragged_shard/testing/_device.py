@@ -11,7 +11,7 @@ at what time. An access that conflicts with one that its stream's clock does not
     giving memory back, or dropping the last tensor on it, before that stream is ordered after all uses
 
 the rules of caching allocators without `record_stream`. All memory belongs to the device, except that allocated
-with `pin_memory=True` and what was computed from that alone: the host reads and writes those, and must have waited.
+with `pin_memory=True` and results computed from them alone: the host reads and writes these, and must have waited.
 """
 
 import itertools
@@ -91,8 +91,8 @@ class SimulatedDevice(StreamLayer):
         completes: what events answer when they are asked whether they have completed.
 
     Attributes:
-        host: what the host has waited for.
-        pools: what a caching allocator would hold.
+        host: the clock of everything that the host has waited for.
+        pools: memory that a caching allocator would hold.
         accesses: how many were checked.
         copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 

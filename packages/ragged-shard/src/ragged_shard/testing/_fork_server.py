@@ -35,7 +35,7 @@ def main(control_fd: int, modules: list[str]) -> None:
             control.send(f"importing {name} started a thread: it cannot be preloaded".encode()[:_MESSAGE])
             os._exit(1)
     gc.collect()
-    gc.freeze()  # collections in the ranks pass over what was imported, and leave its pages shared
+    gc.freeze()  # collections in the ranks pass over imported objects, and leave its pages shared
     control.send(b"ready")
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MESSAGE, 1)

@@ -1,5 +1,5 @@
-"""Where the host would wait for a device, found on a CPU: some tensors stand for a device's memory, and what is
-computed from them is on the device too.
+"""Find host synchronizations without a GPU: some tensors stand for a device's memory, and results
+computed from them are on the device too.
 
     op on device memory                                               what a device does
     ----------------------------------------------------------------  ------------------------------------------
@@ -125,10 +125,10 @@ class _Methods(TorchFunctionMode):
 def host_waits(on_device: Iterable[torch.Tensor]) -> Iterator[HostWaits]:
     """Record where the host would wait for a device in whose memory these tensors and all that comes of them are.
 
-    Sees what the calling thread does, and autograd for it.
+    Sees the ops of the calling thread, and of autograd for it.
 
     Args:
-        on_device: what stands for the device's memory: parameters, inputs, states.
+        on_device: tensors that stand for the device's memory: parameters, inputs, states.
     """
     waits = HostWaits()
     waits.put_on_device(on_device)

@@ -30,7 +30,7 @@ class RankError(AssertionError):
     """One or more ranks raised, died or hung. The message has each one's traceback or stack.
 
     Attributes:
-        causes: the exceptions of those that raised, by rank.
+        causes: the exceptions by rank, of the ranks that raised.
     """
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
@@ -55,7 +55,7 @@ def run_ranks(
 
     Args:
         world_size: number of ranks.
-        fn: the function to call; ``torch.distributed.get_rank()`` tells it its rank.
+        fn: the function to call; ``torch.distributed.get_rank()`` is its rank.
         timeout: seconds after which ranks that have not answered count as hanging.
         device: the kind: "cpu", or an accelerator such as "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.

@@ -5,7 +5,7 @@
 
 Every other rank is taken to hold what this one holds: a gather repeats this rank's input, a sum is `world_size` times
 its own. So the right number of bytes is written to the right memory, on a stream of the group's own as with NCCL,
-and memory, streams and overlap are those of the code under test. Values, and so losses, mean nothing. On a CPU there
+and memory, streams and overlap are the tested code's. Values, and so losses, mean nothing. On a CPU there
 are no streams, and delays are simulated on CUDA only.
 """
 
@@ -76,7 +76,7 @@ class SimulatedWork(dist.Work):
     """A collective of a simulated group; complete when its event is, or at once.
 
     Args:
-        results: what it writes.
+        results: memory that it writes.
         layer, event: its device and its end there; None: it has completed.
         uses: what it holds until it was waited for, as NCCL's do: the memory that it uses.
     """
@@ -288,7 +288,7 @@ def simulated_ranks(
     Args:
         world_size: number of ranks.
         rank: the rank that this process stands for.
-        collectives: "copy" writes results as if every other rank held what this one holds; "skip" returns at once
+        collectives: "copy" writes results as if every other rank held this one's values; "skip" returns at once
             and leaves results as they are.
         network: how long collectives take on a CUDA device. None: as long as the copies.
 

@@ -1,4 +1,4 @@
-"""One rank: receives jobs on its socket, runs them, and sends back what they return or raise."""
+"""One rank: receives jobs on its socket, runs them, and sends back results and errors."""
 
 import contextlib
 import faulthandler
@@ -26,14 +26,14 @@ NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_r
 
 serving = False  # whether this process is a rank
 _meshes: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}  # and the default group of its time
-_kept_groups: set[str] = set()  # those of `_meshes`
+_kept_groups: set[str] = set()  # groups of `_meshes`
 _LIBRARIES = {"neighbors", "optimizer", "reductions"}  # descriptions of groups that are kept with a mesh's
 
 
 def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = CPU.type) -> DeviceMesh:
     """A mesh over all ranks: of this shape, by default one axis. In a rank, all jobs share it.
 
-    A rank whose only process groups are those of such meshes, no two with an axis of the same name, can run another
+    A rank whose only process groups belong to such meshes, no two with an axis of the same name, can run another
     job. Others end with the job that made a group, because torch's caches confuse a mesh with an equal one of a job
     before: `mesh["tp"]` of one with `mesh["tp"]` of the other, which has another process group.
     """
@@ -90,7 +90,7 @@ class _Errors:
         print_native_stacks_on_fatal_signals()
 
     def forward(self) -> None:
-        """Write what has come since to the usual stderr."""
+        """Write the bytes received since to the usual stderr."""
         sys.stderr.flush()
         while text := os.pread(self._file, 1 << 16, self._forwarded):
             self._forwarded += os.write(self._usual, text)

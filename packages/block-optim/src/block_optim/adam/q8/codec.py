@@ -1,7 +1,7 @@
 """8-bit codes for the moments: which numbers they stand for, and the nearest code of a number.
 
 A block's numbers are multiplied by the reciprocal of its scale, the largest of them over the largest code's number.
-Each product gets the nearest code; one in the middle between two gets that of the larger magnitude.
+Each product gets the nearest code; a tie gets the code of the larger magnitude.
 
 F(c) are floating-point steps with 5 bits of mantissa that end at 1.0. They are shifted down towards zero, so that they
 are even near zero and grow in proportion further up:
@@ -43,7 +43,7 @@ class Steps:
 
     @property
     def rounding(self) -> int:
-        """Added to a number's bits: half a step, less the offset; the code is then what is left of the shift."""
+        """Added to a number's bits: half a step, less the offset; the code is the shifted result."""
         return (1 << (self.shift - 1)) - (self.offset << self.shift)
 
     def value(self, code: int) -> float:

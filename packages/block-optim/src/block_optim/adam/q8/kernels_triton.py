@@ -9,7 +9,7 @@ PASSES = 2     a tile too large for that, in PIECES pieces: one pass for its sca
 Imported only where Triton is used; `variants` has the constants, the sizes of programs and the number of warps. The
 kernel finds its tensors by address in a table, so that one launch does many of them, and reads the step's scalars from
 the device. Every product and sum is rounded separately (launch with ``enable_fp_fusion=False``), divisions and roots
-are the correctly rounded ones, so that codes and parameters are those of the torch ops. Triton's interpreter, which
+are the correctly rounded ones, so that codes and parameters have the bits of the torch ops. Triton's interpreter, which
 rounds bf16 wrongly and runs no assembly, gets the same numbers in other ways: bf16 by its bits, reciprocals as
 divisions.
 

@@ -136,7 +136,7 @@ class Launch:
 
 
 def launches_of(rows: list[Row], variant: VariantOf) -> list[Launch]:
-    """The launches for rows of one kind: those that are aligned, and those that are not.
+    """The launches for rows of one kind, aligned and unaligned.
 
     Args:
         variant: the variant for rows that are aligned, and whose rows have a single tile.

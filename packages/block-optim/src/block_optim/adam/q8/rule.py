@@ -69,7 +69,7 @@ class QuantizedRule:
         layouts = [scale_layout(p, block_for(p, p.group["block"])) for p in params]
         space = FlatSpace([p.local for p in params])
         codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
-        # Scales in the order of memory, so that those of neighbours are neighbours.
+        # Scales in the order of memory, so that scales of neighbors are neighbors.
         counts = [layout.num_scales for layout in layouts]
         starts, end = [0] * len(params), 0
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
@@ -233,7 +233,7 @@ class _Plan:
             (codes[0], codes[1]),
             (scales[0], scales[1]),
             entry.param.name,
-            (entry.param.start or 0) + stretch.start,  # only stochastic rounding asks, of what is one run
+            (entry.param.start or 0) + stretch.start,  # for stochastic rounding, of one-run parameters only
         )
 
     def _launches(self, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]) -> list[Launch]:

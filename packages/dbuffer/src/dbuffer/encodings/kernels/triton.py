@@ -11,7 +11,7 @@
 
 In the first three, a program does one tile, or several tiles of one row below each other; one launch does all runs.
 Every product is rounded separately (launch with ``enable_fp_fusion=False``), divisions are the correctly rounded ones,
-and e4m3 is worked out on bits, so that codes, scales and values are those of the torch ops. With VECTOR, all that a
+and e4m3 is worked out on bits, so that codes, scales and values have the bits of the torch ops. With VECTOR, all that a
 thread touches begins on 16 elements.
 """
 

@@ -1,11 +1,11 @@
 """Memory that the other processes of this machine can map: gathered memory on the host.
 
 All of it is in one file without a name (`memfd`), larger than the memory but sparse, mapped once. A peer gets
-the file over a socket and maps it once, to read; from then on an offset tells it where a tensor is. The kernel frees
+the file over a socket and maps it once, to read; from then on a tensor is an offset. The kernel frees
 the file when no process has it any more, however the processes ended.
 
     allocate(n)     a uint8 tensor; its range is free again when no storage holds its memory
-    free ranges     keep their pages for the next `allocate`, up to 5/4 of what was lately in use at once, until a
+    free ranges     keep their pages for the next `allocate`, up to 5/4 of the bytes lately in use at once, until a
                     recycler is gone
 
 Pages are there before anybody writes to them: without memory `allocate` raises, and no signal ends the process.
@@ -75,7 +75,7 @@ class Ranges:
         self.runs = sorted([*runs, [begin, end]])
 
     def remove(self, begin: int, end: int) -> None:
-        """Remove those that are in it."""
+        """Remove the blocks that are in it."""
         parts = [part for low, high in self.runs for part in ([low, min(high, begin)], [max(low, end), high])]
         self.runs = [part for part in parts if part[0] < part[1]]
 

@@ -15,7 +15,7 @@ from ragged_shard import gather_from_ranks
 
 from .arena import PeerFile, arena, peer_file
 
-PATIENCE = 5.0  # seconds for the others to connect, after all said that they can
+PATIENCE = 5.0  # seconds for the others to connect, after all have agreed
 _HELLO = struct.Struct("<Q16s")  # rank of the caller, secret of the rank it calls
 
 _ABSENT = "did not connect"
@@ -41,7 +41,7 @@ class _Card:
     Attributes:
         name: of its listening socket, in the abstract namespace: it ends with its process and needs no folder.
         secret: by which it knows that a rank of the group calls.
-        machine: tells its machine from others, where that is known.
+        machine: identifies its machine, where that is known.
         trouble: why this rank cannot take part, or "".
     """
 

@@ -12,7 +12,7 @@ nothing is being written any more. What a rank gives is in its shared memory, or
 
 A rank that gives up (a timeout, another exchange than its peers', a failed read) first shuts all its connections,
 and only then lets `wait` raise, after which its memory may change. A reader looks at the connection after reading:
-if it is still there, what it read was what was given.
+if it is still there, it has read the exchanged values.
 """
 
 import atexit
@@ -45,14 +45,14 @@ _PLACE = struct.Struct("<QQ")  # where in the giving rank's memory, bytes
 _TAKEN = struct.Struct("<BQ")  # kind, number of the exchange
 _KIND_GIVE, _KIND_TAKEN = 1, 2
 _MESSAGE_BYTES, _LABEL_BYTES = 1 << 16, 400
-_ALIGNMENT = 64  # bytes, of what is copied to be given
+_ALIGNMENT = 64  # bytes, of copies made for peers
 _PLACES = (_MESSAGE_BYTES - _GIVE.size - _LABEL_BYTES) // _PLACE.size  # tensors that one message can name
 
 Places = list[tuple[int, int]]  # (where, bytes)
 
 
 class Sum:
-    """This rank's own slices and what peers give, added always in the same order of peers.
+    """This rank's slices and the peers', added always in the same order of peers.
 
     Args:
         pairs: (receive, own), contiguous and 1-D; `receive` may be `own`.
@@ -65,12 +65,12 @@ class Sum:
 
     @property
     def own(self) -> list[torch.Tensor]:
-        """This rank's slices; those of peers are like them."""
+        """This rank's slices; peers' slices have the same shapes."""
         return [own for _, own in self._pairs]
 
     @torch.no_grad()
     def add(self, slices: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Write the sums of this rank's slices and those of all peers."""
+        """Write the sums of this rank's and all peers' slices."""
         for index, (receive, own) in enumerate(self._pairs):
             first, *others = (slices[peer][index] for peer in self.peers)
             step = PIECE_BYTES // own.itemsize
@@ -101,7 +101,7 @@ class PeerExchange:
 
     Attributes:
         number: counts the exchanges of this rank; 0 until the thread has begun it.
-        label: what is exchanged.
+        label: name of the exchange.
         given_digests, taken_digests: of what peers must have in common with this rank.
         gives: where in this rank's memory the tensors for each peer are.
         takes: where what each peer gives is to be, in this process.
@@ -265,7 +265,7 @@ class _GiveUpError(Exception):
 
 
 class _Answering:
-    """The thread: tells peers what this rank gives, reads what they give, and ends exchanges.
+    """The thread: sends peers the places of this rank's slices, reads theirs, and ends exchanges.
 
     Attributes:
         bell: rings the thread; when it is shut, the thread ends.
@@ -308,7 +308,7 @@ class _Answering:
                 peer.socket.shutdown(socket.SHUT_RDWR)
 
     def drop(self, reason: str) -> None:
-        """Close this process's ends of the connections and fail what is under way."""
+        """Close this process's ends of the connections and fail the exchanges under way."""
         for connection in (*(peer.socket for peer in self._peers.values()), self._heard):
             connection.close()
         self._selector.close()
@@ -320,7 +320,7 @@ class _Answering:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the group is gone or an exchange fails. Then no connection is left, and what is under way fails."""
+        """Until the group is gone or an exchange fails. Then no connection is left, and exchanges under way fail."""
         reason = "the process group was destroyed"
         try:
             self._selector.register(self._heard, selectors.EVENT_READ, None)
@@ -386,7 +386,7 @@ class _Answering:
                 connection.send(outbox[0])
             except BlockingIOError:
                 break
-            except OSError:  # it is gone: what it had said before is read first, then the end
+            except OSError:  # it is gone: earlier messages are read first, then the end
                 outbox.clear()
                 break
             outbox.popleft()
@@ -402,7 +402,7 @@ class _Answering:
         try:
             message = connection.recv(_MESSAGE_BYTES)
         except (BlockingIOError, ConnectionResetError):
-            return  # after a reset, what was said before can still be read, then the end
+            return  # after a reset, earlier messages can still be read, then the end
         self._begin()  # a peer may answer before the bell is heard
         if not message:
             self._selector.unregister(connection)
@@ -462,7 +462,7 @@ class _Answering:
             self._send(other, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
 
     def _has_given_all(self, exchange: PeerExchange, peer: int) -> bool:
-        """Whether a peer has said where all this rank takes is. Raises _GiveUpError where it is something else."""
+        """Whether a peer has sent the places of all slices for this rank. Raises _GiveUpError if it differs."""
         if (exchange.number, peer) not in self._offers:
             return False
         digest, label, places = self._offers[exchange.number, peer]
@@ -492,7 +492,7 @@ class _Answering:
 
 
 def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
-    """The message that tells a peer where this rank's tensors are."""
+    """The message with the places of this rank's tensors."""
     label = exchange.label.encode()[:_LABEL_BYTES]
     head = _GIVE.pack(_KIND_GIVE, exchange.number, exchange.given_digests[peer], len(label)) + label
     places = exchange.gives[peer]
