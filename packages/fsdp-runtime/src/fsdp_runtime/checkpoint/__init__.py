@@ -22,12 +22,10 @@ from .full_state import (
 )
 from .loading import LoadReport, load_safetensors
 from .offload import offload, reload
-from .rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .rules import Fused, Rename, Split
 from .safetensors_export import save_safetensors
 
 __all__ = [
-    "MIXTRAL_EXPERTS",
-    "STACKED_EXPERTS",
     "Fused",
     "LoadReport",
     "Rename",

@@ -150,15 +150,15 @@ def _to_safetensors(
     files = dict(zip(file_names(len(bins)), bins, strict=True))
     for file, members in files.items():
         with (folder / file).open("wb") as out:
-            about = {names[i]: (made[names[i]].dtype, tuple(made[names[i]].shape)) for i in members}
-            out.write(header_of(about, {"format": "pt"}))
+            header = {names[i]: (made[names[i]].dtype, tuple(made[names[i]].shape)) for i in members}
+            out.write(header_of(header, {"format": "pt"}))
             for part in split_by_size([nbytes[i] for i in members], _BIN):
                 chosen = [names[members[index]] for index in part]
                 state = {keys[name]: torch.empty_like(stored[name], device=CPU) for name in chosen}
                 dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
                 for name in chosen:
                     values = state.pop(keys[name]).to(made[name].dtype)
-                    out.write(values.reshape(-1).view(torch.uint8).numpy())
+                    out.write(values.reshape(-1).view(torch.uint8).numpy().data)
     if len(files) > 1:
         where = {names[index]: file for file, members in files.items() for index in members}
         write_index(folder, where, sum(nbytes))
