@@ -77,10 +77,10 @@ def test_each_of_them_is_offloaded_by_choice():
         optimizer.step,
         optimizer.state_dict,
         lambda: optimizer.load_state_dict({}),
-        lambda: optimizer.state[param],
     ):
         with pytest.raises(RuntimeError, match="the optimizer's states are offloaded"):
             use()
+    assert not optimizer.state
     loss_of(model, tokens()).backward()
     reload(model, optimizer)
     assert optimizer.state[param]["exp_avg"].to_local().equal(before)
@@ -90,6 +90,8 @@ def test_each_of_them_is_offloaded_by_choice():
     loss_of(model, tokens()).backward()
     with pytest.raises(RuntimeError, match="parameters have gradients since offload"):
         reload(model)
+    with pytest.raises(RuntimeError, match="have gradients since the last offload"):
+        offload(model, parameters=False)
     optimizer.zero_grad()
     reload(model)
     assert param.grad is grad
