@@ -1,9 +1,7 @@
 """Files into shards: each rank reads its own bytes, whatever names, dtypes and forms are in the files."""
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +228,7 @@ def test_rules_rename_fuse_split_and_stack(tmp_path):
     [
         ({"k": None}, r"qkv is made of 3 tensors, of which k is missing"),
         ({"k": (2, 6)}, r"\['q', 'k', 'v'\] have 9 together along dimension 0; qkv expects 10"),
-        ({"k": (3, 5)}, r"k has shape \(3, 5\); qkv expects slices of \(10, 6\) along dimension 0"),
+        ({"k": (3, 5)}, r"k has shape \(3, 5\); qkv expects \(3, 6\)"),
         ({"gate_up": (7, 6)}, r"gate of shape \(5, 6\) is a slice of gate_up of shape \(7, 6\); expected \(8, 6\)"),
         ({"stacked": (2, 2, 6)}, r"w.2 of shape .* is a slice of stacked"),
         ({"experts.1.up": None}, r"experts is made of 6 tensors, of which experts.1.up is missing"),
@@ -294,9 +292,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_pat
 DAMAGES: Any = {  # what is done to the file of rank 1, and what all ranks say
     "cut": (lambda file, content: file.write_bytes(content[:-1]), "not a safetensors file, or damaged"),
     "empty": (lambda file, content: file.write_bytes(b""), "not a safetensors file, or damaged"),
-    "fifo": (lambda file, _: os.mkfifo(file), "m.safetensors: a FIFO; expected a file"),
-    "folder": (lambda file, _: file.mkdir(), "m.safetensors: a folder; expected a file"),
-    "index": (lambda file, _: os.mkfifo(f"{file}.index.json"), "index.json: a FIFO; expected a file"),
+    "folder": (lambda file, _: file.mkdir(), "m.safetensors: not a safetensors file, or damaged"),
     "none": (lambda *_: None, r"has no \*.safetensors"),
 }
 
@@ -333,7 +329,7 @@ def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(tm
     [
         ("{", "not JSON"),
         ('{"weight_map": [1]}', "no weight_map"),
-        ('{"weight_map": {"a": "../m.safetensors"}}', "outside of the index's folder"),
+        ('{"weight_map": {"a": "../m.safetensors"}}', "which is not a file name"),
         ('{"weight_map": {"b": "m.safetensors"}}', "b is not in it, but the index lists it there"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
     ],
@@ -356,15 +352,3 @@ def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
     assert model.head.weight.equal(seeded().head.weight)
     with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):
         load_safetensors(on_meta(), tmp_path, strict=False)
-
-
-def test_progress_is_shown_where_it_is_asked_for_and_needs_rich(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("rich")
-    write(tmp_path / "m.safetensors", seeded().state_dict())
-    load_safetensors(seeded(), tmp_path)
-    assert not capsys.readouterr().out
-    load_safetensors(seeded(), tmp_path, progress=True)
-    assert "loading" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    with pytest.raises(ImportError, match="progress=True needs rich"):
-        load_safetensors(seeded(), tmp_path, progress=True)

@@ -9,7 +9,7 @@ from runtime_helpers import assert_same_values, tokens
 from vllm_contract import interface
 
 from fsdp_runtime import fully_shard, get_full_state_dict, load_safetensors, save_safetensors
-from fsdp_runtime.checkpoint import MIXTRAL_EXPERTS, STACKED_EXPERTS
+from fsdp_runtime.checkpoint import Fused, Rename
 from fsdp_runtime.integrations.vllm import weight_source
 from ragged_shard.testing import run_ranks
 
@@ -20,7 +20,21 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-EXPERTS = {"mixtral": MIXTRAL_EXPERTS, "qwen3_moe": STACKED_EXPERTS}
+MOE, EACH = "{layer}.block_sparse_moe", "{layer}.mlp.experts.{index}"
+EXPERTS = {
+    "mixtral": [
+        Fused(
+            "{layer}.mlp.experts.gate_up_proj",
+            (MOE + ".experts.{index}.w1.weight", MOE + ".experts.{index}.w3.weight"),
+        ),
+        Fused("{layer}.mlp.experts.down_proj", (MOE + ".experts.{index}.w2.weight",)),
+        Rename("{layer}.mlp.{rest}", MOE + ".{rest}"),
+    ],
+    "qwen3_moe": [
+        Fused("{layer}.mlp.experts.gate_up_proj", (EACH + ".gate_proj.weight", EACH + ".up_proj.weight")),
+        Fused("{layer}.mlp.experts.down_proj", (EACH + ".down_proj.weight",)),
+    ],
+}
 
 
 def make(kind):

@@ -12,12 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import OffloadPolicy, fully_shard
-from fsdp_runtime._schedule import activations
-from fsdp_runtime._schedule.model import member_of
-from fsdp_runtime.memory import SelectiveOffloadPolicy
-
-POLICY, NONE = SelectiveOffloadPolicy(activations=True), OffloadPolicy()
+from dbuffer import device_layer
+from fsdp_runtime import fully_shard
+from fsdp_runtime.memory import OffloadActivations, activations
+from ragged_shard.testing import on_ranks
 
 
 class Block(nn.Module):
@@ -27,13 +25,11 @@ class Block(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
         self.register_buffer("table", torch.rand(5, width))
-        self.spoils = False
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         gate = x.mean(-1, keepdim=True).expand_as(x)
-        y = torch.tanh(x + self.out(torch.tanh(q) * torch.sigmoid(k) * v * gate * self.table))
-        return y.mul_(2) if self.spoils else y
+        return torch.tanh(x + self.out(torch.tanh(q) * torch.sigmoid(k) * v * gate * self.table))
 
 
 class Net(Body):
@@ -59,15 +55,30 @@ def _small_tensors_too(monkeypatch):
     monkeypatch.setattr(activations, "SMALLEST", 1)
 
 
-def build(blocks=POLICY, root=NONE, **options):
+class Offloading(nn.Module):
+    """A sharded model whose forward runs inside of the context."""
+
+    def __init__(self, model, ahead):
+        super().__init__()
+        self.model, self.offload = model, OffloadActivations(model, ahead=ahead)
+
+    def forward(self, *args, **kwargs):
+        with self.offload:
+            return self.model(*args, **kwargs)
+
+    def set_is_last_backward(self, value):
+        self.model.set_is_last_backward(value)
+
+    def set_requires_gradient_sync(self, value):
+        self.model.set_requires_gradient_sync(value)
+
+
+def build(ahead: int | None = 4, **options) -> Any:
     model = seeded(Net, **options)
     for block in model.blocks:
-        fully_shard(block, offload_policy=blocks)
-    return fully_shard(model, offload_policy=root)
-
-
-def store_of(model):
-    return member_of(model).passes.activations
+        fully_shard(block)
+    fully_shard(model)
+    return model if ahead is None else Offloading(model, ahead)
 
 
 def step(model, number, optimizer=None, **options):
@@ -129,52 +140,37 @@ def values_after(run, **options):
     return values_of(model), model
 
 
-@pytest.mark.parametrize("root", [pytest.param(NONE, marks=pytest.mark.long), POLICY], ids=["blocks", "all"])
-def test_parameters_and_gradients_are_the_same_bits_and_no_access_is_a_race(root):
+@pytest.mark.parametrize("ahead", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_parameters_and_gradients_are_the_same_bits_and_no_access_is_a_race(ahead):
     with device("at random"):
-        plain, model = build(blocks=NONE), build(root=root)
+        plain, model = build(None), build(ahead)
         moved = 0
         for run in RUNS:
             run(plain)
             run(model)
-            assert store_of(model).bytes_out > moved, run
-            moved = store_of(model).bytes_out
+            assert model.offload.bytes_out > moved, run
+            moved = model.offload.bytes_out
             assert same_bits(values_of(model), values_of(plain)), run
-        assert store_of(model).bytes_in > 0
+        assert model.offload.bytes_in > 0
 
 
 @pytest.mark.parametrize("kind", [pytest.param("reentrant", marks=pytest.mark.long), "not reentrant"])
-def test_of_a_checkpoint_the_inputs_move_with_the_unit_around_it(kind):
+def test_of_a_checkpoint_the_inputs_move(kind):
     with device("late"):
-        expected, _ = values_after(trained, blocks=NONE, recompute=kind)
-        values, model = values_after(trained, root=POLICY, recompute=kind)
+        expected, _ = values_after(trained, ahead=None, recompute=kind)
+        values, model = values_after(trained, recompute=kind)
         assert same_bits(values, expected)
-        moved = store_of(model).bytes_out
+        moved = model.offload.bytes_out
         assert moved > 0
-        _, whole = values_after(trained, root=POLICY)
-        assert 3 * moved < store_of(whole).bytes_out
-
-
-class Recomputed(nn.Sequential):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def test_a_checkpoint_inside_the_unit_moves_its_input():
-    with device():
-        model = seeded(Net)
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = fully_shard(Recomputed(block), offload_policy=POLICY)
-        fully_shard(model)
-        step(model, 0)
-        assert store_of(model).bytes_out == 4 * tokens().numel() * 16 * 4
+        _, whole = values_after(trained)
+        assert 3 * moved < whole.offload.bytes_out
 
 
 def test_activations_leave_the_device_until_backward():
     sizes: dict[str, list[int]] = {"activations": [], "after backward": []}
-    for policy in (NONE, POLICY):
+    for ahead in (None, 2):
         with device() as found:
-            model = build(policy, policy)
+            model = build(ahead)
             for number in range(3):
                 model.zero_grad()
                 before = sum(found.pools.used.values())
@@ -190,56 +186,71 @@ def test_activations_leave_the_device_until_backward():
 
 def test_a_tensor_moves_once_although_several_operations_save_it():
     with device():
-        model = build()
-        step(model, 0)
-        block_bytes = store_of(model).bytes_out / 4
-        rows = tokens().numel() * 4
+        model: Any = fully_shard(Block(16))
+        offload = OffloadActivations(model)
+        with offload:
+            model(torch.ones(2, 5, 16, requires_grad=True)).sum().backward()
         # x; q, k and v in one storage; the gate before it is expanded; tanh twice, sigmoid and four products.
-        assert block_bytes <= rows * (16 + 3 * 16 + 1 + 3 * 16 + 4 * 16)
+        assert offload.bytes_out <= 10 * 4 * (16 + 3 * 16 + 1 + 3 * 16 + 4 * 16)
 
 
-def test_activations_that_came_and_are_not_used_are_freed_after_their_copies():
-    with device("late") as found:
-        model, inputs = build(), []
-
-        def doubled(x):  # in new memory, so that the last block finds all of its own on the device
-            inputs.append(2 * x)
-            return inputs[-1]
-
-        model.between = doubled
-        for number in range(2):
-            step(model, number)
-        inputs.clear()
-        loss = loss_of(model, tokens())
-        torch.autograd.grad(loss, inputs[2])  # ends in the last block, while those of the one before come
-        assert not store_of(model)._coming
-        found.raise_late()
-
-
-def test_a_model_that_ends_while_copies_are_in_flight_frees_memory_after_them():
+def test_a_graph_that_ends_while_copies_are_in_flight_frees_memory_after_them():
     with device("late") as found:
         model = build()
         loss = loss_of(model, tokens())
-        assert store_of(model)._leaving
-        known = weakref.ref(model)
+        del loss
+        step(model, 0)
+        loss, known = loss_of(model, tokens()), weakref.ref(model)
+        torch.autograd.grad(
+            loss, list(model.parameters())[-1:], retain_graph=True
+        )  # others come, and are not used
         del model, loss
         gc.collect()
         assert known() is None
         found.raise_late()
 
 
-def test_changes_in_place_and_other_hooks_are_refused_by_name():
+def test_a_change_in_place_before_the_copy_has_ended_is_refused_and_a_later_one_changes_nothing():
+    def spoil(x):
+        if not inputs:
+            layer.wait(layer.record(model.offload._stream))  # else the change is a race too
+            x.mul_(2)
+        inputs.append(x)
+        return x
+
     with device():
-        model = build()
-        model.blocks[1].spoils = True
+        model, inputs, layer = build(ahead=1000), list[Any](), device_layer("cpu")
+        model.model.between = spoil
         with pytest.raises(RuntimeError, match=r"shape \(2, 5, 16\) .* changed in place"):
             step(model, 0)
-        model.blocks[1].spoils = False
-        step(model, 0)
-        hooks = torch.autograd.graph.save_on_cpu()
-        with hooks, pytest.raises(RuntimeError, match=r"blocks\.0: its policy .*save_on_cpu"):
-            model(tokens())
-        step(model, 0)
+    gradients = []
+    for ahead in (None, 1):
+        with device():
+            model = build(ahead)
+            inputs = []
+            model_of = model if ahead is None else model.model
+            model_of.between = lambda x, inputs=inputs: inputs.append(x) or x
+            loss = loss_of(model, tokens())
+            if ahead is not None:
+                with torch.no_grad():
+                    inputs[0].mul_(2)
+            loss.backward()
+            gradients.append(values_of(model))
+    assert same_bits(*gradients)
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(ValueError, match="no module of the model is sharded"):
+        OffloadActivations(nn.Linear(2, 2))
+
+
+@on_ranks(2)
+def test_on_a_cpu_nothing_moves():
+    model = fully_shard(seeded())
+    offload = OffloadActivations(model)
+    with offload:
+        loss_of(model, tokens()).backward()
+    assert offload.bytes_out == 0
 
 
 def test_after_a_failed_forward_the_next_step_has_the_same_bits():
@@ -247,15 +258,15 @@ def test_after_a_failed_forward_the_next_step_has_the_same_bits():
         def fail(x):
             raise KeyError("on purpose")
 
-        model.between = fail
+        model.model.between = fail
         with pytest.raises(KeyError):
             model(tokens())
-        model.between = lambda x: x
+        model.model.between = lambda x: x
         trained(model)
 
     with device("late"):
-        expected, _ = values_after(trained, blocks=NONE)
-        values, _ = values_after(fail_first, root=POLICY)
+        expected, _ = values_after(trained, ahead=None)
+        values, _ = values_after(fail_first)
         assert same_bits(values, expected)
 
 
@@ -268,8 +279,8 @@ def test_an_evaluation_in_inference_mode_between_forward_and_backward_changes_no
             loss.backward()
 
     with device("late"):
-        expected, _ = values_after(evaluated_between, blocks=NONE)
-        values, _ = values_after(evaluated_between, root=POLICY)
+        expected, _ = values_after(evaluated_between, ahead=None)
+        values, _ = values_after(evaluated_between)
         assert same_bits(values, expected)
 
 
@@ -284,13 +295,13 @@ class OnMesh(nn.Linear):
 
 def test_a_dtensor_moves_by_its_local_tensor():
     gradients = []
-    for policy in (NONE, POLICY):
+    for ahead in (None, 1):
         with device():
             torch.manual_seed(0)
-            inner: Any = fully_shard(OnMesh(16, 16), offload_policy=policy)
-            model: Any = fully_shard(nn.Sequential(inner))
-            model(torch.ones(3, 16, requires_grad=True)).sum().backward()
-            gradients.append(model[0].weight.grad.to_local().clone())
-            if policy is POLICY:
-                assert store_of(model).bytes_out == 2 * 3 * 16 * 4
+            model: Any = fully_shard(OnMesh(16, 16))
+            run = model if ahead is None else Offloading(model, ahead)
+            run(torch.ones(3, 16, requires_grad=True)).sum().backward()
+            gradients.append(model.weight.grad.to_local().clone())
+            if ahead:
+                assert run.offload.bytes_out == 2 * 3 * 16 * 4
     assert torch.equal(*gradients)

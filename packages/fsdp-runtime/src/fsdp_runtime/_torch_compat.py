@@ -6,7 +6,7 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, the innermost saved-tensor hooks, what `shard_placement_fn` may return, what DCP's default
+torch.func transforms, what `shard_placement_fn` may return, what DCP's default
 planner writes of a value, the device bound to the world and a group's backend, the history and snapshot of an
 accelerator's memory, and what torch's flight recorders have.
 """
@@ -83,13 +83,6 @@ def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGro
 
 #: A context in which transforms of torch.func are set aside.
 without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
-
-
-def saved_tensor_hooks() -> "tuple[Callable[..., Any], Callable[..., Any]] | None":
-    """The innermost hooks for tensors that autograd saves on this thread; None if there are none."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
 
 
 #: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.

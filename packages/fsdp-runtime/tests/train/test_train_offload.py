@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from train_helpers import losses, tiny, train, with_changes
 
-from fsdp_runtime._schedule import activations
+from fsdp_runtime.memory import activations
 from ragged_shard.testing import SimulatedDevice, run_ranks
 
 

@@ -20,7 +20,6 @@ from .._plan.group import Request, plan_group
 from .._plan.mesh import DataMesh, check_alike
 from .._plan.param import MakeHook, ManagedParam, Settings
 from .._torch.streams import Streams
-from ..offload_policy import SelectiveOffloadPolicy
 from .group import Group
 
 Param = ManagedParam[Group]
@@ -104,7 +103,6 @@ class Unit:
         uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
         keeps_slices: whether a slice of a smaller group is kept after forward.
         offloaded: whether its shards are in CPU memory and it computes elsewhere.
-        offloads_activations: whether its policy says so.
         closed: why its parameters cannot be used now, and the remedy; empty if they can. See `checkpoint`.
         shown: the parameters that users see gathered outside of passes, with their settings as they were; see `show`.
         entered: the modules whose forward is under way, the outer ones first.
@@ -133,9 +131,6 @@ class Unit:
         self._request = request
         self.keeps_slices = request.neighbors is not None
         self.offloaded = isinstance(request.offload, CPUOffloadPolicy)
-        self.offloads_activations = (
-            isinstance(request.offload, SelectiveOffloadPolicy) and request.offload.activations
-        )
         self._streams = streams
         if streams.layer.asynchronous:
             weakref.finalize(self, streams.take_back).atexit = False

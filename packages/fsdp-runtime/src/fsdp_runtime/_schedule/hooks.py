@@ -17,7 +17,6 @@ from torch import nn
 from .. import _torch_compat as compat
 from .._params.unit import Param, Unit, label
 from .._torch.tree import cast_to, map_tensors, tensors_in
-from .activations import Activations
 from .model import Member
 
 T = TypeVar("T")
@@ -81,18 +80,12 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
         if marked:  # free the unit and reduce its gradients when the gradients of all inputs are computed
             passed = iter(_PostBackward.apply(member, *marked))
             args, kwargs = map_tensors(lambda t: next(passed) if t.requires_grad else t, (args, kwargs))
-    if unit.offloads_activations:
-        if passes.activations is None:
-            passes.activations = Activations(passes.streams)
-        passes.activations.enter(unit, module)
     return args, kwargs
 
 
 def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
     """Run after a forward, also one that raised (`output` is None then). Returns the output."""
     unit, passes = member.unit, member.passes
-    if passes.activations is not None:
-        passes.activations.leave(unit, module)
     recomputed = _outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
         if torch.is_grad_enabled() and not recomputed:

@@ -24,7 +24,6 @@ from .._params.group import Group
 from .._params.seeds import check_same_values
 from .._params.unit import Unit, UnitState, label, refuse_capture
 from .._torch.streams import Streams
-from .activations import Activations
 from .backward import Backward, find_used_anywhere
 
 U = TypeVar("U")
@@ -98,7 +97,6 @@ class Pass:
     Attributes:
         units: all of them.
         backward: their gradients.
-        activations: the offloaded activations; None: none were.
         streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
@@ -108,7 +106,6 @@ class Pass:
     def __init__(self, streams: Streams) -> None:
         self.units: list[Unit] = []
         self.backward = Backward(streams)
-        self.activations: Activations | None = None
         self.prefetch_depth = 1
         self.in_backward = False
         self.streams = streams
@@ -180,8 +177,6 @@ class Pass:
                 self._forward[root] = Schedule()
             self._order = self._forward[root]
             self._order.begin()
-            if self.activations is not None:
-                self.activations.begin_forward()
 
     def _watch_order(self, empty: list[str]) -> None:
         """Compare the ranks' parameters, in a root's first forward, and then the order of their collectives.
@@ -383,8 +378,6 @@ class Pass:
             self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
-            if self.activations is not None:
-                self.activations.enter_backward()
         elif unit.state is UnitState.UNSHARDED:
             return
         with label("pre_backward", unit.name):
@@ -405,8 +398,6 @@ class Pass:
             if unit.shown:
                 unit.hide(in_backward=True)
         self.backward.begin()
-        if self.activations is not None:
-            self.activations.begin_backward()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
         if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
@@ -464,8 +455,6 @@ class Pass:
             self.finish_backward()
             self.last_backward = self._backward.seen
             self._backward.end()
-            if self.activations is not None:
-                self.activations.end_backward()
             self.in_backward = False
         if self.backward.ends_step:
             self.rest(free=False)
@@ -532,8 +521,6 @@ class Pass:
     def reset(self) -> None:
         """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
         self.backward.abandon()
-        if self.activations is not None:
-            self.activations.reset()
         self._root = None
         self.in_backward = False
         self._left = []

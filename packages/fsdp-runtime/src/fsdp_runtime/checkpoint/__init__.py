@@ -1,8 +1,7 @@
 """Weights in and out: files into shards, full tensors out of them, shards in CPU memory for a while.
 
 files, rules            tensors in files, and how names and shapes differ          know: nothing of models
-byte_ranges, dcp_files  boxes of tensors in files, read without a model         know: files
-convert                 DCP folders to safetensors and back                      know: rules, dcp_files
+convert                 DCP folders to safetensors and back                      know: files
 fp8_files               codes in files, and their scales                           knows: files
 targets                 a model's tensors, for loading and for gathering           know: units
 loading, full_state     into shards                                                know: files, targets
@@ -23,12 +22,10 @@ from .full_state import (
 )
 from .loading import LoadReport, load_safetensors
 from .offload import offload, reload
-from .rules import MIXTRAL_EXPERTS, STACKED_EXPERTS, Fused, Rename, Split
+from .rules import Fused, Rename, Split
 from .safetensors_export import save_safetensors
 
 __all__ = [
-    "MIXTRAL_EXPERTS",
-    "STACKED_EXPERTS",
     "Fused",
     "LoadReport",
     "Rename",

@@ -7,45 +7,16 @@ transformers 5 keeps the rules with each type of model; `from_pretrained` and `s
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .files import Ints
-from .rules import Piece, Rule, Shapes, Source, Split, one_after_another
+from .rules import Made, Rule, Shapes, Split
 
 
-@dataclass(frozen=True)
-class Made:
-    """A tensor of the model that tensors of the file make up: one row of them, or a row for each element of a stack.
-
-    Args:
-        rows: names in the file.
-        stacked: whether rows are stacked.
-        dim: along which those of a row follow one another; of the file's tensors.
-    """
-
-    rows: tuple[tuple[str, ...], ...]
-    stacked: bool = False
-    dim: int = 0
-
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece]:
-        """As `Fused.find`."""
-        shape = shapes[name]
-        if self.stacked and len(self.rows) != shape[0]:
-            raise ValueError(f"{name} is a stack of {shape[0]}, of which {len(self.rows)} are there")
-        pieces: list[Piece] = []
-        for index, files in enumerate(self.rows):
-            lead: Ints = (index,) if self.stacked else ()
-            element = shape[len(lead) :]
-            pieces += one_after_another(name, lead, element, [source[file] for file in files], self.dim)
-        return pieces
-
-
-def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Rule | Made]:
+def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Rule]:
     """The model's own rules for the tensors of a file, by the name of the model's tensor.
 
     Raises:
@@ -54,15 +25,13 @@ def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str
     library, twin = _library(), _plain_twin(model)
     if library is None or twin is None:
         return {}
-    transforms = library.mapping.get_model_conversion_mapping(twin)
-    if not transforms:
-        return {}
-    renamings, converters = library.divided(transforms)
+    loading, mapping = library
+    renamings, converters = _divided(mapping.get_model_conversion_mapping(twin) or (), loading)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    rules: dict[str, Rule | Made] = {}
+    rules: dict[str, Rule] = {}
     converted: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for file in sorted(files, key=library.loading.dot_natural_key):
-        name, pattern = library.loading.rename_source_key(file, renamings, converters)
+    for file in sorted(files, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(file, renamings, converters)
         if pattern is not None:
             _, sources = converted.setdefault(name, (by_pattern[pattern], {}))
             sources.setdefault(pattern, []).append(file)
@@ -70,11 +39,11 @@ def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str
             rules[name] = Made(((file,),))
     for name, (converter, sources) in converted.items():
         lists = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
-        rules.update(_rules_of(name, converter, lists, library.loading))
+        rules.update(_rules_of(name, converter, lists, loading))
     return rules
 
 
-def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -> dict[str, Rule | Made]:
+def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -> dict[str, Rule]:
     """The rules that one converter stands for; `lists`: of names in the file, one for each of its patterns."""
     merge, concatenate, chunk = loading.MergeModulelist, loading.Concatenate, loading.Chunk
     stack = len({len(files) for files in lists}) == 1
@@ -97,85 +66,38 @@ def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -
     )
 
 
-class FileForm:
-    """The form of a model's tensors in files: of a transformers model as `save_pretrained` writes them.
-
-    Tensors that are converted together are one group; all others are groups of one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._library, self._twin = _library(), _plain_twin(model)
-        transforms: Sequence[Any] = ()
-        if self._library is not None and self._twin is not None:
-            loading, mapping = self._library.loading, self._library.mapping
-            transforms = getattr(model, "_weight_conversions", None) or [
-                transform
-                for transform in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
-                if not isinstance(transform, loading.PrefixChange)
-            ]
-            reverse = [transform.reverse_transform() for transform in reversed(transforms)]
-            self._renamings, self._converters = self._library.divided(reverse)
-            self._by_pattern = {
-                pattern: converter for converter in self._converters for pattern in converter.source_patterns
-            }
-        self._changes = bool(transforms)
-
-    def groups(self, names: Sequence[str]) -> list[list[str]]:
-        """Names of the model that are converted together, in the order of their first."""
-        groups: dict[str, list[str]] = {}
-        for name in names:
-            key, pattern = self._converted(name)
-            groups.setdefault(name if pattern is None else f"{key} of a converter", []).append(name)
-        return list(groups.values())
-
-    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One group's tensors under the names, and in the form, of the file. Also on meta."""
-        (first, *_), pattern = tensors, None
-        if self._changes:
-            key, pattern = self._converted(first)
-        if not self._changes or self._library is None or self._twin is None:
-            return dict(tensors)
-        rename = self._library.loading.apply_renamings
-        if pattern is None:
-            return {rename(name, self._renamings): tensor for name, tensor in tensors.items()}
-        converter = copy.deepcopy(self._by_pattern[pattern])
-        for name in sorted(tensors, key=self._library.loading.dot_natural_key):
-            key, pattern = self._converted(name)
-            converter.add_tensor(key, name, pattern, tensors[name])
-        made = converter.convert(key, model=self._twin, config=self._twin.config)
-        return {
-            rename(name, self._renamings): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
-        }
-
-    def renamed(self, name: str) -> str | None:
-        """The name in the file of a tensor that has the same form there; None if it is converted."""
-        if self._converted(name)[1] is not None:
-            return None
-        (renamed,) = self.convert({name: torch.empty(0, device="meta")})
-        return renamed
-
-    def _converted(self, name: str) -> tuple[str, str | None]:
-        if not self._changes or self._library is None:
-            return name, None
-        key, pattern = self._library.loading.apply_converters(name, self._converters)
-        return key, pattern
-
-
 class FileGroups:
-    """Tensors of a model that come one by one, in the form of files: each group once all of it has come.
+    """Tensors of a model that come one by one, in the form of files: transformers models as `save_pretrained` does.
+
+    Tensors that are converted together are one group, which is complete once all of them have come; all others are
+    groups of one.
 
     Attributes:
         names: the model's names of each group, in the order in which groups are complete.
         made: what each group becomes, on meta, by the names of the file.
     """
 
-    def __init__(self, form: FileForm, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: on meta, in the order in which they will come."""
+        self._twin = _plain_twin(model)
+        self._renamings, self._converters = list[Any](), list[Any]()
+        library = _library()
+        if library is not None and self._twin is not None:
+            self._loading, mapping = library
+            transforms: Sequence[Any] = getattr(model, "_weight_conversions", None) or [
+                transform
+                for transform in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
+                if not isinstance(transform, self._loading.PrefixChange)
+            ]
+            reverse = [transform.reverse_transform() for transform in reversed(transforms)]
+            self._renamings, self._converters = _divided(reverse, self._loading)
+        groups: dict[tuple[bool, str], list[str]] = {}
+        for name in tensors:
+            key, pattern = self._converted(name)
+            groups.setdefault((pattern is None, key), []).append(name)
         place = {name: number for number, name in enumerate(tensors)}
-        self._form = form
-        self.names = sorted(form.groups(list(tensors)), key=lambda group: place[group[-1]])
-        self.made = [form.convert({name: tensors[name] for name in group}) for group in self.names]
+        self.names = sorted(groups.values(), key=lambda group: place[group[-1]])
+        self.made = [self._convert({name: tensors[name] for name in group}) for group in self.names]
         self._group_of = {name: index for index, group in enumerate(self.names) for name in group}
         self._waiting: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -192,33 +114,51 @@ class FileGroups:
         whole[name] = full if count == 1 else full.to(device or full.device, copy=True)
         if len(whole) < count:
             return None
-        return index, self._form.convert(self._waiting.pop(index))
+        return index, self._convert(self._waiting.pop(index))
+
+    def _converted(self, name: str) -> tuple[str, str | None]:
+        """Name of the tensor that it becomes a part of, and the pattern of its converter; None without one."""
+        if not self._converters:
+            return name, None
+        key, pattern = self._loading.apply_converters(name, self._converters)
+        return (name, None) if pattern is None else (key, pattern)
+
+    def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One group's tensors under the names, and in the form, of the file. Also on meta."""
+        if not self._renamings and not self._converters:
+            return dict(tensors)
+        (first, *_), made = tensors, dict[str, Any](tensors)
+        _, pattern = self._converted(first)
+        if pattern is not None:
+            converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
+            for name in sorted(tensors, key=self._loading.dot_natural_key):
+                key, pattern = self._converted(name)
+                converter.add_tensor(key, name, pattern, tensors[name])
+            made = converter.convert(key, model=self._twin, config=self._twin.config)
+        return {
+            self._loading.apply_renamings(name, self._renamings): value[0]
+            if isinstance(value, list)
+            else value
+            for name, value in made.items()
+        }
 
 
-@dataclass(frozen=True)
-class _Library:
-    loading: Any  # transformers.core_model_loading
-    mapping: Any  # transformers.conversion_mapping
-
-    def divided(self, transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Renamings, and converters of values."""
-        listed = list(transforms)
-        kinds = (self.loading.WeightRenaming, self.loading.WeightConverter)
-        renamings, converters = (
-            [transform for transform in listed if isinstance(transform, kind)] for kind in kinds
-        )
-        return renamings, converters
+def _divided(transforms: Iterable[Any], loading: Any) -> tuple[list[Any], list[Any]]:
+    """Renamings, and converters of values."""
+    listed = list(transforms)
+    renamings = [transform for transform in listed if isinstance(transform, loading.WeightRenaming)]
+    return renamings, [transform for transform in listed if isinstance(transform, loading.WeightConverter)]
 
 
-def _library() -> _Library | None:
-    """transformers, if the program uses it and it has rules."""
+def _library() -> tuple[Any, Any] | None:
+    """transformers' `core_model_loading` and `conversion_mapping`, if the program uses it and it has rules."""
     if "transformers.modeling_utils" not in sys.modules:
         return None
     try:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:  # before 5
         return None
-    return _Library(core_model_loading, conversion_mapping)
+    return core_model_loading, conversion_mapping
 
 
 def _plain_twin(model: nn.Module) -> Any:

@@ -1,7 +1,5 @@
 """Safetensors files, mapped into memory: bytes are read when they are used. The library checks headers against files.
 
-Boxes of row-major tensors are read in pieces that fit into memory.
-
 folder  ->  index or *.safetensors  ->  Stored: name, and the tensor in its file
 """
 
@@ -9,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,12 +100,13 @@ class Checkpoint:
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
-    check_is_file(path)
     safetensors = library()
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except safetensors.SafetensorError as error:
+    except FileNotFoundError:
+        raise
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a safetensors file, or damaged: {str(error)[:200]}") from None
 
 
@@ -135,20 +133,9 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     for tensor, name in listed.items():
         by_file.setdefault(name, []).append(tensor)
     for name in by_file:
-        if len(name) > _LONGEST_NAME or not name.isprintable():
+        if len(name) > _LONGEST_NAME or not name.isprintable() or Path(name).name != name:
             raise ValueError(f"{path}: weight_map names {name[:100]!r}, which is not a file name")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path}: weight_map names {name!r}, which is outside of the index's folder")
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
-
-
-def read_header(path: Path) -> dict[str, int]:
-    """The byte of a safetensors file at which each tensor begins. The file's header must have been checked."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return {name: 8 + size + about["data_offsets"][0] for name, about in header.items()}
 
 
 def header_of(about: Mapping[str, tuple[torch.dtype, Ints]], metadata: Mapping[str, str]) -> bytes:
@@ -177,17 +164,8 @@ def _code(name: str, dtype: torch.dtype) -> str:
     return str(json.loads(saved[8:])["x"]["dtype"])
 
 
-def check_is_file(path: Path) -> None:
-    """Raise before opening a FIFO would block, or reading a folder would fail without its name."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = "folder" if stat.S_ISDIR(mode) else "FIFO" if stat.S_ISFIFO(mode) else "device or socket"
-        raise OSError(f"{path}: a {kind}; expected a file")
-
-
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises ValueError or OSError with its path."""
-    check_is_file(path)
     try:
         return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -206,21 +184,3 @@ def library() -> Any:
 def whole(shape: Ints) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), shape)
-
-
-def pieces_of(box: Box, most: int) -> Iterator[Box]:
-    """The box in row-major pieces of at most `most` elements (one row, where the rest of the box is larger)."""
-    if box.numel <= most or not box.sizes:
-        yield box
-        return
-    dim = next((d for d, size in enumerate(box.sizes) if size > 1), 0)
-    step = max(1, most * box.sizes[dim] // box.numel)
-    for start in range(0, box.sizes[dim], step):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim] += start
-        sizes[dim] = min(step, box.sizes[dim] - start)
-        piece = Box(tuple(offsets), tuple(sizes))
-        if step == 1 and piece.numel > most:
-            yield from pieces_of(piece, most)
-        else:
-            yield piece

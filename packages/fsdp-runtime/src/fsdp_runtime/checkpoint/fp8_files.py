@@ -1,8 +1,8 @@
 """FP8 weights in files: `X` in e4m3, `X_scale_inv` with one for each tile, `config.json` with the tiles' size."""
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,72 +28,54 @@ def read_safetensors(
         dtype: of weights that were FP8.
 
     Raises:
-        ValueError: an FP8 weight without scales, scales without their weight, or of another shape than
-            `weight_block_size` says; or a damaged file; by name.
+        ValueError: an FP8 weight without scales, or with scales of another shape than `weight_block_size` says; or a
+            damaged file; by name.
         OSError: a file is missing or cannot be read.
         ImportError: safetensors is not installed.
     """
-    checkpoint = Checkpoint(path)
-    stored = checkpoint.tensors
-    coded = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
-    for name in stored:
-        weight = name.removesuffix(SCALES)
-        if weight != name and weight not in coded:
-            what = stored[weight].dtype if weight in stored else "missing"
-            raise ValueError(f"{path}: {name} are the scales of an e4m3 tensor {weight}, which is {what}")
-    scales = {name: scales_of(stored[name], stored) for name in coded}
-    tile = tile_in(checkpoint.folder) if coded else (1, 1)
-    for name in coded:
-        check_scales(stored[name], scales[name], tile)
-    return {
-        name: decode(tensor, scales[name], tile, whole(tensor.shape)).to(dtype)
-        if name in coded
-        else tensor.tensor
-        for name, tensor in stored.items()
-        if not name.endswith(SCALES)
-    }
+    checkpoint, tensors = Checkpoint(path), dict[str, torch.Tensor]()
+    scales = set[str]()
+    for name, stored in checkpoint.tensors.items():
+        tensors[name] = stored.tensor
+        if stored.dtype == torch.float8_e4m3fn:
+            tensors[name] = decoder(stored, checkpoint)(whole(stored.shape)).to(dtype)
+            scales.add(name + SCALES)
+    return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
-def tile_in(folder: Path) -> tuple[int, int]:
-    """Rows and columns of a tile, as the `config.json` of a folder says. Raises ValueError where it does not."""
-    path = folder / CONFIG
-    config: Any = read_json(path) if path.exists() else {}
-    for key in ("quantization_config", "weight_block_size"):
-        config = config.get(key) if isinstance(config, dict) else None
-    if not isinstance(config, list) or [type(size) for size in config] != [int, int] or min(config) < 1:
-        raise ValueError(
-            f"{path}: quantization_config.weight_block_size is {str(config)[:200]}; expected [rows, columns] of a tile"
-        )
-    return config[0], config[1]
+def decoder(codes: Stored, checkpoint: Checkpoint) -> Callable[[Box], torch.Tensor]:
+    """What reads a box of an e4m3 tensor times the scales of its tiles, in fp32.
 
-
-def scales_of(codes: Stored, source: Mapping[str, Stored]) -> Stored:
-    """The scales of an e4m3 tensor. Raises ValueError where there are none."""
-    if codes.name + SCALES not in source:
+    Raises:
+        ValueError: it has no scales, or scales of other tiles than the folder's `config.json` says.
+    """
+    scales = checkpoint.tensors.get(codes.name + SCALES)
+    if scales is None:
         raise ValueError(
             f"{codes.name} is e4m3, and there is no {codes.name}{SCALES} to multiply it with, in {codes.file}"
         )
-    return source[codes.name + SCALES]
-
-
-def check_scales(codes: Stored, scales: Stored, tile: tuple[int, int]) -> None:
-    """Raise ValueError where scales are not those of tiles of this size."""
-    if len(codes.shape) < 2:
-        raise ValueError(f"{codes.name} of shape {codes.shape} has scales; expected a matrix")
-    rows, columns = codes.shape[-2:]
-    expected = (*codes.shape[:-2], -(-rows // tile[0]), -(-columns // tile[1]))
+    path = checkpoint.folder / CONFIG
+    size: Any = read_json(path) if path.exists() else {}
+    for key in ("quantization_config", "weight_block_size"):
+        size = size.get(key) if isinstance(size, dict) else None
+    if not isinstance(size, list) or [type(number) for number in size] != [int, int] or min(size) < 1:
+        raise ValueError(
+            f"{path}: quantization_config.weight_block_size is {str(size)[:200]}; expected [rows, columns] of a tile"
+        )
+    rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (0, 0)
+    expected = (*codes.shape[:-2], -(-rows // size[0]), -(-columns // size[1]))
     if scales.shape != expected or not scales.dtype.is_floating_point:
         raise ValueError(
-            f"{scales.name} is {scales.dtype} of shape {scales.shape}; expected {expected} for tiles of {tile}"
+            f"{scales.name} is {scales.dtype} of shape {scales.shape}; expected {expected} for tiles of {size}"
         )
+    return partial(_decode, codes.tensor, scales.tensor, (size[0], size[1]))
 
 
-def decode(codes: Stored, scales: Stored, tile: tuple[int, int], box: Box) -> torch.Tensor:
-    """A box of codes times the scales of its tiles, in fp32."""
+def _decode(codes: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int], box: Box) -> torch.Tensor:
     tiles, inside = [*box.slices()[:-2]], list[slice]()
     for offset, size, step in zip(box.offsets[-2:], box.sizes[-2:], tile, strict=True):
         tiles.append(slice(offset // step, -(-(offset + size) // step)))
         inside.append(slice(offset % step, offset % step + size))
-    factors = scales.tensor[tuple(tiles)].float()
+    factors = scales[tuple(tiles)].float()
     spread = factors.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
-    return codes.tensor[box.slices()].float().mul_(spread[..., inside[0], inside[1]])
+    return codes[box.slices()].float().mul_(spread[..., inside[0], inside[1]])

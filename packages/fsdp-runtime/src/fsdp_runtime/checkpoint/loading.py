@@ -1,26 +1,21 @@
 """`load_safetensors`: each rank copies its own blocks from the mapped files into its shard."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import Box, raise_on_all_ranks, same_on_all_ranks
+from ragged_shard import Box, same_on_all_ranks
 
 from .._params.empty_buffers import is_empty
 from .conversions import rules_of
-from .files import Checkpoint, Ints, Stored, pieces_of
-from .fp8_files import check_scales, decode, scales_of, tile_in
-from .rules import Piece, Rule, pieces_for
+from .files import Checkpoint, Stored
+from .fp8_files import SCALES, decoder
+from .rules import Piece, Rule, Shapes, pieces_for
 from .targets import Target, adopt_assigned, give_memory, targets_of, views_of
-
-_PIECE = 1 << 24  # bytes that are copied at a time, perhaps through another dtype
-_CALLER = "load_safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,15 +42,14 @@ def load_safetensors(
     *,
     rules: Sequence[Rule] = (),
     strict: bool = True,
-    progress: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a model, sharded or not, on the meta device or not; every rank calls it.
 
     Each rank reads the byte ranges of what it holds: over all ranks the bytes of the files once (with HSDP once for
-    each replica; FP8 scales and tensors that are not sharded on every rank that needs them). Nothing is broadcast; two
-    all-gathers of small objects let all ranks raise together, and groups on meta issue the 64-byte all-reduce of
-    `fully_shard`. Files are mapped, and copied 16 MiB at a time.
+    each replica; FP8 scales and tensors that are not sharded on every rank that needs them). Files are mapped, and
+    nothing is broadcast: a 64-byte all-reduce compares the files that ranks see, and groups on meta issue that of
+    `fully_shard`.
 
     Values are cast to the parameters' dtype. FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values.
     Parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: where
@@ -67,7 +61,6 @@ def load_safetensors(
         rules: what has another name or form in the files: `Rename`, `Fused`, `Split`; the first that fits counts. After
             them come those of transformers 5 for its own models.
         strict: raise where names are missing or unexpected. False: leave them; parameters on meta must all be there.
-        progress: show a bar on the first rank, of what it reads; needs rich.
         group: the ranks that load. Defaults to all.
 
     Raises:
@@ -75,7 +68,7 @@ def load_safetensors(
             damaged file, or ranks that see different files; on every rank, by name.
         OSError: a file is missing or is none; on every rank.
         NotImplementedError: a parameter that is a tensor subclass of another kind.
-        ImportError: safetensors is not installed; or `progress`, and rich is not.
+        ImportError: safetensors is not installed.
     """
     adopt_assigned(model)
     problem: Exception | None = None
@@ -83,190 +76,109 @@ def load_safetensors(
     plan: _Plan | None = None
     try:
         checkpoint = Checkpoint(path)
-        plan = _plan(model, checkpoint, rules, strict)
-        bar = _bar(progress, group)
+        plan = _Plan(model, checkpoint, rules, strict)
     except Exception as error:  # the other ranks must not wait for this one
         problem = error
     files = {f"the checkpoint at {path}": checkpoint and checkpoint.fingerprint}
-    same_on_all_ranks(files, group, error=problem, caller=_CALLER)
-    assert checkpoint is not None
+    same_on_all_ranks(files, group, error=problem, caller="load_safetensors")
     assert plan is not None
     give_memory(model)
-    with bar(plan.nbytes) as advance:
-        bytes_read = _read(model, plan, checkpoint, advance, group)
+    with torch.no_grad():
+        bytes_read = sum(map(plan.fill, targets_of(model)))
     without = [name for name, buffer in model.named_buffers() if buffer.is_meta or is_empty(buffer)]
-    return LoadReport(bytes_read, plan.missing, plan.unexpected, tuple(without))
+    return LoadReport(bytes_read, tuple(plan.missing), tuple(plan.unexpected), tuple(without))
 
 
-@dataclass
 class _Plan:
-    """What to read: each tensor with its pieces, under each of its names."""
+    """Pieces of files for each tensor of a model. Raises as `load_safetensors`.
 
-    work: list[tuple[str, list[Piece]]] = field(default_factory=list)
-    # (first name, other name, pieces)
-    checks: list[tuple[str, str, list[Piece]]] = field(default_factory=list)
-    scales: dict[str, Stored] = field(default_factory=dict)
-    tile: tuple[int, int] = (1, 1)
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    nbytes: int = 0
+    Attributes:
+        missing, unexpected: names, as of `LoadReport`.
+    """
 
-
-def _plan(model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> _Plan:
-    targets, stored = targets_of(model), dict(checkpoint.tensors)
-    shapes: dict[str, Ints] = {
-        name: tuple(target.tensor.shape) for target in targets for name in (target.name, *target.also)
-    }
-    own = rules_of(model, shapes, stored)
-    plan, used, missing = _Plan(), set[str](), []
-    for target in targets:
-        names = (target.name, *target.also)
-        sources = [
-            (name, pieces)
-            for name in names
-            if (pieces := pieces_for(name, shapes, stored, rules, own)) is not None
-        ]
-        if not sources:
-            missing.append(target.name)
-            if target.tensor.is_meta and not strict:
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> None:
+        self._checkpoint, self._used = checkpoint, set[str]()
+        self._decoders: dict[str, Callable[[Box], torch.Tensor]] = {}  # of FP8 tensors of the files
+        self._pieces: dict[str, list[Piece]] = {}  # by the first name of the model's tensor
+        targets = targets_of(model)
+        shapes = {n: tuple(target.tensor.shape) for target in targets for n in (target.name, *target.also)}
+        own = rules_of(model, shapes, checkpoint.tensors)
+        for target in targets:
+            self._find(target, shapes, rules, own)
+        self.missing = [target.name for target in targets if target.name not in self._pieces]
+        self.unexpected = sorted(checkpoint.tensors.keys() - self._used)
+        if strict and (self.missing or self.unexpected):
+            raise ValueError(
+                f"{checkpoint.path}: missing {_few(self.missing)}, unexpected {_few(self.unexpected)}; give rules for "
+                "names that differ, or strict=False to leave these out"
+            )
+        for target in targets:
+            if target.tensor.is_meta and target.name in self.missing:
                 raise ValueError(
-                    f"{target.name} is on the meta device, and no tensor of {checkpoint.path} is for it; initialize "
-                    "it first, or give a rule"
+                    f"{target.name} is on the meta device, and no tensor of {checkpoint.path} is for it; initialize it "
+                    "first, or give a rule"
                 )
-            continue
-        target.refuse_subclass()
-        for name, pieces in sources:
+
+    def _find(self, target: Target, shapes: Shapes, rules: Sequence[Rule], own: dict[str, Rule]) -> None:
+        """Find a tensor's pieces under each of its names; they must have the same values."""
+        for name in (target.name, *target.also):
+            pieces = pieces_for(
+                name, shapes, self._checkpoint.tensors, [*rules, *filter(None, [own.get(name)])]
+            )
+            if pieces is None:
+                continue
+            target.refuse_subclass()
             for piece in pieces:
-                used.add(piece.stored.name)
-                _check_dtype(target, piece.stored, stored, plan)
-            if name == sources[0][0]:
-                plan.work.append((target.name, pieces))
-                plan.nbytes += _nbytes(target, pieces)
-            elif pieces != sources[0][1]:
-                plan.checks.append((target.name, name, pieces))
-    used.update(scales.name for scales in plan.scales.values())
-    unexpected = sorted(stored.keys() - used)
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"{checkpoint.path}: missing {_few(missing)}, unexpected {_few(unexpected)}; give rules for names that "
-            "differ, or strict=False to leave these out"
+                self._use(piece.stored, target)
+            if not self._same_values(pieces, self._pieces.setdefault(target.name, pieces)):
+                raise ValueError(
+                    f"{target.name} and {', '.join(target.also)} are one parameter of the model, and have different "
+                    f"values in {self._checkpoint.path}"
+                )
+
+    def _use(self, stored: Stored, target: Target) -> None:
+        """Check that a stored tensor's dtype is one that the model's can be cast from."""
+        self._used.add(stored.name)
+        wanted = target.tensor.dtype
+        if wanted == stored.dtype:
+            return
+        floating = wanted.is_floating_point and stored.dtype.is_floating_point
+        if not floating or stored.dtype == torch.float4_e2m1fn_x2:
+            raise TypeError(f"{stored.name} is {stored.dtype}; {target.name} expects {wanted}")
+        if stored.dtype == torch.float8_e4m3fn:
+            self._decoders[stored.name] = decoder(stored, self._checkpoint)
+            self._used.add(stored.name + SCALES)
+
+    def _same_values(self, pieces: list[Piece], others: list[Piece]) -> bool:
+        return pieces == others or (
+            [piece.box for piece in pieces] == [other.box for other in others]
+            and all(
+                torch.equal(self._read(a, a.box), self._read(b, b.box))
+                for a, b in zip(pieces, others, strict=True)
+            )
         )
-    plan.missing, plan.unexpected = tuple(missing), tuple(unexpected)
-    if plan.scales:
-        plan.tile = tile_in(checkpoint.folder)
-        for name, scales in plan.scales.items():
-            check_scales(stored[name], scales, plan.tile)
-    return plan
+
+    def _read(self, piece: Piece, part: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values of a box of a piece, for a tensor of this dtype; mapped, and not yet read, unless they are FP8."""
+        box, decode = piece.in_file(part), self._decoders.get(piece.stored.name)
+        if decode is None or dtype == piece.stored.dtype:
+            return piece.stored.tensor[box.slices()].view(part.sizes)
+        return decode(box).view(part.sizes)
+
+    def fill(self, target: Target) -> int:
+        """Copy the boxes that this rank holds of a tensor; the bytes that were read."""
+        if target.name not in self._pieces:
+            return 0
+        nbytes, boxes, values = 0, target.boxes(), target.values()
+        for box, view in views_of(values, boxes):
+            for piece in self._pieces[target.name]:
+                part = piece.box.intersection(box)
+                if part is not None:
+                    view[part.slices(box.offsets)].copy_(self._read(piece, part, view.dtype))
+                    nbytes += part.numel * piece.stored.dtype.itemsize
+        target.keep(values)
+        return nbytes
 
 
 def _few(names: Sequence[str]) -> str:
     return str(list(names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _nbytes(target: Target, pieces: Sequence[Piece]) -> int:
-    nbytes = 0
-    for box in target.boxes():
-        for piece in pieces:
-            part = piece.box.intersection(box)
-            nbytes += part.numel * piece.stored.dtype.itemsize if part else 0
-    return nbytes
-
-
-def _check_dtype(target: Target, stored: Stored, source: Mapping[str, Stored], plan: _Plan) -> None:
-    wanted, stored_dtype = target.tensor.dtype, stored.dtype
-    if wanted == stored_dtype:
-        return
-    if (
-        not (wanted.is_floating_point and stored_dtype.is_floating_point)
-        or stored_dtype == torch.float4_e2m1fn_x2
-    ):
-        raise TypeError(f"{stored.name} is {stored_dtype}; {target.name} expects {wanted}")
-    if stored_dtype == torch.float8_e4m3fn:
-        plan.scales[stored.name] = scales_of(stored, source)
-
-
-def _read(
-    model: nn.Module,
-    plan: _Plan,
-    checkpoint: Checkpoint,
-    advance: Callable[[int], None],
-    group: dist.ProcessGroup | None,
-) -> int:
-    """Fill all tensors; the bytes that were read."""
-    problem: Exception | None = None
-    reader = _Reader(plan, advance)
-    targets = {target.name: target for target in targets_of(model)}
-    try:
-        with torch.no_grad():
-            for name, pieces in plan.work:
-                values = targets[name].values()
-                reader.fill(values, targets[name].boxes(), pieces)
-                targets[name].keep(values)
-            for name, other, pieces in plan.checks:
-                if not reader.has_values(targets[name], pieces):
-                    raise ValueError(
-                        f"{name} and {other} are one parameter of the model, and have different values in "
-                        f"{checkpoint.path}. The model is partly loaded: load it again"
-                    )
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    raise_on_all_ranks(problem, _CALLER, groups=group)
-    return reader.bytes_read
-
-
-class _Reader:
-    """Copies boxes of stored tensors, and counts their bytes."""
-
-    def __init__(self, plan: _Plan, advance: Callable[[int], None]) -> None:
-        self._plan, self._advance = plan, advance
-        self.bytes_read = 0
-
-    def has_values(self, target: Target, pieces: Sequence[Piece]) -> bool:
-        """Whether a tensor has the values of these pieces."""
-        boxes, tensor = target.boxes(), target.tensor.detach()
-        again = torch.empty_like(target.values())
-        self.fill(again, boxes, pieces)
-        both = zip(views_of(tensor, boxes), views_of(again, boxes), strict=True)
-        return all(torch.equal(value, expected) for (_, value), (_, expected) in both)
-
-    def fill(self, values: torch.Tensor, boxes: list[Box], pieces: Sequence[Piece]) -> None:
-        """Read what this rank holds of a tensor."""
-        for box, view in views_of(values, boxes):
-            for piece in pieces:
-                common = piece.box.intersection(box)
-                if common is None:
-                    continue
-                for part in pieces_of(common, _PIECE // piece.stored.dtype.itemsize):
-                    to = view[part.slices(box.offsets)]
-                    to.copy_(self._values(piece.stored, piece.in_file(part), to.dtype).view(part.sizes))
-                    nbytes = part.numel * piece.stored.dtype.itemsize
-                    self._advance(nbytes)
-                    self.bytes_read += nbytes
-
-    def _values(self, stored: Stored, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        scales = self._plan.scales.get(stored.name)
-        if scales is None or dtype == stored.dtype:
-            return stored.tensor[box.slices()]
-        return decode(stored, scales, self._plan.tile, box)
-
-
-def _bar(
-    progress: bool, group: dist.ProcessGroup | None
-) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
-    """What shows a progress bar, or nothing. Raises ImportError where it is asked for and rich is not installed."""
-    if not progress:
-        return lambda total: nullcontext(lambda nbytes: None)
-    try:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-    except ImportError:
-        raise ImportError("progress=True needs rich: pip install rich, or leave it out") from None
-    if dist.is_initialized() and dist.get_rank(group) != 0:
-        return lambda total: nullcontext(lambda nbytes: None)
-
-    @contextmanager
-    def shown(total: int) -> Any:
-        with Progress("loading", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
-            task = bar.add_task("loading", total=total)
-            yield lambda nbytes: bar.advance(task, nbytes)
-
-    return shown

@@ -1,4 +1,4 @@
-"""How tensors of a model follow from tensors of a file that are named, fused or stacked otherwise.
+"""How tensors of a model follow from tensors of files that have other names, or are fused or stacked there.
 
     Rename   model.layers.0.norm.weight    <-  layers.0.norm.weight
     Fused    qkv_proj.weight               <-  q_proj.weight, k_proj.weight, v_proj.weight, one below the other
@@ -10,14 +10,14 @@ In a pattern `{index}` stands for a number, the number of an expert, and any oth
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 from ragged_shard import Box
 
-from .files import Ints, Stored
+from .files import Ints, Stored, whole
 
 Shapes = Mapping[str, Ints]
 Source = Mapping[str, Stored]
@@ -47,6 +47,69 @@ class Piece:
         return Box((*self.offsets[:extra], *moved), ((1,) * extra + part.sizes[len(part.sizes) - common :]))
 
 
+class Rule(Protocol):
+    """Anything that finds the pieces of a tensor of the model."""
+
+    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
+        """The pieces of a tensor of the model. None: the rule does not say, or nothing that it names is there.
+
+        Raises:
+            ValueError: some are missing, or of shapes that do not go together; by name.
+        """
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the model that tensors of files make up: one row of them, or a row for each element of a stack.
+
+    Args:
+        rows: names in the files.
+        stacked: whether rows are stacked.
+        dim: along which those of a row follow one another; of the files' tensors.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+    dim: int = 0
+
+    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
+        """As `Rule.find`."""
+        shape, files = shapes[name], [file for row in self.rows for file in row]
+        missing = [file for file in files if file not in source]
+        if len(missing) == len(files):
+            return None
+        if missing:
+            raise ValueError(f"{name} is made of {len(files)} tensors, of which {missing[0]} is missing")
+        if self.stacked and shape[:1] != (len(self.rows),):
+            raise ValueError(f"{name} of shape {shape} is a stack, of which {len(self.rows)} are there")
+        pieces: list[Piece] = []
+        for index, row in enumerate(self.rows):
+            lead = (index,) if self.stacked else ()
+            pieces += self._one_after_another(name, lead, shape[len(lead) :], [source[file] for file in row])
+        return pieces
+
+    def _one_after_another(self, name: str, lead: Ints, shape: Ints, parts: list[Stored]) -> list[Piece]:
+        """Pieces that fill the element `lead` of a model's tensor (all of it where that is empty)."""
+        pieces, at, several = [], 0, len(parts) > 1
+        if several and not 0 <= self.dim < len(shape):
+            raise ValueError(f"{name} of shape {shape} has no dimension {self.dim}, which a rule names")
+        for stored in parts:
+            offsets, expected = [0] * len(shape), list(shape)
+            if several and len(stored.shape) == len(shape):
+                offsets[self.dim], expected[self.dim] = at, stored.shape[self.dim]
+                at += stored.shape[self.dim]
+            if stored.shape != tuple(expected):
+                raise ValueError(f"{stored.name} has shape {stored.shape}; {name} expects {tuple(expected)}")
+            box = Box((*lead, *offsets), (*(1,) * len(lead), *stored.shape))
+            pieces.append(Piece(stored, box, (0,) * len(shape)))
+        if several and at != shape[self.dim]:
+            names = [stored.name for stored in parts]
+            raise ValueError(
+                f"{names} have {at} together along dimension {self.dim}; {name} expects {shape[self.dim]}"
+            )
+        return pieces
+
+
 @dataclass(frozen=True)
 class Fused:
     """A tensor of the model that several tensors of the file make up.
@@ -61,54 +124,19 @@ class Fused:
     files: tuple[str, ...]
     dim: int = 0
 
-    def reversed(self) -> "Split":
-        """The rule from the model to the file."""
-        return Split(self.model, self.files, self.dim)
-
-    def shapes_from(self, source: Source) -> dict[str, Ints]:
-        """Names and shapes of the tensors that it makes of these, where no model says them."""
-        rows: dict[str, dict[int, dict[int, Stored]]] = {}
-        for part, pattern in enumerate(self.files):
-            for stored, words in _matches(pattern, source):
-                name = _fill(self.model, words)
-                rows.setdefault(name, {}).setdefault(int(words.get("index", 0)), {})[part] = stored
-        shapes: dict[str, Ints] = {}
-        stacked = any("{index}" in file for file in self.files)
-        for name, by_index in rows.items():
-            parts = list(by_index[min(by_index)].values())
-            shape = list(parts[0].shape)
-            if len(parts) > 1:
-                shape[self.dim] = sum(_size(part.name, part.shape, self.dim) for part in parts)
-            shapes[name] = (*((max(by_index) + 1,) if stacked else ()), *shape)
-        return shapes
-
     def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """The pieces of a tensor of the model. None: the rule does not say, or nothing that it names is there.
-
-        Raises:
-            ValueError: some are missing, or of shapes that do not go together; by name.
-        """
+        """As `Rule.find`."""
         match = _regex(self.model).fullmatch(name)
         if match is None:
             return None
-        shape, words = shapes[name], match.groupdict()
-        stacked = any("{index}" in file for file in self.files)
-        if stacked and not shape:
-            raise ValueError(f"{name} is a number, and the rule {self} stacks tensors to make it")
-        rows: list[tuple[Ints, list[str]]] = []
-        for index in range(shape[0]) if stacked else (0,):
-            words["index"] = str(index) if stacked else words.get("index", "")
-            rows.append(((index,) if stacked else (), [_fill(file, words) for file in self.files]))
-        wanted = [file for _, files in rows for file in files]
-        missing = [file for file in wanted if file not in source]
-        if len(missing) == len(wanted):
-            return None
-        if missing:
-            raise ValueError(f"{name} is made of {len(wanted)} tensors, of which {missing[0]} is missing")
-        element, pieces = shape[1:] if stacked else shape, []
-        for lead, files in rows:
-            pieces += one_after_another(name, lead, element, [source[file] for file in files], self.dim)
-        return pieces
+        words = match.groupdict()
+        stacked = "index" not in words and any("{index}" in file for file in self.files)
+        count = shapes[name][0] if stacked and shapes[name] else 0
+        indices = map(str, range(count)) if stacked else [words.get("index", "")]
+        rows = tuple(
+            tuple(_fill(file, {**words, "index": index}) for file in self.files) for index in indices
+        )
+        return Made(rows, stacked, self.dim).find(name, shapes, source)
 
 
 @dataclass(frozen=True)
@@ -119,38 +147,14 @@ class Split:
         file: pattern of the file's tensor.
         models: patterns of the model's, in order. With `{index}`: of each matrix of a stacked tensor.
         dim: along which they follow one another; of the model's tensors.
-        sizes: of the model's tensors along `dim`, where no model says them and they are not equal.
     """
 
     file: str
     models: tuple[str, ...]
     dim: int = 0
-    sizes: tuple[int, ...] | None = None
-
-    def reversed(self) -> Fused:
-        """The rule from the model to the file."""
-        return Fused(self.file, self.models, self.dim)
-
-    def shapes_from(self, source: Source) -> dict[str, Ints]:
-        """As `Fused.shapes_from`. Raises ValueError if the tensor has no such parts; by name."""
-        shapes: dict[str, Ints] = {}
-        for stored, words in _matches(self.file, source):
-            stacked = "{index}" not in self.file and any("{index}" in model for model in self.models)
-            shape = stored.shape[1:] if stacked else stored.shape
-            total, count = _size(stored.name, shape, self.dim), len(self.models)
-            sizes = self.sizes or (total // count,) * count
-            if len(sizes) != count or sum(sizes) != total:
-                raise ValueError(
-                    f"{stored.name} has {total} along dimension {self.dim}; {self} cuts it into {count} of {sizes}"
-                )
-            for index in range(stored.shape[0]) if stacked else (None,):
-                more = words if index is None else {**words, "index": str(index)}
-                for model, size in zip(self.models, sizes, strict=True):
-                    shapes[_fill(model, more)] = (*shape[: self.dim], size, *shape[self.dim + 1 :])
-        return shapes
 
     def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """As `Fused.find`."""
+        """As `Rule.find`."""
         matches = [_regex(model).fullmatch(name) for model in self.models]
         position, match = next(((at, match) for at, match in enumerate(matches) if match), (0, None))
         if match is None:
@@ -159,25 +163,24 @@ class Split:
         stored = source.get(_fill(self.file, words))
         if stored is None:
             return None
-        names = [_fill(model, words) for model in self.models]
-        unknown = [part for part in names if part not in shapes]
+        names, shape, dim = [_fill(model, words) for model in self.models], shapes[name], self.dim
+        unknown = [part for part in names if part not in shapes or not 0 <= dim < len(shapes[part])]
         if unknown:
             raise ValueError(
-                f"{name} is a slice of {stored.name}, next to {unknown[0]}, which the model does not have"
+                f"{name} is a slice of {stored.name}, as is {unknown[0]}, which the model does not have, or without a "
+                f"dimension {dim}"
             )
+        sizes = [shapes[part][dim] for part in names]
         lead = (int(words["index"]),) if "index" in words and "{index}" not in self.file else ()
-        before = sum(_size(part, shapes[part], self.dim) for part in names[:position])
-        shape, total = shapes[name], sum(_size(part, shapes[part], self.dim) for part in names)
-        expected = (*shape[: self.dim], total, *shape[self.dim + 1 :])
-        inner, stack = stored.shape[len(lead) :], stored.shape[: len(lead)]
-        if inner != expected or any(at >= size for at, size in zip(lead, stack, strict=True)):
+        expected = (*stored.shape[: len(lead)], *shape[:dim], sum(sizes), *shape[dim + 1 :])
+        if stored.shape != expected or (lead and lead[0] >= stored.shape[0]):
             raise ValueError(
                 f"{name} of shape {shape} is a slice of {stored.name} of shape {stored.shape}; expected "
-                f"{('more than ' + str(lead[0]), *expected) if lead else expected}"
+                f"{('more than ' + str(lead[0]), *expected[1:]) if lead else expected}"
             )
         offsets = [0] * len(shape)
-        offsets[self.dim] = before
-        return [Piece(stored, Box((0,) * len(shape), shape), (*lead, *offsets))]
+        offsets[dim] = sum(sizes[:position])
+        return [Piece(stored, whole(shape), (*lead, *offsets))]
 
 
 def Rename(model: str, file: str) -> Fused:  # noqa: N802  # reads as one of the kinds of rules
@@ -185,127 +188,16 @@ def Rename(model: str, file: str) -> Fused:  # noqa: N802  # reads as one of the
     return Fused(model, (file,))
 
 
-Rule = Fused | Split
-
-#: Experts as transformers 5 stacks them, from files with a tensor for each expert: Qwen-MoE, DeepSeek, GLM, OLMoE ...
-STACKED_EXPERTS: tuple[Rule, ...] = (
-    Fused(
-        "{layer}.mlp.experts.gate_up_proj",
-        ("{layer}.mlp.experts.{index}.gate_proj.weight", "{layer}.mlp.experts.{index}.up_proj.weight"),
-    ),
-    Fused("{layer}.mlp.experts.down_proj", ("{layer}.mlp.experts.{index}.down_proj.weight",)),
-)
-#: The same for Mixtral and MiniMax, whose files have other names.
-MIXTRAL_EXPERTS: tuple[Rule, ...] = (
-    Fused(
-        "{layer}.mlp.experts.gate_up_proj",
-        (
-            "{layer}.block_sparse_moe.experts.{index}.w1.weight",
-            "{layer}.block_sparse_moe.experts.{index}.w3.weight",
-        ),
-    ),
-    Fused("{layer}.mlp.experts.down_proj", ("{layer}.block_sparse_moe.experts.{index}.w2.weight",)),
-    Rename("{layer}.mlp.{rest}", "{layer}.block_sparse_moe.{rest}"),
-)
-
-
-class _Finds(Protocol):
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None: ...
-
-
-def pieces_for(
-    name: str, shapes: Shapes, source: Source, rules: Sequence[Rule], own: Mapping[str, _Finds]
-) -> list[Piece] | None:
+def pieces_for(name: str, shapes: Shapes, source: Source, rules: Sequence[Rule]) -> list[Piece] | None:
     """What fills a tensor of the model: by the first rule whose tensors are there, else under its own name.
 
-    `own` are rules of the model by its tensors' names, after `rules`.
-
-    None: nothing does.
-
-    Raises:
-        ValueError: some of what a rule names is missing, or a shape is wrong; by name.
+    None: nothing does. Raises ValueError as the rules.
     """
-    for rule in (*rules, *([own[name]] if name in own else [])):
+    for rule in (*rules, Made(((name,),))):
         pieces = rule.find(name, shapes, source)
         if pieces is not None:
             return pieces
-    stored = source.get(name)
-    return None if stored is None else one_after_another(name, (), shapes[name], [stored], 0)
-
-
-def conversions_of(source: Source, rules: Sequence[Rule]) -> dict[str, list[Piece]]:
-    """The pieces of each converted tensor, where no model says what there is: of all rules that fit the first counts.
-
-    Tensors that no rule names keep name and shape. A rule that says a stored tensor's name without `{word}` reads it
-    also if a rule before it has read it: so it has several names, as a tied one has in a model.
-
-    Raises:
-        ValueError: some of what a rule names is missing, shapes that do not go together, or two tensors of one name.
-    """
-    made: dict[str, list[Piece]] = {}
-    left = dict(source)
-    for rule in rules:
-        patterns = (rule.file,) if isinstance(rule, Split) else rule.files
-        there = left if any(map(_FIELD.search, patterns)) else source
-        shapes = rule.shapes_from(there)
-        used = set[str]()
-        for name in shapes:
-            pieces = rule.find(name, shapes, there)
-            if pieces is None or name in made:
-                raise ValueError(
-                    f"{name} is made twice: by {rule}, and by a rule before it or under its own name"
-                )
-            made[name] = pieces
-            used.update(piece.stored.name for piece in pieces)
-        left = {name: stored for name, stored in left.items() if name not in used}
-    for name, stored in left.items():
-        if name in made:
-            raise ValueError(f"{name} is made twice: by a rule, and under its own name; rename one of them")
-        made[name] = one_after_another(name, (), stored.shape, [stored], 0)
-    return made
-
-
-def one_after_another(name: str, lead: Ints, shape: Ints, parts: list[Stored], dim: int) -> list[Piece]:
-    """Pieces that fill the element `lead` of a model's tensor (all of it where that is empty)."""
-    if len(parts) == 1:
-        if parts[0].shape != shape:
-            raise ValueError(f"{parts[0].name} has shape {parts[0].shape}; {name} expects {shape}")
-        return [
-            Piece(parts[0], Box((*lead, *(0,) * len(shape)), ((1,) * len(lead) + shape)), (0,) * len(shape))
-        ]
-    pieces, at = [], 0
-    for stored in parts:
-        size = _size(stored.name, stored.shape, dim)
-        if len(stored.shape) != len(shape) or _without(stored.shape, dim) != _without(shape, dim):
-            raise ValueError(
-                f"{stored.name} has shape {stored.shape}; {name} expects slices of {shape} along dimension {dim}"
-            )
-        offsets = [0] * len(shape)
-        offsets[dim] = at
-        box = Box((*lead, *offsets), (*(1,) * len(lead), *stored.shape))
-        pieces.append(Piece(stored, box, (0,) * len(shape)))
-        at += size
-    if at != shape[dim]:
-        names = [stored.name for stored in parts]
-        raise ValueError(f"{names} have {at} together along dimension {dim}; {name} expects {shape[dim]}")
-    return pieces
-
-
-def _size(name: str, shape: Ints, dim: int) -> int:
-    if not 0 <= dim < len(shape):
-        raise ValueError(f"{name} of shape {shape} has no dimension {dim}, which a rule names")
-    return shape[dim]
-
-
-def _without(shape: Ints, dim: int) -> Ints:
-    return shape[:dim] + shape[dim + 1 :]
-
-
-def _matches(pattern: str, source: Source) -> Iterator[tuple[Stored, dict[str, str]]]:
-    """Stored tensors whose names fit, with the words that the pattern's fields stand for."""
-    for name, stored in source.items():
-        if (match := _regex(pattern).fullmatch(name)) is not None:
-            yield stored, match.groupdict()
+    return None
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from dbuffer.encodings import BlockFP8, RowRun
 from ragged_shard import CPU, gather_from_ranks
 
 from .._schedule.model import member_of
-from .conversions import FileForm, FileGroups
+from .conversions import FileGroups
 from .export import Exporter
 from .files import atomic_write, header_of, library, read_json
 from .fp8_files import CONFIG, SCALES
@@ -68,7 +68,7 @@ def save_safetensors(
     exporter = Exporter(
         module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER, keep=lambda e: _id_of(e) in formats
     )
-    files = _Files(FileForm(module), exporter, formats, Path(folder), max_file_bytes)
+    files = _Files(module, exporter, formats, Path(folder), max_file_bytes)
     _raise(files.folder, _attempt(files.prepare))
     problem: str | None = None
     for name, full in exporter.tensors():  # on rank 0 alone there are any
@@ -93,11 +93,11 @@ class _Files:
     """
 
     def __init__(
-        self, form: FileForm, exporter: Exporter, formats: dict[int, BlockFP8], folder: Path, limit: int
+        self, module: nn.Module, exporter: Exporter, formats: dict[int, BlockFP8], folder: Path, limit: int
     ) -> None:
         self.folder, self._exporter, self._formats = folder, exporter, formats
         self._entries = {entry.name: entry for entry in exporter.entries}
-        self._groups = FileGroups(form, exporter.on_meta())
+        self._groups = FileGroups(module, exporter.on_meta())
         self._sizes = list(map(self._sizes_of, self._groups.names, self._groups.made))
         bins = split_by_size([sum(sizes.values()) for sizes in self._sizes], limit)
         self.paths = [folder / name for name in file_names(len(bins))]

@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import _torch_compat as compat
 from .._torch.tree import cast_to, local_tensor
-from ..checkpoint.conversions import FileForm, FileGroups
+from ..checkpoint.conversions import FileGroups
 from ..checkpoint.export import Exporter
 from ..checkpoint.targets import entries_of_model
 
@@ -55,12 +55,12 @@ def weight_source(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_
             for entry in entries_of_model(model, buffers=True):
                 kept = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
                 tensors[entry.name] = cast(kept)
-            return [ParamMeta(*meta) for meta in _described(FileGroups(FileForm(model), tensors).made)]
+            return [ParamMeta(*meta) for meta in _described(FileGroups(model, tensors).made)]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             """A pass over the whole tensors."""
             exporter = Exporter(model, dtype, bucket_bytes, None, buffers=True, caller="iter_full")
-            groups = FileGroups(FileForm(model), exporter.on_meta())
+            groups = FileGroups(model, exporter.on_meta())
             before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
             for old, new in zip(before, now := _described(groups.made), strict=False):
                 if old != new:

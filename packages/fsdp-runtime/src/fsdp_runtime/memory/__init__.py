@@ -1,11 +1,11 @@
-"""Memory of units."""
+"""Memory of units, and activations in CPU memory."""
 
 from .._torch_compat import fake_tensors
-from ..offload_policy import SelectiveOffloadPolicy
+from .activations import OffloadActivations
 from .units import UnitMemory, gathered_memory, unit_memory
 
 __all__ = [
-    "SelectiveOffloadPolicy",
+    "OffloadActivations",
     "UnitMemory",
     "fake_tensors",
     "gathered_memory",

@@ -37,7 +37,7 @@ from torch.futures import Future as TorchFuture
 
 from ragged_shard import gather_from_ranks, is_cpu
 
-from ..checkpoint.dcp_files import METADATA, Reader
+from ..checkpoint.convert import METADATA, Reader
 from .config import RunConfig
 from .errors import TrainError, agreed, causes, one_line
 

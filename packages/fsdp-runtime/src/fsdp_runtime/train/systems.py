@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime.memory import SelectiveOffloadPolicy
+from fsdp_runtime.memory import OffloadActivations
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
@@ -235,9 +235,21 @@ class Runtime(FullyShard):
         return fully_shard, {
             "block_policy": policy,
             "quantization_policy": quantization(self.config.quantize, self.config.reduce),
-            "offload_policy": SelectiveOffloadPolicy(self.config.offload_activations),
             **self.options,
         }
+
+    def build(
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """As `System.build`."""
+        model, optimizer = super().build(model, initialise, make_optimizer)
+        if self.config.offload_activations:
+            self._offload = OffloadActivations(model)
+        return model, optimizer
+
+    def autocast(self) -> Any:
+        """Around forward: activations go to CPU memory, where the option says so."""
+        return self._offload if self.config.offload_activations else super().autocast()
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Round gradients as any run does in this step, resumed or not."""
