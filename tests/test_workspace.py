@@ -1,6 +1,7 @@
 """The workspace holds what its packages declare."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -181,3 +182,13 @@ with torch.device("meta"):
                 importlib.import_module(module.name)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_patches_of_old_faults_fit_the_sources(tmp_path):
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # it is no repository's
+    for package in PACKAGES:
+        shutil.copytree(ROOT / "packages" / package / "src", tmp_path / "packages" / package / "src")
+    for patch in (ROOT / "tools" / "old_faults").glob("*.patch"):
+        command = ["git", "apply", "--check", "-C1", "--recount", str(patch)]
+        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
