@@ -183,7 +183,7 @@ class Sharded(System):
         return units
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
-        keeps = {"fail_in_backward", "option"} & {name for name, *_ in program.actions}
+        keeps = {"option"} & {name for name, *_ in program.actions}
         if self.ours and not keeps and gathered_memory(model).lent_bytes:
             gc.collect()  # models of programs before
             stats = gathered_memory(model)

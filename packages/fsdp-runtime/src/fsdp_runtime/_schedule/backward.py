@@ -180,12 +180,15 @@ class Reduction:
                 group.gradients.publish(closed, self._unused(group, closed) if closed.missing else ())
 
     def abandon(self) -> None:
-        """Wait, ignoring failures: a failed iteration is being cleared away."""
+        """Wait, ignoring failures, and free the gathered gradient memory: a failed iteration is being cleared away."""
         layer = self._streams.layer
         with layer.on(self._streams.reduce, ()):
             for handle in self._handles:
                 with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
                     handle.wait()
+            if self.state is ReductionState.LAUNCHED:
+                for closed in self._closed:
+                    closed.slots.buffer.release()
             self._event = layer.record()
         if self.groups[0].plan.offload is not None:  # memory of the host is given back
             layer.wait_on_host(self._event)
