@@ -317,7 +317,7 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    if w.program.recompute:
+    if w.program.recompute or w.program.mesh == "tp":  # torch's tensor parallelism has no right second derivatives
         return
     w.call("set_reshard_after_backward", False)
     w.model.captures = index % len(w.model.layers)
@@ -759,7 +759,7 @@ def new_optimizer(w: World, keeps: bool) -> None:
     """A new optimizer, with the states of the old one or without."""
     w.rest()
     old = w.optimizer.state_dict()
-    w.optimizer = w.make_optimizer(w.named())
+    w.optimizer = of_groups(w.optimizer, dict(w.named())) if keeps else w.make_optimizer(w.named())
     if keeps:
         w.optimizer.load_state_dict(old)
 

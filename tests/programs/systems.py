@@ -30,6 +30,7 @@ POLICIES = {
     "whole": block_policies.whole(),
     "adamw8bit": block_optim.AdamW8bit.block_policy(min_8bit_numel=16),
 }
+FAILED = tuple(("fail_in_backward", layer, False) for layer in range(8))
 # A policy, and the relative error that it allows against one process that has none.
 PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
     "": (MixedPrecisionPolicy(), 1e-9),
@@ -183,7 +184,8 @@ class Sharded(System):
         return units
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
-        keeps = {"option"} & {name for name, *_ in program.actions}
+        # A failed backward that nobody clears away keeps its memory until the next forward.
+        keeps = any(one[0] == "option" or one in FAILED for one in program.actions)
         if self.ours and not keeps and gathered_memory(model).lent_bytes:
             gc.collect()  # models of programs before
             stats = gathered_memory(model)
