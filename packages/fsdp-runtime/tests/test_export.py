@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import full_values, same_bits, seeded, shard
 
-from fsdp_runtime import QuantizationPolicy, load_safetensors, save_safetensors
+from fsdp_runtime import load_safetensors, save_safetensors
 from fsdp_runtime.checkpoint import read_safetensors
-from fsdp_runtime.quantization import BlockFP8
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -61,8 +60,6 @@ def test_what_cannot_be_written_is_raised_by_name_on_every_rank_and_leaves_nothi
     with pytest.raises(OSError, match=r"rank 0 could not write to .*file0"):
         save(tmp_path / "file0", {})
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"weights with tiles \[\] in this module"):
-        save_safetensors(shard(seeded()), out, quantized=True)
     model = seeded()
     model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
     with pytest.raises(OSError, match=r"phases is torch.complex128, which safetensors files do not have"):
@@ -72,45 +69,6 @@ def test_what_cannot_be_written_is_raised_by_name_on_every_rank_and_leaves_nothi
         with pytest.raises(OSError, match=r"pip install 'fsdp-runtime\[export\]'"):
             save_safetensors(seeded(), out)
     assert not out.exists()
-
-
-def save_quantized(folder, limit):
-    model = shard(seeded(width=20), quantization_policy=QuantizationPolicy(weights=BlockFP8((8, 16))))
-    (folder / "config.json").write_text('{"model_type": "body"}')
-    files = save_safetensors(model, folder, quantized=True, max_file_bytes=limit)
-    loaded = shard(seeded(width=20, seed=1))
-    loaded.load_state_dict(read_safetensors(folder))
-    return len(files), {name: param.full_tensor().detach() for name, param in loaded.named_parameters()}
-
-
-@pytest.mark.parametrize("limit", [10**9, 700])
-def test_fp8_weights_are_written_in_the_published_layout_and_read_back(tmp_path, limit):
-    count, loaded = run_ranks(2, save_quantized, tmp_path, limit)[0]
-    assert (count > 1) == (limit == 700)
-    content: dict[str, torch.Tensor] = {}
-    for file in tmp_path.glob("*.safetensors"):
-        content.update(safetensors.load_file(file))
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "body"
-    assert config["quantization_config"]["weight_block_size"] == [8, 16]
-    assert config["quantization_config"]["modules_to_not_convert"] == ["head"]
-    for name, value in seeded(width=20).state_dict().items():
-        if name in ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight"):
-            codes, scales = content[name], content[name + "_scale_inv"]
-            assert codes.dtype == torch.float8_e4m3fn
-            assert scales.shape == (3, 2)
-            spread = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)[:20, :20]
-            assert (codes.float() * spread).equal(loaded[name])
-            torch.testing.assert_close(
-                loaded[name], value, rtol=1 / 16, atol=float(value.abs().max()) / 448 / 512
-            )
-        else:
-            assert content[name].equal(value)
-            assert loaded[name].equal(value)
-    if count > 1:
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == content.keys()
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in content.values())
 
 
 def test_scales_and_codes_belong_together(tmp_path):

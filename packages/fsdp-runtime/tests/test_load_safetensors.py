@@ -22,7 +22,7 @@ from runtime_helpers import (
 )
 from torch import nn
 
-from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors, save_safetensors
+from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors
 from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
@@ -157,13 +157,26 @@ def test_several_files_are_loaded_with_and_without_an_index(tmp_path):
 
 @on_ranks(3)
 def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
-    quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
-    save_safetensors(shard(seeded(width=20), quantization_policy=quantize), tmp_path, quantized=True)
+    tensors, wanted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, value in seeded(width=20).state_dict().items():
+        tensors[name] = wanted[name] = value
+        if name.startswith("blocks") and value.ndim == 2:
+            codes, scales = value.to(torch.float8_e4m3fn), torch.rand(3, 2) + 1
+            spread = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)[:20, :20]
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            wanted[name] = codes.float() * spread
+    assert len(tensors) == len(wanted) + 3
+    if dist.get_rank() == 0:
+        config = {"quantization_config": {"weight_block_size": [8, 16]}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    write_once(tmp_path / "m.safetensors", tensors)
+    assert_same_values(read_safetensors(tmp_path), wanted)
     # Columns and rows of tiles are cut by these blocks.
+    quantize = QuantizationPolicy(weights=BlockFP8((8, 16)))
     for options in ({"block_policy": block_policies.rows(3)}, {"quantization_policy": quantize}):
         model = shard(on_meta(width=20), **options)
         load_safetensors(model, tmp_path)
-        assert_values(model, read_safetensors(tmp_path))
+        assert_values(model, wanted)
 
 
 @on_ranks(2)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuffer import device_layer
 from fsdp_runtime import fully_shard
-from fsdp_runtime.memory import OffloadActivations, activations
+from fsdp_runtime.memory import activations
+from fsdp_runtime.memory.activations import OffloadActivations
 from ragged_shard.testing import on_ranks
 
 

@@ -174,11 +174,6 @@ def skippable_alone() -> object:
 # -- the loss by tokens ------------------------------------------------------------------------------------------------
 
 
-def half_a_token() -> None:
-    halves: Any = [2.5]
-    TokenLoss(shard(seeded())).step(halves)
-
-
 def late_unit_averages() -> Call:
     model = seeded()
     for unit in (*model.blocks[:2], model):
@@ -256,7 +251,6 @@ REFUSED: dict[int, list[Row]] = {
         ("subclasses that stay", keeps_subclasses, NotImplementedError, "set_keep_unsharded_storage: "),
         ("dtype by parameter", dtype_by_parameter, NotImplementedError, "param_dtype_override_fn is not supported"),
         ("grad_dtype", no_grad_dtype, ValueError, "parameter bias has grad_dtype None"),
-        ("half a token", half_a_token, TypeError, "expected a whole number of tokens"),
     ],
     2: [
         ("two inside", lambda: extended(TwoInside), NotImplementedError,
@@ -283,7 +277,7 @@ REFUSED: dict[int, list[Row]] = {
     3: [
         ("late unit", late_unit_averages, RuntimeError, r"blocks\.2: .*divide factor is None.*after the last"),
         ("divide factor", other_divide_factor, RuntimeError, r"divide factor is 3\.0"),
-        ("no unit", lambda: TokenLoss(seeded()), ValueError, "Body has no unit, but there are 3 ranks"),
+        ("no unit", lambda: TokenLoss(seeded()), ValueError, "units are sharded over 0 sets of ranks"),
     ],
     4: [
         ("placement", lambda: chosen(lambda *_: Replicate()), ValueError, "gave Replicate.* for weight; expected None"),

@@ -9,12 +9,10 @@ A mean on each rank, averaged over ranks by FSDP, weighs every token of rank 1 t
     token_loss = TokenLoss(model)                        # after the last fully_shard
     for microbatches in steps:                           # as many on every rank
         step = token_loss.step(count_tokens(labels) for _, labels in microbatches)
-        losses = []
         for tokens, labels in microbatches:
-            losses.append(step.loss(F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")))
-            losses[-1].backward()
+            losses = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            step.loss(losses).backward()                 # of all ranks and microbatches the sum is the mean loss
         optimizer.step()
-        print(step.mean(losses))
 """
 
 from collections.abc import Iterable
@@ -25,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ragged_shard import CPU, DISTRIBUTED
+from ragged_shard import CPU
 
 from ._module import FSDPModule
-from ._params.unit import Unit
-from ._schedule.model import member_of
+from .checkpoint.targets import units_of
 
 _FACTOR = 1.0  # gradients are summed: the losses have been divided
 
@@ -58,29 +55,21 @@ class TokenLoss:
     """
 
     def __init__(self, module: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
-        self._module = module
-        meshes = {data.mesh: unit.name for unit in self._units() for data in unit.meshes}
+        self._module, units = module, units_of(module)
+        meshes = {data.mesh: unit.name for unit in units for data in unit.meshes}
         ranks = {tuple(sorted(each.mesh.flatten().tolist())) for each in meshes}
-        if mesh is None and len(ranks) > 1:
+        if mesh is None and len(ranks) != 1 and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"TokenLoss: units are sharded over different ranks ({', '.join(meshes.values())}); pass as mesh= the "
-                "mesh of all ranks that have different tokens (those of tensor parallelism have the same)"
-            )
-        if not meshes and mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"{type(module).__name__} has no unit, but there are {dist.get_world_size()} ranks; call fully_shard "
-                "before TokenLoss"
+                f"TokenLoss: units are sharded over {len(ranks)} sets of ranks ({', '.join(meshes.values())}); call "
+                "fully_shard first, or pass as mesh= the mesh of all ranks that have different tokens (those of tensor "
+                "parallelism have the same)"
             )
         over = mesh if mesh is not None else next(iter(meshes), None)
         self._groups = [] if over is None else [group for group in over.get_all_groups() if group.size() > 1]
-        self._device = next((unit.data.device for unit in self._units()), CPU)
+        self._device = next((unit.data.device for unit in units), CPU)
         for inner in module.modules():
             if isinstance(inner, FSDPModule):
                 inner.set_gradient_divide_factor(_FACTOR)
-
-    def _units(self) -> list[Unit]:
-        members = dict.fromkeys(member_of(inner) for inner in self._module.modules())
-        return [member.unit for member in members if member is not None]
 
     def step(self, counts: Iterable[int | Tensor]) -> "TokenStep":
         """Count the tokens of a step; call it on every rank, before the step's first loss. The host waits for nothing.
@@ -92,9 +81,8 @@ class TokenLoss:
 
         Raises:
             RuntimeError: a unit's gradient divide factor is not 1.0 any more.
-            TypeError: a count that is no whole number.
         """
-        for unit in self._units():
+        for unit in units_of(self._module):
             if (factor := unit.options.reduction.divide_factor) != _FACTOR:
                 raise RuntimeError(
                     f"{unit.name}: the gradient divide factor is {factor}, TokenLoss needs {_FACTOR}; make TokenLoss "
@@ -102,18 +90,13 @@ class TokenLoss:
                 )
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for count in counts:
-            own = torch.as_tensor(count)
-            if own.ndim or own.dtype.is_floating_point:
-                raise TypeError(
-                    f"TokenLoss: expected a whole number of tokens for each microbatch, got {count!r}"
-                )
-            total += own.to(self._device, non_blocking=True)
+            total += torch.as_tensor(count).to(self._device, non_blocking=True)
         for group in self._groups:
             dist.all_reduce(total, group=group)
-        return TokenStep(total, self._groups)
+        return TokenStep(total)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenStep:
     """One step's number of tokens over all ranks; from `TokenLoss.step`.
 
@@ -122,7 +105,6 @@ class TokenStep:
     """
 
     tokens: Tensor
-    _groups: list[dist.ProcessGroup]
 
     @property
     def total(self) -> int:
@@ -138,19 +120,3 @@ class TokenStep:
         """
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)) if losses.ndim else losses
         return total / self.tokens
-
-    @torch.no_grad()
-    def mean(self, losses: Tensor | Iterable[Tensor]) -> Tensor:
-        """The mean loss over the tokens of all ranks, a 0-d fp64 tensor, the same on every rank. Call it on every rank.
-
-        Communicates one all-reduce of 8 bytes for each axis of the mesh with several ranks.
-
-        Args:
-            losses: what `loss` returned in this step.
-        """
-        mean = torch.zeros((), dtype=torch.float64, device=self.tokens.device)
-        for value in [losses] if isinstance(losses, Tensor) else losses:
-            mean += (value.full_tensor() if isinstance(value, DISTRIBUTED) else value).to(mean.device)
-        for group in self._groups:
-            dist.all_reduce(mean, group=group)
-        return mean

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ragged_shard import CPU
 
-from .files import Checkpoint, Stored, header_of, library
+from .files import Checkpoint, Stored, library, write_file
 from .safetensors_export import file_names, split_by_size, write_index
 
 METADATA = ".metadata"
@@ -148,17 +148,17 @@ def _to_safetensors(
     names, nbytes = list(made), [tensor.nbytes for tensor in made.values()]
     bins = split_by_size(nbytes, limit)
     files = dict(zip(file_names(len(bins)), bins, strict=True))
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for part in split_by_size(nbytes, _BIN):
+            chosen = [names[index] for index in part]
+            state = {keys[name]: torch.empty_like(stored[name], device=CPU) for name in chosen}
+            dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+            yield from (state.pop(keys[name]).to(made[name].dtype) for name in chosen)
+
+    values = tensors()
     for file, members in files.items():
-        with (folder / file).open("wb") as out:
-            header = {names[i]: (made[names[i]].dtype, tuple(made[names[i]].shape)) for i in members}
-            out.write(header_of(header, {"format": "pt"}))
-            for part in split_by_size([nbytes[i] for i in members], _BIN):
-                chosen = [names[members[index]] for index in part]
-                state = {keys[name]: torch.empty_like(stored[name], device=CPU) for name in chosen}
-                dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-                for name in chosen:
-                    values = state.pop(keys[name]).to(made[name].dtype)
-                    out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        write_file(folder / file, {names[index]: made[names[index]] for index in members}, values)
     if len(files) > 1:
         where = {names[index]: file for file, members in files.items() for index in members}
         write_index(folder, where, sum(nbytes))

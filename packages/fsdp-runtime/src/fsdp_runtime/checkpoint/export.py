@@ -1,6 +1,6 @@
 """`iter_full_params`: a model's whole tensors one run of memory after the other, for files and inference engines."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Exporter:
 
     Args:
         buffers: persistent buffers too.
-        keep: whether a tensor keeps its dtype.
 
     Attributes:
         entries: in the order in which they come.
@@ -66,13 +65,12 @@ class Exporter:
         ranks: Collection[int] | None,
         *,
         buffers: bool,
-        keep: Callable[[Entry], bool] = lambda entry: False,
         caller: str = _CALLER,
     ) -> None:
         problem: Exception | None = None
         self.entries: list[Entry] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
-        self._dtype, self._keep = dtype, keep
+        self._dtype = dtype
         try:
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of_model(model, buffers=buffers)
@@ -89,7 +87,7 @@ class Exporter:
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """In which a tensor is exported."""
         tensor = entry.tensor
-        if self._dtype is None or self._keep(entry) or not tensor.is_floating_point():
+        if self._dtype is None or not tensor.is_floating_point():
             return tensor.dtype
         return self._dtype
 

@@ -3,9 +3,9 @@
 folder  ->  index or *.safetensors  ->  Stored: name, and the tensor in its file
 """
 
+import ctypes
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard import Box
+from ragged_shard import CPU, Box
 
 Ints = tuple[int, ...]
 _LONGEST_NAME = 255  # of a file
@@ -138,17 +138,47 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
 
 
-def header_of(about: Mapping[str, tuple[torch.dtype, Ints]], metadata: Mapping[str, str]) -> bytes:
+def write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterator[torch.Tensor]) -> None:
+    """Write one safetensors file, a tensor at a time; it has its name when it is complete.
+
+    Args:
+        content: what the file has, by name, on meta.
+        tensors: their values in that order; more may follow.
+
+    Raises:
+        ValueError: a dtype that files do not have; naming the tensor.
+        OSError: the file cannot be written.
+    """
+    header = header_of(content)
+    with atomic_write(path) as unfinished, unfinished.open("wb") as file:
+        file.write(header)
+        for name, like in content.items():
+            tensor = next(tensors)
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of {tensor.shape}; expected {like.dtype} of {like.shape}"
+                )
+            flat = tensor.to(CPU).reshape(-1)
+            if flat.nbytes:
+                file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+            del tensor, flat  # before the next is made
+
+
+def header_of(content: Mapping[str, torch.Tensor]) -> bytes:
     """The header of a safetensors file whose tensors follow one another in this order, for the bytes after it.
 
     Raises:
         ValueError: a dtype that files do not have; naming the tensor.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for name, (dtype, shape) in about.items():
-        end = begin + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _code(name, dtype), "shape": shape, "data_offsets": (begin, end)}
+    for name, tensor in content.items():
+        end = begin + tensor.nbytes
+        entries[name] = {
+            "dtype": _code(name, tensor.dtype),
+            "shape": tuple(tensor.shape),
+            "data_offsets": (begin, end),
+        }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned

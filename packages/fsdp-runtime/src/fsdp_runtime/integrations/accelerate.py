@@ -190,20 +190,25 @@ def full_state_dicts() -> Iterator[None]:
     """
     of_model, of_optimizer = torch_state_dict.set_model_state_dict, torch_state_dict.set_optimizer_state_dict
 
-    def set_model(model: nn.Module, state: Any, *, options: Any = None) -> Any:
+    def set_model(model: nn.Module, model_state_dict: Any, *, options: Any = None) -> Any:
         if not _full(model, options):
-            return of_model(model, state, options=options)
+            return of_model(model, model_state_dict, options=options)
         unread = options.broadcast_from_rank0 and dist.get_rank() != 0  # such as tensors on meta
         set_full_state_dict(
-            model, {} if unread else state, rank0_only=options.broadcast_from_rank0, strict=options.strict
+            model,
+            {} if unread else model_state_dict,
+            rank0_only=options.broadcast_from_rank0,
+            strict=options.strict,
         )
         return nn.modules.module._IncompatibleKeys([], [])
 
-    def set_optimizer(model: nn.Module, optimizers: Any, state: Any, *, options: Any = None) -> None:
+    def set_optimizer(
+        model: nn.Module, optimizers: Any, optim_state_dict: Any, *, options: Any = None
+    ) -> None:
         if not _full(model, options):
-            return of_optimizer(model, optimizers, state, options=options)
+            return of_optimizer(model, optimizers, optim_state_dict, options=options)
         return set_full_optimizer_state_dict(
-            model, optimizers, state or {}, rank0_only=options.broadcast_from_rank0
+            model, optimizers, optim_state_dict or {}, rank0_only=options.broadcast_from_rank0
         )
 
     with replaced(torch_state_dict, set_model_state_dict=set_model, set_optimizer_state_dict=set_optimizer):

@@ -10,18 +10,18 @@
 Tried with lightning-fabric 2.6.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from fsdp_runtime import clip_grad_norm_, fully_shard, set_full_state_dict
-from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
-from ragged_shard import CPU, RaggedDTensor
+from fsdp_runtime import FSDPModule, clip_grad_norm_, fully_shard, set_full_state_dict
+
+from ._replaced import replaced
+from .accelerate import full_state_dicts
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -102,7 +102,8 @@ class RaggedStrategy:
     ) -> dict[str, Any]:
         """As Fabric's, for `Fabric.load` and `Fabric.load_raw`; full checkpoints too, which torch cannot slice.
 
-        Of a file each rank maps the bytes and copies its own ranges; nothing is sent but the path.
+        Of a file each rank maps the bytes and copies its own ranges of the model; rank 0 sends optimizer states, a
+        tensor at a time. During the call Fabric's `_load_raw_module_state` is replaced.
 
         Args:
             path: a folder (sharded) or a file (full), seen by all ranks; rank 0's counts.
@@ -118,54 +119,21 @@ class RaggedStrategy:
             KeyError: something that `state` asks for is not in the file.
             OSError, RuntimeError: a file that cannot be read.
         """
+        from lightning_fabric.strategies import model_parallel
+
+        theirs = model_parallel._load_raw_module_state
+
+        def load_raw(
+            state_dict: dict[str, Any], module: nn.Module, world_size: int = 1, strict: bool = True
+        ) -> None:
+            if isinstance(module, FSDPModule):
+                set_full_state_dict(module, state_dict, strict=strict)
+            else:
+                theirs(state_dict, module, world_size, strict)
+
         inherited: Any = super()
-        path = Path(inherited.broadcast(path))
-        models = (
-            {key: value for key, value in state.items() if _is_ragged(value)}
-            if isinstance(state, dict)
-            else {}
-        )
-        if not path.is_file() or not (_is_ragged(state) or len(models) == 1):
+        with replaced(model_parallel, _load_raw_module_state=load_raw), full_state_dicts():
             remainder: dict[str, Any] = inherited.load_checkpoint(
                 path=path, state=state, strict=strict, weights_only=weights_only
             )
-            return remainder
-        file = torch.load(path, mmap=True, map_location=CPU, weights_only=weights_only)
-        if not models:
-            set_full_state_dict(state, file, strict=strict)
-            return {}
-        ((key, model),) = models.items()
-        return _load(path, file, key, model, state, strict)
-
-
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(
-        isinstance(param, RaggedDTensor) for param in value.parameters()
-    )
-
-
-def _load(
-    path: Path, file: dict[str, Any], key: str, model: nn.Module, state: dict[str, Any], strict: bool
-) -> dict[str, Any]:
-    for name in state:
-        if name not in file and (strict or name == key):
-            raise KeyError(
-                f"load_checkpoint: {path} has no {name!r}, which the state asks for (strict={strict})"
-            )
-    set_full_state_dict(model, file.pop(key), strict=strict)
-    for name in [name for name in state if name in file]:
-        value = file.pop(name)
-        if isinstance(state[name], torch.optim.Optimizer):
-            set_full_optimizer_state_dict(model, state[name], _by_name(value, model))
-        elif hasattr(state[name], "load_state_dict"):
-            state[name].load_state_dict(value)
-        else:
-            state[name] = value
-    return file
-
-
-def _by_name(states: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """An optimizer's own state dict counts parameters; a checkpoint of Fabric names them."""
-    if not any(isinstance(key, int) for key in states["state"]):
-        return states
-    return FullyShardedDataParallel.rekey_optim_state_dict(dict(states), OptimStateKeyType.PARAM_NAME, model)
+        return remainder
