@@ -716,6 +716,8 @@ def checkpoint_elsewhere(w: World, where: str) -> None:
 def files(w: World, assign: bool = False) -> None:
     """Out to safetensors and in again, after weights were changed in place or assigned."""
     w.rest()
+    if assign:
+        w.optimizer.zero_grad()  # parameters that are assigned come without gradients
     if w.units:
         with w.folder() as folder:
             w.system.api.save_safetensors(w.model, folder)
