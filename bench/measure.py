@@ -400,11 +400,9 @@ LEFT_OUT = {
     ("counts-counts", "ranks"): ("8 simulated", "2 real", "4 real"),
     ("host", "simulated ranks"): ("8", "1024"), ("muon", "ranks"): ("2", "64"),
 }  # fmt: skip
-# Those of docs/guides/memory.md and WEIGHTS.md stand there.
 LEFT_OUT_TABLES = (
-    "Steps to that loss by learning rate", "Newton-Schulz, cpu", "Offload", "Bytes of ZeRO's stages", "Weights through",
-    "8-bit AdamW on meshes", "A step on plain tensors", "Checkpoints", "Ablation, 2 real ranks: optimizer",
-    "Time of Muon", "The same for GPUs", "Muon's step on fully_shard, simulated",
+    "Steps to that loss by learning rate", "8-bit AdamW on meshes", "A step on plain tensors", "Time of Muon",
+    "Muon's step on fully_shard, simulated",
 )  # fmt: skip
 # Systems of ours in the summary, and how bytes get from rank to rank there.
 WAYS = (("ours", "peer memory"), ("ours-collectives", "gloo's collectives"))
