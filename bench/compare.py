@@ -3,7 +3,6 @@
 python -m bench speed [--workload dense] [--ranks 2] ...      table; writes results/speed-WORKLOAD-RANKS.json
 python -m bench ablation                                      the same step without one idea; results/ablation.json
 python -m bench network [--rates 100,1000,10000]              two hosts and a link of a known rate; results/network.json
-python -m bench network --plot                                draws results/network.svg from it; needs matplotlib
 
 "Alone" is the same model on each rank without communication: the limit of what any system can reach.
 
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from . import counts, measure
-from .measure import FOLDER, fake_ranks, interleave, launch, mib, options_of, record, table_of
+from .measure import fake_ranks, interleave, launch, mib, options_of, record, table_of
 from .models import WORKLOADS, batch_of, describe
 from .systems import OPTIMIZERS, SYSTEMS, CannotRunError, Job, Trainer, build, left_out, reason_of
 
@@ -43,7 +42,6 @@ PEERS = ("alone", "ddp", "fsdp2")  # ratios are taken to these
 PARTS = ("forward", "backward", "update")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 LAYOUT = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm", "fsdp2"]
-OPTIMIZER = ["ours", "ours-gathering"]
 BLOCKS = {"block_policy": "rows:32"}
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------
@@ -341,37 +339,29 @@ def main_speed(parser: ArgumentParser, arguments: list[str]) -> int:
 def ablate(ranks: int, num_rounds: int) -> tuple[dict[str, Any], list[str]]:
     """Times without one idea each, exact counts on 64 simulated ranks, and reasons not to trust the times.
 
-    Experts in stacked tensors with biases, in sizes whose blocks share no small multiple; blocks of 32 rows; for the
-    optimizer's part 8-bit AdamW in its own blocks.
+    Experts in stacked tensors with biases, in sizes whose blocks share no small multiple; blocks of 32 rows.
     """
     before = measure.busy_share()
-    common = {"workload": "ablation", "rounds": num_rounds, "steps": 2}
-    layout = launch(rounds, ranks, {**common, "systems": LAYOUT, "options": BLOCKS})
-    optimizer = launch(rounds, ranks, {**common, "systems": OPTIMIZER, "optimizer": "adamw8bit"})
+    request = {"workload": "ablation", "rounds": num_rounds, "steps": 2, "systems": LAYOUT, "options": BLOCKS}
+    layout = launch(rounds, ranks, request)
     base = counts.plain("ablation")
     with fake_ranks(64) as mesh:
         job = Job(WORKLOADS["ablation"], mesh, options=BLOCKS)
         exact = {name: counts.outside(counts.count(name, job), base) for name in LAYOUT}
-    figures = {"ranks": ranks, "layout": layout, "optimizer": optimizer, "counts": exact}
-    return figures, noise_of(before, layout, optimizer)
+    return {"ranks": ranks, "layout": layout, "counts": exact}, noise_of(before, layout)
 
 
 def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The report's tables."""
-    out: list[dict[str, Any]] = []
-    for key, text in (
-        ("layout", "Blocks of 32 rows, AdamW."),
-        ("optimizer", "8-bit AdamW: on whole blocks in place, or on gathered tensors."),
-    ):
-        times = summarise(figures[key])
-        rows = [
-            [SYSTEMS[n].label, f"{times['ours']['wall'] / t['wall']:.1%}", f"{t['cpu'] / times['ours']['cpu']:.2f}",
-             f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
-            for n, t in times.items()
-        ]  # fmt: skip
-        text += left_out(figures[key]["skipped"])
-        header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
-        out.append(table_of(f"Ablation, {figures['ranks']} real ranks: {key}", text, header, rows))
+    times = summarise(figures["layout"])
+    rows = [
+        [SYSTEMS[n].label, f"{times['ours']['wall'] / t['wall']:.1%}", f"{t['cpu'] / times['ours']['cpu']:.2f}",
+         f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
+        for n, t in times.items()
+    ]  # fmt: skip
+    text = "Blocks of 32 rows, AdamW." + left_out(figures["layout"]["skipped"])
+    header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
+    timed = table_of(f"Ablation, {figures['ranks']} real ranks: layout", text, header, rows)
     rows = [
         [SYSTEMS[n].label, f"{f['padding']:.1%}", mib(f["wire_bytes"]), mib(f["copied"]["forward"]),
          mib(f["copied"]["backward"]), sum(f["calls"].values()), mib(f["peak"])]
@@ -379,7 +369,7 @@ def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     header = "runtime; padding; wire MiB; copied forward MiB; copied backward MiB; calls; peak MiB"
     text = "Exact, beyond the model's own step; blocks of 32 rows, which FSDP2 does not keep whole."
-    return [*out, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
+    return [timed, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
 
 
 def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
@@ -396,9 +386,6 @@ LINK = "eth0"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 BURST_SECONDS, BURST_LEAST = 0.004, 65536  # of the bucket; a packet of a veth pair has up to 64 KiB
 TIMEOUT = 1800.0
-# Of the arithmetic: parameters, GPUs, bytes a second into each, FLOP/s that a step reaches.
-MODEL, GPUS, PORT, REACHED = 8.0e9, 64, 400e9 / 8, 400e12
-WIRES = {"bf16 gathers and reductions": (2, 2), "fp8 gathers, int8 reductions": (1, 1)}  # bytes an element
 
 
 @contextmanager
@@ -465,8 +452,8 @@ def _sent(link: str) -> int:
     return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
 
 
-def network_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measured table, and the arithmetic for GPUs."""
+def network_table(figures: dict[str, Any]) -> dict[str, Any]:
+    """A row for each rate and system."""
     rows = []
     for mbits, raw in figures["rates"].items():
         for name, t in summarise(raw).items():
@@ -481,70 +468,16 @@ def network_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         " limits. *Sent* by one rank, as the link counted. *Loss* after as many steps on the same batches."
     )
     text += left_out(next(iter(figures["rates"].values()))["skipped"])
-    return [
-        table_of("Two hosts and a slow network", text, header, rows),
-        table_of(
-            "The same for GPUs, computed",
-            f"{MODEL / 1e9:.0f}B parameters on {GPUS} GPUs, {PORT / 1e9:.0f} GB/s into each; two gathers, one reduction"
-            f" a step. *Hidden from*: a GPU's tokens whose computation at {REACHED / 1e12:.0f} TFLOP/s takes as long.",
-            "wire; GB a step; seconds; hidden from, tokens",
-            [arithmetic(name, *sizes) for name, sizes in WIRES.items()],
-            exact=True,
-        ),
-    ]
-
-
-def plot(figures: dict[str, Any], path: Path) -> None:
-    """Draw tokens/s by the link's rate, a line with the range of all rounds for each system, and the bytes sent."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, bytes_sent) = pyplot.subplots(
-        1, 2, figsize=(10, 4), layout="constrained", width_ratios=(2, 1)
-    )
-    rates = figures["rates"]
-    times = {float(rate): summarise(raw) for rate, raw in rates.items()}
-    tokens = 2 * next(iter(rates.values()))["workload"]["tokens_per_rank"]
-    for name in next(iter(times.values())):
-        speeds = [t[name]["tokens_per_second"] for t in times.values()]
-        speed.plot(list(times), speeds, "o-", label=SYSTEMS[name].label)
-        walls = [[sample["wall"] for sample in raw["samples"][name]] for raw in rates.values()]
-        slowest, fastest = ([tokens / end(wall) for wall in walls] for end in (max, min))
-        speed.fill_between(list(times), slowest, fastest, alpha=0.2)
-        sent = statistics.median(t[name]["sent"] for t in times.values())
-        bytes_sent.bar(SYSTEMS[name].label.replace(", ", "\n"), sent / 2**20)
-    speed.set(xscale="log", yscale="log", xlabel="Mbit/s between two hosts", ylabel="tokens/s")
-    speed.legend(frameon=False, fontsize="small")
-    speed.grid(alpha=0.3, which="both")
-    bytes_sent.set(ylabel="MiB that a rank sends in a step")
-    bytes_sent.tick_params(axis="x", labelsize="small")
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def arithmetic(name: str, gathered: float, reduced: float) -> list[str]:
-    """Bytes of a step over the network, their seconds, and the tokens whose computation takes as long."""
-    nbytes = (2 * gathered + reduced) * MODEL * (GPUS - 1) / GPUS
-    seconds = nbytes / PORT
-    return [name, f"{nbytes / 1e9:.1f}", f"{seconds:.2f}", f"{seconds * REACHED / (6 * MODEL):,.0f}"]
+    return table_of("Two hosts and a slow network", text, header, rows)
 
 
 def main_network(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
     parser.add_argument("--workload", default="dense", choices=list(WORKLOADS))
     parser.add_argument("--rates", default="100,1000,10000", help="Mbit/s, separated by commas")
-    parser.add_argument("--plot", action="store_true", help="draw the recorded figures, measure nothing")
     o = options_of(parser, arguments, rounds=5, keep_noisy=False)
-    if o.plot:
-        (recorded,) = measure.load_all("network")
-        plot(recorded["figures"], FOLDER / "network.svg")
-        busy = (f"busy machine: {why}" for why in recorded["noise"])
-        print(f"drawn in {FOLDER / 'network.svg'}", *busy, sep="\n")
-        return 0
     before = measure.busy_share()
     rates = {rate: on_hosts(float(rate), o.workload, o.rounds) for rate in o.rates.split(",")}
     noise = noise_of(before, *rates.values())
     figures = {"workload": o.workload, "rates": rates}
-    return record("network", network_tables(figures), noise, keep_noisy=o.keep_noisy, **figures)
+    return record("network", [network_table(figures)], noise, keep_noisy=o.keep_noisy, **figures)

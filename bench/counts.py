@@ -2,7 +2,6 @@
 
 python -m bench counts                     8, 64, 1024 simulated and 2, 4 real ranks; writes results/counts-counts.json
 python -m bench counts --write-expected    instead: the committed expectations that the tests hold our own counts to
-python -m bench zero                       bytes of ZeRO's stages, and their formulas; writes results/zero.json
 
 A simulated world is torch's fake process group: this process stands for rank 0, collectives send nothing, and all
 else is as it would be, up to the last byte. Every figure is what a system does beyond the same model's own step with
@@ -16,9 +15,6 @@ lose or exchange is counted once somebody computes with it.
 
 The peak's floor is the most that is live at once of own shards, states, reduced gradients, activations, one gathered
 unit and one unit's gradients; of the systems in one world the least.
-
-ZeRO's stages are options of the same `fully_shard` (docs/guides/memory.md has the code). Counted are the bytes that a
-rank receives in a step, in nodes and between them, by the process groups of its collectives.
 """
 
 import itertools
@@ -304,83 +300,6 @@ def write_expected(**parts: Any) -> None:
     content = json.loads(EXPECTED.read_text()) | parts
     EXPECTED.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     print(f"written to {EXPECTED}")
-
-
-# -- ZeRO's stages -----------------------------------------------------------------------------------------------------
-
-RECIPES = {  # name: reshard_after_forward (None: ranks of a node), keeps parameters until they change, reduces once
-    "ZeRO-1": (False, True, True),
-    "ZeRO-2": (False, True, False),
-    "ZeRO-3": (True, False, False),
-    "ZeRO-3 with hpZ": (None, False, False),
-}
-
-
-def zero_bytes(name: str, workload: Any, ranks: int, node: int, microbatches: int) -> tuple[float, float]:
-    """Bytes that a rank receives in a step: over all ranks, and inside its node."""
-    from fsdp_runtime import fully_shard
-    from fsdp_runtime.train.model import losses_of
-    from ragged_shard.testing import simulated_ranks
-
-    from .models import build as build_model
-
-    reshard, keeps, reduces_once = RECIPES[name]
-    with simulated_ranks(ranks) as world:
-        model: Any = build_model(workload.shape)
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=node if reshard is None else reshard)
-        fully_shard(model)
-        model.set_reshard_after_backward(not keeps)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            world.calls.clear()
-            for number in range(microbatches):
-                model.set_requires_gradient_sync(not reduces_once or number + 1 == microbatches)
-                losses_of(model, *batch_of(workload, step, number))[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        whole = world.calls[0][0]  # the first gather is over all ranks
-        return (
-            sum(received for group, received in world.calls if group == whole),
-            sum(received for group, received in world.calls if group != whole),
-        )
-
-
-def zero_formula(
-    name: str, blocks: int, root: int, ranks: int, node: int, microbatches: int
-) -> tuple[float, float]:
-    """The same by formula, from the bytes of parameters in blocks and around them; gradients have as many."""
-    reshard, keeps, reduces_once = RECIPES[name]
-    times = 1 if keeps else microbatches
-    gathers = times * (root + blocks * (2 if reshard else 1))
-    reductions = (1 if reduces_once else microbatches) * (root + blocks)
-    inside = times * blocks * (node - 1) / node if reshard is None else 0.0
-    return (gathers + reductions) * (ranks - 1) / ranks, inside
-
-
-def main_zero(parser: ArgumentParser, arguments: list[str]) -> int:
-    """Count, compare with the formulas, print and save."""
-    from .models import build as build_model
-
-    parser.add_argument("--node", type=int, default=8, help="ranks of a node")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
-    options = options_of(parser, arguments, workload="counts", ranks=64)
-    workload, rows = WORKLOADS[options.workload], []
-    model = build_model(workload.shape)
-    total, blocks = nbytes_of(model.parameters()), nbytes_of(model.blocks.parameters())
-    for microbatches in options.microbatches:
-        for name in RECIPES:
-            sizes = (options.ranks, options.node, microbatches)
-            counted = zero_bytes(name, workload, *sizes)
-            formula = zero_formula(name, blocks, total - blocks, *sizes)
-            share = f"{sum(counted) / sum(formula) - 1:+.2%}"
-            rows.append([name, microbatches, *map(mib, counted), *map(mib, formula), share])
-    text = (
-        f"{mib(total)} MiB of parameters in fp32, {options.ranks} simulated ranks in nodes of {options.node}. MiB that "
-        "a rank receives in a step over all ranks and inside its node; padding is above the formula."
-    )
-    header = "recipe; microbatches; all ranks; in the node; by formula; in the node, by formula; difference"
-    return record("zero", [table_of("Bytes of ZeRO's stages", text, header, rows, exact=True)])
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

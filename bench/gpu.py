@@ -7,7 +7,7 @@
                              what the allocator holds and nobody uses after 100 steps of Qwen3-30B-A3B's layers
     memory-...-R-SYSTEM      peak reserved and allocated memory of one system, as rank 0 of R
     longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see below
-    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see kernels.py
+    rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see rates.py
     profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
                              all, the difference being exposed communication
@@ -43,8 +43,8 @@ from ragged_shard.testing import RankError, run_ranks, shut_down
 
 from . import measure
 from .compare import PARTS, Clock, build_all, footprint, peaks, rounds, summarise
-from .kernels import measure_rates, rates_table
 from .measure import ROOT, launch, mib, table, table_of
+from .rates import measure_rates, rates_table
 from .systems import SYSTEMS as KNOWN
 from .systems import Job
 

@@ -6,12 +6,12 @@ import most of the packages inside functions, so that a name which an old commit
 """
 
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import calls, compare, counts, host, optimizers
+from . import compare, counts, host
+from .measure import launch
 
 
 def recorded_as(module: str, **figures: tuple[str, Callable[..., float]]) -> Callable[[type], type]:
@@ -59,9 +59,18 @@ def _method(figure: Callable[..., float], unit: str) -> Any:
         "ratio",
         lambda results, ranks: results[ranks]["ours"]["peak"] / results[ranks]["fsdp2"]["peak"],
     ),
+    wire_of_deepspeed=(
+        "ratio",
+        lambda results, ranks: (
+            results[ranks]["ours"]["wire_bytes"] / results[ranks]["deepspeed"].get("wire_bytes", math.nan)
+        ),
+    ),
 )
 class Counts:
-    """One step of a 31.6M-parameter Llama on simulated ranks, beyond the same model's own step. Exact."""
+    """One step of a 31.6M-parameter Llama on simulated ranks, beyond the same model's own step. Exact.
+
+    Each world is in a new process: DeepSpeed, which is left out where it is not installed, remembers the first one's.
+    """
 
     params = ([8, 64, 1024],)
     param_names = ("ranks",)
@@ -69,25 +78,9 @@ class Counts:
 
     def setup_cache(self) -> dict[int, dict[str, Any]]:
         base = counts.plain("counts")
-        return {ranks: counts.compare("counts", ranks, ("ours", "fsdp2"), base) for ranks in self.params[0]}
-
-
-@recorded_as(
-    "runtime",
-    own_calls=("calls", lambda results, part: results["ours"][part]["calls"]),
-    own_calls_of_fsdp2=(
-        "ratio", lambda results, part: results["ours"][part]["calls"] / results["fsdp2"][part]["calls"]
-    ),
-)  # fmt: skip
-class PythonCalls:
-    """Python calls of our own code for a small model, and as a share of FSDP2's. Exact for one Python release."""
-
-    params = (list(calls.PARTS),)
-    param_names = ("part",)
-    timeout = 300
-
-    def setup_cache(self) -> dict[str, Any]:
-        return calls.measure()
+        request = {"workload": "counts", "systems": ("ours", "fsdp2", "deepspeed"), "base": base}
+        worlds = {ranks: {**request, "simulated": ranks} for ranks in self.params[0]}
+        return {ranks: launch(counts.compare_on_ranks, 1, world) for ranks, world in worlds.items()}
 
 
 def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable[..., float]]:
@@ -116,7 +109,7 @@ def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable
 class Speed:
     """Two gloo ranks of one thread each, systems alternating: seconds a step, and peak memory of new processes."""
 
-    params = (["dense", "moe"], ["ddp", "fsdp2", "ours"])
+    params = (["dense", "moe"], ["ddp", "fsdp2", "deepspeed", "ours"])
     param_names = ("workload", "system")
     timeout = 900
 
@@ -130,21 +123,7 @@ class Speed:
         return figures
 
 
-@recorded_as(
-    "runtime",
-    step_ms=("ms", lambda samples: 1e3 * statistics.median(samples["ours"])),
-    share_of_fsdp2=("ratio", host.units_ratio),
-)
-class TinyUnits:
-    """Thread CPU time of a step with 64 tiny units on the fake process group. To stay below 0.6 of FSDP2's."""
-
-    timeout = 300
-
-    def setup_cache(self) -> dict[str, list[float]]:
-        return host.measure_units(45)
-
-
-# -- layout-planner, ragged-shard and dbuffer --------------------------------------------------------------------------
+# -- layout-planner ----------------------------------------------------------------------------------------------------
 
 
 def _gap_percent(model: str, block: str) -> float:
@@ -166,139 +145,3 @@ class Plan:
 
     def time_plan(self, name: str, block: str) -> None:
         host.plan_model(name, block)
-
-
-@recorded_as("planner")
-class Fingerprint:
-    """The cost for every rank, once, of checking that all agree."""
-
-    def setup(self) -> None:
-        self.layouts = [layout for _, layout in host.plan_model("deepseek-v3", "rows:16")]
-
-    def time_fingerprint(self) -> None:
-        for layout in self.layouts:
-            layout.fingerprint()
-
-
-def _of_dtensor(case: str) -> float:
-    medians = host.compare_placements(case, ("ragged", "dtensor"), rounds=20)
-    return medians["ragged"] / medians["dtensor"]
-
-
-@recorded_as("placement", ratio=("ratio", _of_dtensor))
-class HostRatio:
-    """Cost over torch's DTensor, both alternating in one process: below 1 is cheaper than DTensor."""
-
-    params = (tuple(host.CASES),)
-    param_names = ("case",)
-    timeout = 120
-
-
-@recorded_as("placement", from_local=("us", lambda system: host.construction()[system]))
-class Construction:
-    """Microseconds of one from_local with a layout that is cached."""
-
-    params = (("ragged", "dtensor"),)
-    param_names = ("system",)
-
-
-def _ms(times: Any, name: str, *phases: str) -> float:
-    return sum(ms for (system, phase), ms in times.items() if system == name and phase in phases)
-
-
-def _of_fsdp2(results: Any, world_size: int, dtype: str) -> float:
-    times = results[world_size, dtype]
-    return _ms(times, "dbuffer", *host.PHASES) / _ms(times, "FSDP2", *host.PHASES)
-
-
-@recorded_as(
-    "buffer",
-    host_ms=("ms", lambda results, ranks, dtype: _ms(results[ranks, dtype], "dbuffer", "gather", "reduce")),
-    share_of_fsdp2=("ratio", _of_fsdp2),
-)
-class Group:
-    """Host time of a group without its collectives, also as a share of FSDP2's. To stay under 0.3 ms."""
-
-    params = (host.WORLD_SIZES, host.DTYPES)
-    param_names = ("world_size", "dtype")
-    timeout = 600
-
-    def setup_cache(self) -> dict[Any, Any]:
-        return {(w, d): host.measure_buffer(w, d, 7) for w in self.params[0] for d in self.params[1]}
-
-
-# -- block-optim -------------------------------------------------------------------------------------------------------
-
-
-def _of_torch(results: Any) -> float:
-    return results["ours, AdamW fused, ragged"] / results["torch, AdamW fused, DTensor"]
-
-
-@recorded_as(
-    "optimizer",
-    adamw_fused_ms=("ms", lambda results: results["ours, AdamW fused, ragged"]),
-    adamw_ms=("ms", lambda results: results["ours, AdamW, ragged"]),
-    adamw8bit_elements_ms=("ms", lambda results: results["ours, AdamW8bit elements:256, ragged"]),
-    adamw8bit_tile_ms=("ms", lambda results: results["ours, AdamW8bit tile:32x32, ragged"]),
-    share_of_torch_fused_on_dtensors=("ratio", _of_torch),
-)
-class Step:
-    """Optimizer steps. AdamW fused on flat ragged parameters is to stay below half of torch's on DTensors."""
-
-    timeout = 900
-
-    def setup_cache(self) -> dict[str, float]:
-        return optimizers.measure_steps(9)
-
-
-@recorded_as(
-    "muon",
-    gib_received=("GiB", lambda model, ranks: optimizers.plan_counts(model, ranks)["owners_gib"]),
-    imbalance=("max/mean", lambda model, ranks: optimizers.plan_counts(model, ranks)["imbalance"]),
-)
-class MuonPlans:
-    """Figures of plans for large models."""
-
-    params = (tuple(optimizers.LLAMAS), (64, 128, 512))
-    param_names = ("model", "ranks")
-
-
-@recorded_as(
-    "muon",
-    time_ratio=("ratio", lambda results, system: results[system][0] / results[optimizers.FULL][0]),
-    cpu_ratio=("ratio", lambda results, system: results[system][1] / results[optimizers.FULL][1]),
-    bytes_sent=("bytes", lambda results, system: results[system][2]),
-)
-class MuonSteps:
-    """A step of each system on two ranks, over the all-gather Muon's in the same run; bytes sent."""
-
-    params = (optimizers.MUONS,)
-    param_names = ("system",)
-    timeout = 600
-
-    def setup_cache(self) -> dict[str, list[float]]:
-        return optimizers.muon_on_ranks(2)
-
-
-@recorded_as(
-    "shampoo",
-    median=("ms", lambda results, system: results[system][0]),
-    largest=("ms", lambda results, system: results[system][1]),
-)
-class StepProfile:
-    """Thread CPU milliseconds of a step, over 50 steps."""
-
-    params = (tuple(optimizers.SHAMPOOS),)
-    param_names = ("system",)
-    timeout = 3600
-
-    def setup_cache(self) -> dict[str, tuple[float, float]]:
-        return {system: optimizers.profile(system) for system in optimizers.SHAMPOOS}
-
-
-@recorded_as("shampoo", state=("bytes/parameter", optimizers.state_bytes))
-class Memory:
-    """Bytes of optimizer state per parameter."""
-
-    params = (tuple(optimizers.SHAMPOOS),)
-    param_names = ("system",)

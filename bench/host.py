@@ -1,30 +1,20 @@
-"""Time that the host takes: a runtime's in a step, in clipping and in wrapping; each package's without the runtime.
+"""Time that the host takes: a runtime's in a step; each package's without the runtime.
 
 python -m bench host          writes results/host.json
-python -m bench host --tiny   only prints the cost of units of tiny parameters and of one gradient
-python -m bench clip          clipping 512 parameters of 1024 elements in 8 units, on rank 0 of 4
-python -m bench wrap          `fully_shard` of Llama 405B by layers on meta, on rank 0 of 1024
 python -m bench planner       layout-planner: time to plan all layers of real models on 1024 ranks, and their padding
 python -m bench placement     ragged-shard: an optimizer step and clipping on ragged tensors and on torch's DTensor
-python -m bench buffer        dbuffer: moving a group without the collective, ours and FSDP2's
 python -m bench exchange      dbuffer: large gathers and reductions by each transport, on 2 to 16 real ranks
 
 One process stands for one rank of torch's fake process group, and all systems take turns. Time is the main thread's
-CPU time, which a busy machine disturbs less than it does a clock. Of whole models few tokens are taken, so that the
-added time shows. 64 units are so small that everything is added; the difference of units of 2 and 32 tiny parameters is
-the way of single gradients into the buffer and to `.grad`.
+CPU time, which a busy machine disturbs less than it does a clock. Few tokens are taken, so that the added time shows.
 """
 
-import contextlib
-import gc
-import importlib
 import resource
 import statistics
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,20 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from . import measure
-from .calls import PACKAGES, Calls
 from .compare import PARTS, build_all, parts_of
 from .measure import fake_ranks, interleave, launch, medians_ms, options_of, record, table, table_of
-from .models import WORKLOADS, batch_of, groups_of, sum_units
-from .systems import SYSTEMS, Job, left_out, shard
+from .models import WORKLOADS, batch_of
+from .systems import SYSTEMS, Job, left_out
 
 SIMULATED = (8, 64, 1024)
-COMPARED = ("ours", "fsdp2")
-WHOLE = [*COMPARED, "deepspeed"]  # whole models of these are measured
-UNITS, WIDTH = 64, 8
-UNITS_GOAL = 0.6  # of FSDP2's, at most
-FEW, MANY, STACK = 2, 32, 8  # parameters of a unit; units
-CLIP_GOALS = {"torch's function": 1.3, "model.clip_grad_norm_": 0.3}
-WRAP_RANKS, LAYERS, IN_LAYER = 1024, 126, 9
+COMPARED = ["ours", "fsdp2", "deepspeed"]
 
 
 def measure_models(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
@@ -55,7 +38,7 @@ def measure_models(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, fl
     with fake_ranks(request["simulated"]) as mesh:
         job = Job(WORKLOADS[request["workload"]], mesh)
         plain = {"plain": SYSTEMS["plain"].build("plain", job)}
-        others, skipped = build_all(WHOLE, job)
+        others, skipped = build_all(COMPARED, job)
         batch = batch_of(job.workload, 0, 0)
         steps = {
             name: partial(parts_of, trainer, batch, time.thread_time)
@@ -70,62 +53,8 @@ def measure_models(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, fl
         return interleave(steps, request["rounds"], warm_up=2, timer=parts_and_faults), skipped
 
 
-def _sharded(system: str, model: Any, mesh: Any) -> Any:
-    """The model with each child and the root as a unit; unchanged for "plain"."""
-    return model if system == "plain" else shard(system, model, model, mesh=mesh)
-
-
-def forward_backward(model: Any) -> tuple[float, float]:
-    """Thread CPU seconds of both of a small model, which then has no gradients."""
-    began = time.thread_time()
-    loss = model(torch.ones(2, WIDTH)).sum()
-    middle = time.thread_time()
-    loss.backward()
-    end = time.thread_time()
-    model.zero_grad()
-    return middle - began, end - middle
-
-
-def measure_units(rounds: int) -> dict[str, list[float]]:
-    """Thread CPU seconds of forward and backward of 64 linear units of 8 x 8 on four fake ranks, round by round."""
-    with fake_ranks(4) as mesh:
-        models = {
-            name: _sharded(name, nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))), mesh)
-            for name in COMPARED
-        }
-        return interleave(models, rounds, timer=lambda model: sum(forward_backward(model)))
-
-
-def measure_params(rounds: int) -> dict[str, dict[str, float]]:
-    """Thread CPU ms that units of few and many tiny parameters add, each: `{system: {"forward 2": ...}}`.
-
-    The least of all rounds: work that is the same in each of them takes longer only where others disturb it.
-    """
-    with fake_ranks(4) as mesh:
-        models = {
-            (name, size): _sharded(name, sum_units(STACK, size, WIDTH), mesh)
-            for name in ("plain", *COMPARED)
-            for size in (FEW, MANY)
-        }
-        times = interleave(models, rounds, timer=forward_backward)
-    least = {which: list(map(min, zip(*taken, strict=True))) for which, taken in times.items()}
-    return {
-        name: {
-            f"{part} {size}": 1e3 / STACK * (least[name, size][number] - least["plain", size][number])
-            for number, part in enumerate(PARTS[:2])
-            for size in (FEW, MANY)
-        }
-        for name in COMPARED
-    }
-
-
-def units_ratio(samples: dict[str, list[float]]) -> float:
-    """Ours as a share of FSDP2's: the median over rounds."""
-    return statistics.median(a / b for a, b in zip(samples["ours"], samples["fsdp2"], strict=True))
-
-
 def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's tables: medians, and the time added to the plain model within a round; tiny units."""
+    """The report's table: medians, and the time added to the plain model within a round."""
     rows = []
     for ranks, samples in figures["samples"].items():
         for name, times in samples.items():
@@ -145,134 +74,19 @@ def tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
         " from the kernel again; on a GPU there are none."
     )
     text += left_out(figures["skipped"])
-    out = [table_of("Host time with nothing on the wire", text, header, rows)]
-    units = figures["units"]
-    rows = [
-        [SYSTEMS[name].label, f"{1e3 * statistics.median(times):.2f}", f"{measure.spread(times):.0%}"]
-        for name, times in units.items()
-    ]
-    text = f"Forward and backward of {UNITS} linear units of {WIDTH} x {WIDTH}, thread CPU milliseconds: ours is "
-    text += f"{units_ratio(units):.2f} of FSDP2's (goal: at most {UNITS_GOAL})."
-    out.append(table_of("Host time of tiny units", text, "system; step ms; spread", rows))
-    return [*out, _params_table(figures["params"])]
-
-
-def _params_table(params: dict[str, dict[str, float]]) -> dict[str, Any]:
-    columns = "; ".join(f"{part} of {size}, ms" for part in PARTS[:2] for size in (FEW, MANY))
-    rows = []
-    for name, added in params.items():
-        each = 1e3 * (added[f"backward {MANY}"] - added[f"backward {FEW}"]) / (MANY - FEW)
-        rows.append([SYSTEMS[name].label, *(f"{value:.3f}" for value in added.values()), f"{each:.1f}"])
-    text = (
-        f"Time that units of {FEW} and of {MANY} parameters of {WIDTH} elements add to the plain model, thread CPU time"
-        " of one unit, the least of all rounds. One gradient: the time that one more parameter adds to backward."
-    )
-    return table_of("Host time of tiny parameters", text, f"system; {columns}; one gradient, us", rows)
+    return [table_of("Host time with nothing on the wire", text, header, rows)]
 
 
 def main_host(parser: ArgumentParser, arguments: list[str]) -> int:
     """Measure, print, record."""
-    parser.add_argument("--tiny", action="store_true", help="only print the last table, tiny parameters")
     o = options_of(parser, arguments, workload="counts", rounds=9, keep_noisy=False)
-    if o.tiny:
-        measure.print_tables([_params_table(measure_params(5 * o.rounds))])
-        return 0
     noise = measure.noise_now()
     figures: dict[str, Any] = {"workload": o.workload, "samples": {}, "skipped": {}}
     for ranks in SIMULATED:  # each in a new process: DeepSpeed remembers the groups of the first world
         request = {"workload": o.workload, "rounds": o.rounds, "simulated": ranks}
         figures["samples"][str(ranks)], missing = launch(measure_models, 1, request)
         figures["skipped"] |= missing
-    figures |= {"units": measure_units(5 * o.rounds), "params": measure_params(5 * o.rounds)}
     return record("host", tables(figures), noise + measure.noise_now(), keep_noisy=o.keep_noisy, **figures)
-
-
-# -- clipping ----------------------------------------------------------------------------------------------------------
-
-
-def measure_clip(elements: int, rounds: int) -> dict[str, float]:
-    """Microseconds of each way to clip, the least of all rounds; plain tensors are this rank's slices alone."""
-    import fsdp_runtime
-
-    with fake_ranks(4) as mesh:
-
-        def trained(system: str) -> Any:
-            model = _sharded(system, sum_units(8, 64, elements), mesh)
-            model(torch.ones(2, elements)).sum().backward()
-            return model
-
-        model = trained("ours")
-        params, fsdp2 = list(model.parameters()), list(trained("fsdp2").parameters())
-        plain = [nn.Parameter(param.to_local().detach().clone()) for param in params]
-        for slice_, param in zip(plain, params, strict=True):
-            slice_.grad = param.grad.to_local().clone()
-        clip = nn.utils.clip_grad_norm_
-        ways: dict[str, Callable[[], Any]] = {
-            "plain tensors": partial(clip, plain, 1e9),
-            "torch's function": partial(clip, params, 1e9),
-            "torch's function, FSDP2": partial(clip, fsdp2, 1e9),
-            "fsdp_runtime.clip_grad_norm_": partial(fsdp_runtime.clip_grad_norm_, params, 1e9),
-            "model.clip_grad_norm_": partial(model.clip_grad_norm_, 1e9),
-        }
-        return {name: 1e6 * min(times) for name, times in interleave(ways, rounds, warm_up=0).items()}
-
-
-def main_clip(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Measure and print."""
-    parser.add_argument("--elements", type=int, default=1024, help="of each parameter")
-    options = options_of(parser, arguments, rounds=60)
-    times = measure_clip(options.elements, options.rounds)
-    plain = times["plain tensors"]
-    rows = [[n, f"{took:.0f}", f"{took / plain:.2f}", CLIP_GOALS.get(n, "")] for n, took in times.items()]
-    print(table(["512 parameters", "us", "of plain tensors'", "goal, at most"], rows))
-
-
-# -- wrapping ----------------------------------------------------------------------------------------------------------
-
-
-def llama(layers: int) -> Any:
-    """The tensors of Llama-3.1-405B, on meta, in some number of layers."""
-    width, hidden, keys, words = 16384, 53248, 1024, 128256
-    shapes = [(width, width), (width, keys), (width, keys), (width, width)]
-    shapes += [(width, hidden), (width, hidden), (hidden, width)]
-
-    def layer() -> Any:
-        linears = (nn.Linear(*shape, bias=False) for shape in shapes)
-        return nn.Sequential(*linears, nn.RMSNorm(width), nn.RMSNorm(width))
-
-    with torch.device("meta"):
-        ends = (nn.Embedding(words, width), nn.RMSNorm(width), nn.Linear(width, words, bias=False))
-        return nn.Sequential(*ends, nn.Sequential(*(layer() for _ in range(layers))))
-
-
-def wrap(system: str, layers: int, *, count: bool = False) -> tuple[float, int]:
-    """Thread CPU seconds of all `fully_shard` calls, and our own Python calls if they are counted, which is slower."""
-    folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
-    gc.collect()  # layouts of earlier models, which equal ones would share
-    with fake_ranks(WRAP_RANKS) as mesh:
-        model, spy = llama(layers), Calls(folders)
-        began = time.thread_time()
-        with spy if count else contextlib.nullcontext():
-            shard(system, model, model[-1], mesh=mesh)
-        return time.thread_time() - began, sum(spy.functions.values())
-
-
-def main_wrap(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Measure and print."""
-    parser.add_argument("--tensors", type=int, default=0, help="also ours with as many layers as make these")
-    options = parser.parse_args(arguments)
-    for system in COMPARED:
-        wrap(system, 2)  # imports and look-ups that happen once
-    sizes = [("fsdp2", LAYERS), ("ours", LAYERS), ("ours", 2 * LAYERS)]
-    if options.tensors:
-        sizes.append(("ours", options.tensors // IN_LAYER))
-    rows = []
-    for system, layers in sizes:
-        seconds, tensors = wrap(system, layers)[0], layers * IN_LAYER + 3
-        number = f"{wrap(system, layers, count=True)[1]:,}" if system == "ours" else ""
-        each = f"{1e6 * seconds / tensors:.0f}"
-        rows.append([SYSTEMS[system].label, layers + 1, tensors, f"{seconds:.2f}", each, number])
-    print(table(["system", "units", "tensors", "CPU s", "us a tensor", "own Python calls"], rows))
 
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------
@@ -382,156 +196,11 @@ def main_placement(parser: ArgumentParser, arguments: list[str]) -> None:
 
 # -- dbuffer -----------------------------------------------------------------------------------------------------------
 
-WORLD_SIZES = [8, 64, 1024]
-DTYPES = ["float32", "bfloat16"]
-# FSDP2's reduce also writes the gradients; `write` is their way in ours.
-PHASES = ("gather", "reduce", "write")
 RANKS = (2, 3, 4, 8, 16)
 TRANSPORTS = ("collectives", "peer_memory")
 ALONE = "copies alone"
 MEASURED = (*TRANSPORTS, ALONE)
 REPEATS = 4  # of one move between barriers, which take time themselves
-
-
-class Nothing:
-    """A `dbuffer.Transport` and work in one: everything has completed at once, and nothing is moved."""
-
-    name = "nothing"
-
-    def all_gather(self, *args: Any) -> "Nothing":
-        return self
-
-    reduce_scatter = all_gather
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class Ours:
-    """Every group as one buffer of parameters and one of gradients; each phase over all groups."""
-
-    def __init__(self, model: Any, mesh: Any, dtype: str) -> None:
-        from dbuffer import DBuffer, Gather, Recycler, ReduceScatter
-        from layout_planner import TensorSpec, plan
-
-        compute = getattr(torch, dtype)
-        options: dict[str, Any] = {
-            "dtype": torch.float32, "full_dtype": compute, "recycler": Recycler("cpu"), "check_ranks": False,
-            "transport": lambda group: Nothing(),
-        }  # fmt: skip
-        self.groups = []
-        for tensors in groups_of(model):
-            layout = plan([TensorSpec(name, tuple(p.shape)) for name, p in tensors.items()], mesh.size())
-            params, grads = (DBuffer(layout, mesh, **options) for _ in range(2))
-            for name, view in params.local_views.items():
-                view.copy_(params.geometry.cut(name, tensors[name].detach()))
-            values = {name: torch.ones(p.shape, dtype=compute) for name, p in tensors.items()}
-            moves = Gather([params]), ReduceScatter([grads], op="avg")
-            self.groups.append((params, grads, values, *moves))
-
-    def gather(self) -> None:
-        for params, _, _, all_gather, _ in self.groups:
-            all_gather.start().wait()
-            params.release()
-
-    def reduce(self) -> None:
-        for _, grads, _, _, reduce_scatter in self.groups:
-            grads.materialize()
-            reduce_scatter.start().wait()
-            grads.release()
-
-    def before_write(self) -> None:
-        for _, grads, *_ in self.groups:
-            grads.materialize()
-
-    def write(self) -> None:
-        for _, grads, values, *_ in self.groups:
-            views = grads.views
-            for name, value in values.items():
-                views[name].copy_(value)
-
-
-class FSDP2:
-    """The same groups by torch's `fully_shard`, its collectives replaced through its own hooks."""
-
-    def __init__(self, model: Any, mesh: Any, dtype: str) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-        def nothing_of(name: str) -> Any:
-            base = getattr(_fsdp_collectives, name)
-            return type("Nothing", (base,), {"__call__": lambda *args, **kwargs: None})()
-
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=getattr(torch, dtype))
-        self.modules = [*model.blocks, model]
-        for module in self.modules:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        model(torch.zeros(1, 2, dtype=torch.long))  # sets the whole tree up
-        model.reshard()
-        for module in self.modules:
-            module.set_custom_all_gather(nothing_of("DefaultAllGather"))
-            module.set_custom_reduce_scatter(nothing_of("DefaultReduceScatter"))
-        self.groups = [
-            group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups
-        ]
-
-    def before_gather(self) -> None:
-        for module in self.modules:
-            module.reshard()
-
-    def gather(self) -> None:
-        for module in self.modules:
-            module.unshard()
-            module.reshard()
-
-    def before_reduce(self) -> None:
-        for module, group in zip(self.modules, self.groups, strict=True):
-            module.unshard()
-            for parameter in group.fsdp_params:
-                unsharded = parameter.unsharded_param
-                unsharded.grad = torch.ones_like(unsharded)
-                parameter.sharded_param.grad = None
-            group.comm_ctx.reduce_scatter_states.clear()
-
-    def reduce(self) -> None:
-        for group in self.groups:
-            group.post_backward()
-
-
-def measure_buffer(world_size: int, dtype: str, rounds: int) -> dict[tuple[str, str], float]:
-    """`{(system, phase): ms}`, medians over rounds of the mean over groups."""
-    with fake_ranks(world_size) as mesh:
-        build = WORKLOADS["counts"].model
-        systems: dict[str, Any] = {
-            "dbuffer": Ours(build(), mesh, dtype),
-            "FSDP2": FSDP2(build(), mesh, dtype),
-        }
-        calls, before = (
-            {
-                (name, phase): getattr(system, prefix + phase)
-                for name, system in systems.items()
-                for phase in PHASES
-                if hasattr(system, prefix + phase)
-            }
-            for prefix in ("", "before_")
-        )
-        times = medians_ms(interleave(calls, rounds, before=before))
-    return {key: ms / len(systems["dbuffer"].groups) for key, ms in times.items()}
-
-
-def main_buffer(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Print the table."""
-    rounds, rows = options_of(parser, arguments, rounds=15).rounds, []
-    for world_size in WORLD_SIZES:
-        for dtype in DTYPES:
-            times = measure_buffer(world_size, dtype, rounds)
-            for name in ("dbuffer", "FSDP2"):
-                cells = [times.get((name, phase), 0.0) for phase in PHASES]
-                rows.append([world_size, dtype, name, *(f"{value:.3f}" for value in (*cells, sum(cells)))])
-    print(table(["ranks", "dtype", "", *(f"{phase} ms" for phase in PHASES), "all"], rows))
 
 
 def copies_alone(

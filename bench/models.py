@@ -4,8 +4,6 @@
 dense     Llama, 29.9M parameters, 8 blocks            the everyday case
 counts    Llama, 31.6M parameters, 9 groups, 75 tensors: exact counts, few tokens
 moe       24 experts of three small linears a block, top 2: 603 tensors
-prime     every dimension a prime number: nothing divides
-stacked   experts in one tensor with biases, as in GPT-OSS; fewer experts than ranks at 4 ranks
 tiny      seconds, for tests and dry runs
 
 `build(shape)` returns `fsdp_runtime.train.Transformer`, some of its layers exchanged; `.blocks` become units.
@@ -68,13 +66,6 @@ def _exchange_layers(block: Any, shape: Shape) -> None:
         block.ff_norm = nn.RMSNorm(shape.dim, elementwise_affine=False)
     if shape.experts:
         block.ff = StackedExperts(shape) if shape.stacked else Experts(shape)
-
-
-def groups_of(model: Any) -> list[dict[str, nn.Parameter]]:
-    """Named parameters: one dict a block, then one of what is left."""
-    blocks = [dict(block.named_parameters()) for block in model.blocks]
-    rest = {n: p for n, p in model.named_parameters() if not n.startswith("blocks.")}
-    return [*blocks, rest]
 
 
 class FusedAttention(nn.Module):
@@ -170,24 +161,6 @@ def _no_loss(x: Tensor) -> Tensor:
     return x.new_zeros((), dtype=torch.float32)
 
 
-def sum_units(units: int, params: int, elements: int) -> nn.Sequential:
-    """Units of vectors that are added to the input: almost no work except that of a runtime."""
-    return nn.Sequential(*(Sum(params, elements) for _ in range(units)))
-
-
-class Sum(nn.Module):
-    """Adds each of its vectors to the input."""
-
-    def __init__(self, params: int, elements: int) -> None:
-        super().__init__()
-        self.terms = nn.ParameterList([nn.Parameter(torch.ones(elements)) for _ in range(params)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for term in self.terms:
-            x = x + term
-        return x
-
-
 # -- workloads ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,8 +198,6 @@ WORKLOADS = {
         _workload("dense", 4, 128, dim=512, layers=8, heads=8, inner=1408, vocab=4096),
         _workload("counts", 1, 64, dim=512, layers=8, heads=8, inner=1376, vocab=6144),
         _workload("moe", 4, 128, dim=384, layers=8, heads=6, inner=256, vocab=4096, experts=24, plain_norms=True),
-        _workload("prime", 4, 61, dim=251, layers=4, heads=1, inner=661, vocab=2003),
-        _workload("stacked", 4, 64, dim=180, layers=4, heads=6, inner=180, vocab=2048, experts=3, **_STACKED),
         # Sizes whose rows share no small multiple, for the ablation.
         _workload("ablation", 2, 64, dim=360, layers=4, heads=6, inner=340, vocab=2048, experts=8, **_STACKED),
         _workload("tiny", 2, 16, dim=48, layers=2, heads=3, inner=96, vocab=128),

@@ -1,22 +1,16 @@
-"""block-optim: time, traffic, state and precision of optimizer steps.
+"""block-optim: time, traffic and precision of optimizer steps.
 
-python -m bench optimizer      AdamW's step on a sharded model, torch's optimizers and torchao's on the same
 python -m bench one_device     steps on plain tensors of one process, compared with torch.optim.Muon and torchao
 python -m bench meshes         whether the mesh decides the precision of 8-bit states, torchao's and ours
-python -m bench shampoo        Shampoo's and SOAP's step over 50 steps, and their memory
 python -m bench muon           Muon's step on torch's fully_shard and one full_tensor() a matrix; plans of large models
 
 Times are milliseconds of `step()`, one thread, medians, all systems taking turns: thread CPU time, and for Muon on
 ranks wall and CPU time. The check for non-finite gradients is off unless a row says "checked": torch's have none.
 """
 
-import importlib.util
 import itertools
-import logging
-import math
 import statistics
 from argparse import ArgumentParser
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from . import measure
-from .measure import fake_ranks, interleave, launch, medians_ms, options_of, record, table, table_of
-from .models import WORKLOADS, groups_of
+from .measure import fake_ranks, interleave, launch, medians_ms, options_of, record, table_of
 
 
 def unchecked(kind: Any, *args: Any, **options: Any) -> Any:
@@ -36,102 +29,6 @@ def unchecked(kind: Any, *args: Any, **options: Any) -> Any:
     optimizer = kind(*args, **options)
     optimizer.skip_nonfinite = False
     return optimizer
-
-
-# -- optimizer: a sharded model, rank 0 of 64 --------------------------------------------------------------------------
-
-RANKS = 64
-FLAT = "torch, AdamW fused, one flat tensor"  # the limit
-
-
-def sharded(mesh: Any, block: Any = None) -> dict[str, list[Any]]:
-    """`{form: [(name, parameter)]}` with gradients: 75 tensors of 0.5M elements, of a model of 31.6M parameters.
-
-    Ragged ones are in flat buffers, as the runtime has them; no cut is in a `block`. DTensors have `Shard(0)`, as
-    FSDP2 has them.
-    """
-    from dbuffer import DBuffer, Recycler
-    from layout_planner import TensorSpec, plan
-
-    forms: dict[str, list[Any]] = {"ragged": [], "DTensor": [], "plain": [], "kept": []}
-    for tensors in groups_of(WORKLOADS["counts"].model()):
-        blocks: Any = {name: block(name, p) if block is not None else None for name, p in tensors.items()}
-        specs = [
-            TensorSpec(name, tuple(p.shape), *([] if blocks[name] is None else [blocks[name]]))
-            for name, p in tensors.items()
-        ]
-        options: dict[str, Any] = {"dtype": torch.float32, "check_ranks": False, "recycler": Recycler("cpu")}
-        params, grads = (DBuffer(plan(specs, RANKS), mesh, **options) for _ in range(2))
-        p: Any
-        forms["kept"] += params, grads
-        gradients = grads.ragged_tensors()
-        for name, p in params.ragged_tensors(requires_grad=True).items():
-            gradients[name].to_local().normal_()
-            p.grad = gradients[name]
-            forms["ragged"].append((name, p))
-        for name, p in tensors.items():
-            local, whole = p.detach().chunk(RANKS)[0].clone(), {"shape": p.shape, "stride": p.stride()}
-            shaped = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **whole)
-            forms["DTensor"].append((name, nn.Parameter(shaped)))
-            forms["plain"].append((name, nn.Parameter(local.clone())))
-    for _, p in (*forms["DTensor"], *forms["plain"]):
-        p.grad = torch.randn_like(p)
-    return forms
-
-
-def measure_steps(rounds: int) -> dict[str, float]:
-    """`{name: milliseconds}`. *New gradients* are other objects over the same memory in every step."""
-    from block_optim import AdamW, AdamW8bit
-    from layout_planner import Elements, Tile
-
-    steps: dict[str, Callable[[], Any]] = {}
-    with fake_ranks(RANKS) as mesh:
-        forms = sharded(mesh)
-        kept = [forms]
-
-        def add(name: str, make: Callable[[Any], Any], form: Any, **step: Any) -> list[Any]:
-            optimizer = make([(n, nn.Parameter(p.detach())) for n, p in form])
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            for p, (_, original) in zip(params, form, strict=True):
-                p.grad = original.grad
-            steps[name] = partial(optimizer.step, **step)
-            return params
-
-        def renew(params: list[Any]) -> None:
-            for p in params:
-                p.grad = p.grad.with_local(p.grad.to_local().detach())
-
-        fused, new = partial(unchecked, AdamW, fused=True), "ours, AdamW fused, ragged, new gradients"
-        add("ours, AdamW fused, ragged", fused, forms["ragged"])
-        params = add(new, fused, forms["ragged"])
-        checked = partial(AdamW, fused=True)
-        add("ours, AdamW fused, ragged, checked", checked, forms["ragged"], grad_norm=1.0)
-        add("ours, AdamW, ragged", partial(unchecked, AdamW), forms["ragged"])
-        add("ours, AdamW fused, DTensor", fused, forms["DTensor"])
-        add("ours, AdamW fused, plain", fused, forms["plain"])
-        for kind in ("fused", "foreach"):
-            for form in ("ragged", "DTensor", "plain"):
-                torch_adamw = partial(torch.optim.AdamW, fused=kind == "fused", foreach=kind == "foreach")
-                add(f"torch, AdamW {kind}, {form}", torch_adamw, forms[form])
-        flat = nn.Parameter(torch.cat([p.detach().flatten() for _, p in forms["plain"]]))
-        flat.grad = torch.randn_like(flat)
-        add(FLAT, partial(torch.optim.AdamW, fused=True), [("flat", flat)])
-        for block in (Elements(256), Tile(32, 32)):
-            kept.append(sharded(mesh, AdamW8bit.block_policy(block=block)))
-            make = partial(unchecked, AdamW8bit, block=block)
-            add(f"ours, AdamW8bit {block}, ragged", make, kept[-1]["ragged"])
-        if importlib.util.find_spec("torchao") is not None:
-            from torchao.optim import AdamW8bit as TorchAO
-
-            add("torchao, AdamW8bit, plain", lambda named: TorchAO([p for _, p in named]), forms["plain"])
-        return medians_ms(interleave(steps, rounds, before={new: partial(renew, params)}))
-
-
-def main_optimizer(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Print the table."""
-    times = measure_steps(options_of(parser, arguments, rounds=25).rounds)
-    rows = [[name, f"{ms:.3f}", f"{ms / times[FLAT]:.2f}"] for name, ms in times.items()]
-    print(table(["optimizer and parameters", "ms", "of one flat tensor's"], rows))
 
 
 # -- one_device: plain tensors, no process group -----------------------------------------------------------------------
@@ -242,90 +139,6 @@ def main_meshes(parser: ArgumentParser, arguments: list[str]) -> int:
     header = "optimizer; states on mesh (2, 1); on mesh (1, 2); weights differ by"
     title = "8-bit AdamW on meshes that replicate and that cut"
     return record("meshes", [table_of(title, text, header, rows, exact=True)])
-
-
-# -- shampoo: a small Llama in one process, 1.8M parameters ------------------------------------------------------------
-
-SHAMPOOS = {"shampoo": "Shampoo", "soap": "SOAP"}
-DIM, VOCAB, BLOCK, EVERY, STEPS = 256, 512, 128, 10, 50
-SHAPES = [(VOCAB, DIM), *matrices(DIM, 688), *[(DIM,)] * 5, (VOCAB, DIM)]
-PARAMETERS = sum(map(math.prod, SHAPES))
-
-
-def build(system: str, params: list[Any] | None = None) -> Any:
-    """An optimizer of the model's shapes, blocks up to 128, roots or bases every 10 steps."""
-    import block_optim
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    if params is None:
-        params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    kind = getattr(block_optim, SHAMPOOS[system])
-    return kind(params, max_preconditioner_dim=BLOCK, precondition_frequency=EVERY)
-
-
-def set_gradients(params: list[Any], generator: Any) -> None:
-    """Gradients like those of a small batch: of rank 64, with noise."""
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
-        if param.dim() == 2:
-            left = torch.randn(param.shape[0], 64, generator=generator)
-            right = torch.randn(64, param.shape[1], generator=generator)
-            param.grad = left @ right / 8 + 0.1 * param.grad
-
-
-def profile(system: str) -> tuple[float, float]:
-    """Median and largest milliseconds of steps 11 to 50."""
-    optimizer = build(system)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = {system: partial(set_gradients, params, torch.Generator().manual_seed(0))}
-    taken = interleave({system: optimizer.step}, STEPS - EVERY, warm_up=EVERY, before=before)[system]
-    return 1e3 * statistics.median(taken), 1e3 * max(taken)
-
-
-def state_bytes(system: str) -> float:
-    """Bytes of state per parameter, counted."""
-    return sum(build(system).state_bytes().values()) / PARAMETERS
-
-
-def formula(system: str) -> float:
-    """The same by the README's formula: m x n blocks; vectors have moments only."""
-    total = 4 * len(SHAPES)
-    for shape in SHAPES:
-        if len(shape) < 2:
-            total += 8 * shape[0]
-            continue
-        rows, cols = ([min(BLOCK, size - i) for i in range(0, size, BLOCK)] for size in shape)
-        square = sum(m * m + n * n for m in rows for n in cols)
-        total += 4 * (2 * shape[0] * shape[1] + 2 * square)
-    return total / PARAMETERS
-
-
-def bytes_sent(system: str) -> int:
-    """Bytes of a step over 4 ranks with `Shard(0)`, which cuts blocks, from rank 0's plan; 0 by the block policy."""
-    logging.getLogger("block_optim").setLevel(logging.ERROR)
-    with fake_ranks(4) as mesh:
-        params = []
-        for shape in SHAPES:
-            whole: dict[str, Any] = {
-                "shape": torch.Size(shape),
-                "stride": (shape[1], 1) if len(shape) == 2 else (1,),
-            }
-            local = torch.zeros(shape[0] // 4, *shape[1:])
-            params.append(nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], **whole)))
-        return build(system, params=params).bytes_per_step
-
-
-def main_shampoo(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Print the table."""
-    parser.parse_args(arguments)
-    rows = []
-    for system in SHAMPOOS:
-        cells = [f"{value:.0f}" for value in profile(system)]
-        figures = (f"{state_bytes(system):.2f}", f"{formula(system):.2f}", f"{bytes_sent(system) / 1e6:.2f}")
-        rows.append([system, *cells, *figures])
-    header = "; median ms; largest; bytes a parameter; formula; sent under Shard(0), MB a step"
-    print(table(header.split("; "), rows))
 
 
 # -- Muon --------------------------------------------------------------------------------------------------------------

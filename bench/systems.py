@@ -4,10 +4,8 @@
                                         CannotRunError where it cannot run here, with the reason
 
 How a model is wrapped is `fsdp_runtime.train.systems`, as in `fsdp-train compare`. Here are the systems that only
-benchmarks know, and our own runtime with one of its ideas taken away, through public arguments of `fully_shard`:
-
-    Staged        a transport that copies through staging buffers, as a runtime without one flat buffer has to
-    Gathering     an optimizer that gathers whole tensors, as a block-wise one has to where blocks are cut
+benchmarks know, and our own runtime with one of its ideas taken away, through public arguments of `fully_shard`: a
+transport that copies through staging buffers, as a runtime without one flat buffer has to; the planner's baselines.
 """
 
 import contextlib
@@ -21,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from .models import WORKLOADS, Workload
@@ -135,7 +132,6 @@ def _ours(
     job: Job,
     *,
     late: bool = False,
-    optimizer: Callable[[Any, Job], Any] | None = None,
     wrap: Callable[[Any], Any] = lambda model: model,
     **options: Any,
 ) -> Trainer:
@@ -144,16 +140,8 @@ def _ours(
 
     arguments = {**job.options, **_block_policy(job), **options}
     system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
-    trainer = _finish(name, job, system, optimizer=optimizer, wrap=wrap)
+    trainer = _finish(name, job, system, wrap=wrap)
     trainer.module.set_copy_gradients_late(late)
-    return trainer
-
-
-def _compiled(build: Callable[[str, Job], Trainer], name: str, job: Job) -> Trainer:
-    """The same with torch.compile on each block, after sharding."""
-    trainer = build(name, job)
-    for block in trainer.module.blocks:
-        block.compile(backend="inductor")
     return trainer
 
 
@@ -181,13 +169,6 @@ def _quantized(name: str, job: Job) -> Trainer:
     from fsdp_runtime.train.systems import quantization
 
     return _ours(name, job, quantization_policy=quantization("fp8", "int8"))
-
-
-def _gathering(name: str, job: Job) -> Trainer:
-    def gather(module: Any, job: Job) -> Any:
-        return Gathering(module.parameters(), lambda whole: make_optimizer(whole, job))
-
-    return _ours(name, job, block_policy=None, optimizer=gather)
 
 
 def _fsdp1(name: str, job: Job) -> Trainer:
@@ -237,7 +218,6 @@ def _finish(
     *,
     wrap: Callable[[Any], Any] = lambda model: model,
     casts: bool = False,
-    optimizer: Callable[[Any, Job], Any] | None = None,
 ) -> Trainer:
     """A trainer of the workload's model.
 
@@ -245,14 +225,13 @@ def _finish(
         system: of `fsdp_runtime.train.systems`.
         wrap: what is done to the model before.
         casts: whether `wrap` casts to the job's precision.
-        optimizer: makes it; `make_optimizer` unless given.
     """
     from fsdp_runtime.train.model import losses_of
 
     made: list[Any] = []
 
     def make(module: Any) -> Any:
-        made.append((optimizer or make_optimizer)(module, job))
+        made.append(make_optimizer(module, job))
         return made[0]
 
     module, _ = system.build(wrap(job.workload.model(job.device)), None, make)
@@ -353,37 +332,6 @@ def staged(group: Any) -> Staged:
     return Staged(group.rank(), transport_of(group, "auto"))
 
 
-class Gathering:
-    """Steps whole copies of sharded parameters, from gathered weights and gradients, and keeps this rank's slices.
-
-    Args:
-        sharded: the parameters of a module that `fully_shard` was called on.
-        make: from whole parameters to the optimizer that steps them.
-    """
-
-    def __init__(self, sharded: Iterable[Any], make: Callable[[Any], Any]) -> None:
-        self.sharded = list(sharded)
-        self.whole = [nn.Parameter(p.full_tensor().detach().clone()) for p in self.sharded]
-        self._optimizer = make(nn.ParameterList(self.whole))
-
-    def step(self) -> None:
-        """Communicates two gathers for each parameter: its weights and its gradient."""
-        from ragged_shard import distribute_like
-
-        with torch.no_grad():
-            for whole, sharded in zip(self.whole, self.sharded, strict=True):
-                whole.copy_(sharded.full_tensor())
-                whole.grad = sharded.grad.full_tensor()
-            self._optimizer.step()
-            for whole, sharded in zip(self.whole, self.sharded, strict=True):
-                sharded.copy_(distribute_like(whole.detach(), sharded, src_data_rank=None))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        for param in (*self.whole, *self.sharded):
-            param.grad = None
-
-
 # -- which can run -----------------------------------------------------------------------------------------------------
 
 
@@ -434,13 +382,7 @@ SYSTEMS = {
     "ours-held": System("gradients not fused", partial(_ours, late=True)),
     "ours-given-order": System("planner off: given order", _given_order),
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
-    "ours-gathering": System("blocks ignored", _gathering),
     "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),
-    "ours-compiled": System("fsdp_runtime, blocks compiled", partial(_compiled, _ours)),
-    "fsdp2-compiled": System("FSDP2, blocks compiled", partial(_compiled, partial(_as_compared, "fsdp2"))),
-    "alone-compiled": System(
-        "alone, blocks compiled", partial(_compiled, partial(_as_compared, "one")), communicates=False
-    ),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
     "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
 }

@@ -1,7 +1,7 @@
 """The same faults in the same script with FSDP2 and DCP, with DeepSpeed, and with ours: what the user sees.
 
 `python -m checks.peers` prints the table; `--write` puts it into RELIABILITY.md. Two ranks, forked; rank 1 has the
-fault. Ours is the script with `Watchdog`, `SummingWriter` and `BadNumbers` in it, which come with the package.
+fault. Ours is the script with `Watchdog`, `SummingWriter` and `check_finite` in it, which come with the package.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from bench import calls as compiled
+from bench import tracing as compiled
 
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 

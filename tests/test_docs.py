@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from bench.calls import PAIR, PICTURE, Event, record_here, svg
 from bench.measure import launch
+from bench.tracing import PAIR, PICTURE, Event, record_here, svg
 from torch.distributed import fsdp
 
 from ragged_shard.testing import run_ranks

@@ -48,7 +48,7 @@ def test_declared_dependencies_equal_what_is_imported(package):
     imported = {name.replace("_", "-") for name in imports_of(package)}
     third_party = imported & (
         set(PACKAGES)
-        | {"torch", "numpy", "triton", "safetensors", "rich", "matplotlib", "transformers", "accelerate"}
+        | {"torch", "numpy", "triton", "safetensors", "matplotlib", "transformers", "accelerate"}
         | {"lightning-fabric", "torchtitan", "typing-extensions", "verl"}
     )
     through_torch: set[str] = set()

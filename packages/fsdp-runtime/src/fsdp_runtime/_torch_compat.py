@@ -142,22 +142,6 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode()
 
 
-def has_memory_snapshots(device: torch.device) -> bool:
-    """Whether torch writes snapshots of this kind of device's memory: of CUDA and XPU devices."""
-    return hasattr(getattr(torch.get_device_module(device), "memory", None), "_dump_snapshot")
-
-
-def record_memory(device: torch.device, entries: int) -> None:
-    """Record the last `entries` events of the allocator, with Python stacks; 0 stops and forgets them."""
-    record = torch.get_device_module(device).memory._record_memory_history
-    record(max_entries=entries, stacks="python") if entries else record(None)
-
-
-def dump_memory(device: torch.device, path: str) -> None:
-    """Write a snapshot of the allocator, and what `record_memory` has recorded, to a file."""
-    torch.get_device_module(device).memory._dump_snapshot(path)
-
-
 def flight_recorders() -> dict[str, Any]:
     """The last collectives of this process as torch's flight recorders have them: of NCCL, and of the other backends.
 

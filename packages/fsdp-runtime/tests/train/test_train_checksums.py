@@ -9,7 +9,6 @@ from train_helpers import newest, tiny, train, with_changes
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.__main__ import main
 from fsdp_runtime.train.checkpoint import find_damage, newest_intact, read_about
-from fsdp_runtime.train.runs import export
 from ragged_shard.testing import run_ranks
 
 
@@ -44,8 +43,6 @@ def test_a_flipped_bit_is_named_by_file_and_resume_takes_the_checkpoint_before(c
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{last}: __1_0.distcp: damaged"
     assert second.startswith(f"{last.with_name('step-00000003')}: as written")
-    with pytest.raises(TrainError, match=r"step-00000006 is damaged: __1_0\.distcp"):
-        export(str(run), None, "fp32")
     summaries = run_ranks(3, train, with_changes(config, resume=True, steps=8), run)  # one rank finds it
     assert [summary["first_step"] for summary in summaries] == [3, 3, 3]
 
@@ -90,9 +87,6 @@ def test_a_checkpoint_that_misses_a_file_is_named_and_never_passed_over_in_silen
     assert capsys.readouterr().out.splitlines()[0] == line
     assert main(["verify", str(last)]) == 1
     assert capsys.readouterr().out.splitlines() == [line]
-    for given in (run, last):
-        with pytest.raises(TrainError, match=rf"step-00000006 is damaged: {name}: missing"):
-            export(str(given), None, "fp32")
     assert newest_intact(run) == (
         last.with_name("step-00000003"), [f"{last} is damaged: {name}: missing"],
     )  # fmt: skip

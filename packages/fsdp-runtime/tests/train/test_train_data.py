@@ -69,8 +69,7 @@ def test_globs_and_token_arrays_are_read(tmp_path):
     np.save(tmp_path / "a.npy", tokens.astype(np.int32))
     tokens.astype(np.uint16).tofile(tmp_path / "b.bin")
     for pattern in ("*.npy", "*.bin"):
-        data = read([tmp_path / pattern])
-        assert data.vocab_size == 1000
+        data = read([tmp_path / pattern], vocab_size=1000)
         assert data.train.read(990, 1010).tolist() == tokens[990:1010].tolist()
 
 

@@ -15,12 +15,10 @@ from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.train import PRESETS, Batches, TrainError, read_data
 from fsdp_runtime.train.__main__ import main
-from fsdp_runtime.train.data import windows_of_documents
 from fsdp_runtime.train.plan import make_plan
 from layout_planner import Layout
 
 CPU = torch.device("cpu")
-DOCUMENTS: dict[str, Any] = {"documents": True, "end_token": 10}
 ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"hsdp": 3}, "--hsdp 3 copies of 4 ranks: use --ranks 6"),
     ({"hsdp": 0}, "--hsdp 0: expected at least 1"),
@@ -28,7 +26,7 @@ ON_FOUR: list[tuple[dict[str, Any], str]] = [
     ({"block": "tile:3"}, "--block 'tile:3': "),
     ({"hsdp": 2, "system": "fsdp2"}, "--hsdp 2: only fsdp_runtime has it, not fsdp2"),
     ({"block": "rows:4", "system": "ddp"}, "--block rows:4: only fsdp_runtime has it, not ddp"),
-    ({"on_nan": "wait"}, "--on-nan 'wait': expected one of stop, skip"),
+    ({"dtype": "float99"}, "--dtype 'float99': expected one of uint8, uint16"),
 ]
 ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"offload_activations": True, "system": "fsdp2"}, "only fsdp_runtime has it"),
@@ -36,9 +34,6 @@ ON_TWO: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "fp4"}, "expected one of none, fp8, int8"),
     ({"reduce": "fp8"}, "expected one of none, bf16, int8"),
     ({"quantize": "fp8", "system": "fsdp2"}, "only fsdp_runtime has it, not fsdp2"),
-    ({**DOCUMENTS, "system": "fsdp2"}, "--documents: fsdp2 averages the means of ranks"),
-    ({**DOCUMENTS, "documents": False}, "--end-token 10: only --documents ends sequences there"),
-    ({"memory_snapshot": 2}, "--memory-snapshot 2: torch records no allocations of cpu devices"),
     *(
         ({"profile": p}, f"--profile {p}: expected START:STOP")
         for p in ("3", "3:", "3:3", "4:3", "-1:3", "a:b")
@@ -85,11 +80,10 @@ ARGV = [
     (["--resume", "runs/001"], "unrecognized arguments: runs/001 (see "),
     (["--lr", "nan"], "--lr nan"),
     (["--system", "deepspeed"], "--save-every 0"),
-    (["export", "nowhere"], "nowhere has no complete checkpoint"),
     (["verify", "nowhere"], "nowhere has no complete checkpoint"),
     (["--resume", "--out", "nowhere"], "nowhere has no complete checkpoint"),
     (["comapre"], "'comapre' is not a subcommand: there are compare, "),
-    (["export"], "the following arguments are required: run"),
+    (["verify"], "the following arguments are required: run"),
     (["--tp", "2"], "unrecognized arguments: --tp 2 (see fsdp-train --help)"),
     (["--stepz", "3"], "unrecognized arguments: --stepz 3 (see fsdp-train --help)"),
     (["--dim", "wide"], "argument --dim: invalid int value: 'wide'"),
@@ -105,7 +99,7 @@ ARGV = [
     (["verify", "y" * 5000], "yyy"),
     (["9" * 5000], "999"),
     (["--steps", "1\n2"], "--steps"),
-    (["export", "a\nb"], "a"),
+    (["verify", "a\nb"], "a"),
     (["--bogus\nflag"], "--bogus"),
 ]
 
@@ -135,11 +129,6 @@ def first_batches(folder):
     return [found.microbatches(step, CPU) for step in range(20)]
 
 
-def documents(folder):
-    corpus = read("0.txt", held_out=[str(folder / "1.txt")], seq_len=2)(folder).train
-    return windows_of_documents(corpus, 2, 10)
-
-
 def saved(save, value):
     file = io.BytesIO()
     save(file, value)
@@ -161,8 +150,6 @@ NO_ARRAY = (
     r"tokens\.npy(: it is not a \.npy file of plain numbers| holds an archive, expected integer tokens)"
 )
 NO_INTEGERS = r"tokens\.npy holds .* of shape \(100,\), expected integer tokens"
-WRONG_TOKEN = np.arange(500, dtype=np.uint32)
-WRONG_TOKEN[77] = 4_000_000_000
 INDEX, CONFIG = "m.safetensors.index.json", "config.json"
 FILES: list[tuple[dict[str, Any], Any, str]] = [
     ({}, read("nothing"), "no data: .* matches no file"),
@@ -176,9 +163,7 @@ FILES: list[tuple[dict[str, Any], Any, str]] = [
     ({"a.npy": saved(np.save, np.arange(99)), "b.txt": TEXT.encode()}, read(""), "mixes text with token arrays"),
     ({"a.npy": saved(np.save, np.arange(9000) % 500)}, first_batches,
      r"a.npy has tokens from \d+ to \d+, the vocabulary has 100"),
-    ({"tokens.bin": WRONG_TOKEN.tobytes()}, read("", "uint32", seq_len=8),
-     "the largest token of the data is 4000000000: say --vocab-size"),
-    ({"0.txt": b"\n" * 5, "1.txt": b"held out"}, documents, "no document has two tokens"),
+    ({"tokens.bin": np.arange(500, dtype=np.uint32).tobytes()}, read("", "uint32", seq_len=8), "need --vocab-size"),
     *(({"tokens.npy": data}, read("tokens.npy"), NO_ARRAY)
       for data in (saved(np.savez, np.arange(9)), b"", npy(HEAD[:-1] % (b"<u2", b"400") + b"["), npy(b"[" * 500),
                    npy(HEAD % (b"<u2", b"9" * 99)), npy(b"\xff"))),

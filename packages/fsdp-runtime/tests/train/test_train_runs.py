@@ -25,12 +25,10 @@ from train_helpers import (
     with_changes,
 )
 
-from fsdp_runtime.train import PRESETS, Trainer, TrainError, checkpoint, systems
+from fsdp_runtime.train import PRESETS, Trainer, Transformer, checkpoint, systems
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.model import losses_of
 from fsdp_runtime.train.report import METRICS, Report, read_metrics
-from fsdp_runtime.train.runs import export
-from fsdp_runtime.train.trainer import BadNumbers
 from ragged_shard.testing import RankError, SimulatedDevice, host_waits, run_ranks, shut_down
 
 # Sums are rounded differently on other numbers of ranks and other CPUs. A router then sends a token to another expert,
@@ -202,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(folder, saved):
 def test_bad_input_is_the_same_line_on_every_rank(folder, tmp_path):
     bad: list[tuple[dict, str]] = [
         ({"data": ("/nothing/here",)}, "no data: '/nothing/here' matches no file"),
-        ({"dtype": "float99"}, "--dtype 'float99': expected a type of integers"),
+        ({"dtype": "float99"}, "--dtype 'float99': expected one of uint8"),
         (
             {"lr": 1e9, "clip": 0.0, "optimizer": "torch-sgd", "steps": 30},
             r"step [23]: the (gradients' norm is nan \(the loss |loss of 2 ranks is nan)",  # differs between CPUs
@@ -232,40 +230,10 @@ def test_a_nan_on_one_rank_is_named_and_what_it_spoilt_is_not_saved(folder, tmp_
     assert latest(tmp_path).name == "step-00000002"
 
 
-def test_an_update_with_nan_is_skipped_and_counted_where_that_is_chosen(folder, tmp_path):
-    config = tiny(folder, steps=6, save_every=6, on_nan="skip", optimizer="adamw")
-    summaries = run_ranks(2, _nan_on_rank_1, config, tmp_path, 4)
-    assert [summary["bad_steps"] for summary in summaries] == [1, 1]
-    curve = losses(tmp_path)
-    assert [step for step in curve if curve[step] != curve[step]] == [3]
-    assert curve[5] < curve[0]
-    assert all(value.isfinite().all() for value in read_model(newest(tmp_path)).values())
-
-
-def test_a_run_that_skips_one_update_after_the_other_ends():
-    numbers = BadNumbers("skip")
-    assert numbers.take(1, 2.0, float("inf"), 0, 0) is not None
-    assert numbers.take(2, 2.0, 1.0, 0, 0) is None
-    for step in range(3, 7):
-        assert f"{step - 1} so far" in str(numbers.take(step, float("nan"), 1.0, 3, 3))
-    with pytest.raises(
-        TrainError, match="step 7: the loss of 3 ranks is nan, and no update could be made for 5"
-    ):
-        numbers.take(7, float("nan"), 1.0, 3, 3)
-
-
-def test_export_writes_what_plain_torch_loads(saved, tmp_path, capsys):
-    from safetensors.torch import load_file
-
-    out = shutil.copytree(saved, tmp_path / "run")
-    assert export(str(out), None, "fp32") == 0
-    from fsdp_runtime.train import Transformer
-
+def test_a_checkpoint_is_what_plain_torch_loads(saved):
     model = Transformer(PRESETS["tiny"])
-    model.load_state_dict(load_file(out / "model.safetensors"))
-    weight = model.get_parameter("blocks.1.ff.w_up.weight")
-    assert torch.equal(read_model(newest(out))["blocks.1.ff.w_up.weight"], weight)
-    assert weight.std() > 0.01
+    model.load_state_dict(read_model(newest(saved)))
+    assert model.get_parameter("blocks.1.ff.w_up.weight").std() > 0.01
 
 
 def test_a_transformers_model_trains_and_exports_under_its_own_names(folder, tmp_path, capsys):
@@ -280,11 +248,8 @@ def test_a_transformers_model_trains_and_exports_under_its_own_names(folder, tmp
     run_ranks(1, train, with_changes(config, system="one"), tmp_path / "one")
     run_ranks(2, train, with_changes(config, checkpointing=True), tmp_path / "two")
     assert apart(losses(tmp_path / "two"), losses(tmp_path / "one")) < 1e-5
-    export(str(tmp_path / "two"), str(tmp_path / "m.safetensors"), "bf16")
-    from safetensors.torch import load_file
-
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-    model.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    model.load_state_dict(read_model(newest(tmp_path / "two"), torch.bfloat16))
 
 
 def test_a_metrics_file_that_cannot_be_written_is_the_problem_of_the_report(tmp_path):

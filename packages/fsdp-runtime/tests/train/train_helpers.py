@@ -9,23 +9,17 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
+from fsdp_runtime.checkpoint import convert_checkpoint
 from fsdp_runtime.train import PRESETS, RunConfig, Trainer, TrainError
 from fsdp_runtime.train.checkpoint import latest
 from fsdp_runtime.train.report import METRICS, read_metrics
-from fsdp_runtime.train.runs import export
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i % 97}\n\n" for i in range(3000))
 
 # Options of a command that takes seconds.
 TINY = shlex.split("--preset tiny --seq-len 32 --batch 12 --optimizer torch-adamw --device cpu")
-MODELS = {
-    "dense": PRESETS["tiny"],
-    "deep": dataclasses.replace(PRESETS["tiny"], num_layers=5, tied=False),
-    "moe": dataclasses.replace(PRESETS["tiny-moe"], num_experts=4),
-}
 
 
 def text_folder(folder):
@@ -52,11 +46,6 @@ def train(config, out, stop=None):
         return Trainer(config, Path(out), quiet=True, stop=stop or (lambda: False)).run()
     except TrainError as error:
         return str(error)
-
-
-def train_each(runs, out):
-    """Runs one after the other on the same ranks; a summary or the message it ended with for each."""
-    return {name: train(config, f"{out}/{name}") for name, config in runs.items()}
 
 
 def train_and_stop(config, out, step, rank):
@@ -103,13 +92,13 @@ def replace(checkpoint, name, data):
     (checkpoint / "sums.json").write_text(json.dumps(sums))
 
 
-def read_model(checkpoint):
-    """The whole model of a checkpoint, as `fsdp-train export` writes it."""
+def read_model(checkpoint, dtype=None):
+    """The whole model of a checkpoint."""
     from safetensors.torch import load_file
 
-    path = checkpoint.parents[1] / f"{checkpoint.name}.safetensors"
-    export(str(checkpoint), str(path), "fp32")
-    return load_file(path)
+    folder = checkpoint.parents[1] / f"{checkpoint.name}-{len(list(checkpoint.parents[1].iterdir()))}"
+    convert_checkpoint(checkpoint, folder, entry="model", dtype=dtype)
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def losses(out):
@@ -124,14 +113,6 @@ def apart(a, b):
     """The largest relative distance of two curves over the same steps."""
     assert a.keys() == b.keys()
     return max(abs(a[step] - b[step]) / abs(b[step]) for step in b)
-
-
-def assert_curve_of_one(out, found, curve, held_out):
-    """The run in `out`, whose summaries on all ranks were found, has the losses of one process."""
-    assert apart(losses(out), curve) < 1e-5, out
-    assert [summary["held_out_loss"] for summary in found] == pytest.approx(
-        [held_out] * len(found), rel=1e-5
-    ), out
 
 
 def with_changes(config, **changes):

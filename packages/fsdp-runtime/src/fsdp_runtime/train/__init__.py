@@ -3,7 +3,6 @@
     fsdp-train                     on all local ranks, the default run
     fsdp-train compare             the same work on several systems, optimizers or wire formats
     fsdp-train plan                what a run will hold in memory, before anything is trained
-    fsdp-train export              a checkpoint as one safetensors file
     fsdp-train verify              whether checkpoints are as they were written
 
 Needs the extra ``train``. The parts can be used alone: `Transformer` knows nothing of sharding, `Batches` nothing

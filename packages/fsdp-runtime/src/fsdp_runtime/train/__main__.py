@@ -12,7 +12,7 @@ from .config import RunConfig, add_run_options, resumed_config, run_config
 from .errors import TrainError, one_line, say, silence
 from .report import closing_lines
 
-_NEEDED = ("block_optim", "matplotlib", "numpy", "rich", "safetensors")
+_NEEDED = ("block_optim", "matplotlib", "numpy")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,17 +127,6 @@ def _plan(argv: list[str]) -> int:
     return print_plan(run_config(options), options.ranks)
 
 
-def _export(argv: list[str]) -> int:
-    from .runs import export
-
-    parser = _parser("export", "Write a checkpoint's model as one safetensors file that plain torch loads.")
-    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("output", nargs="?", help="default: model.safetensors in the run's folder")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    options = parser.parse_args(argv)
-    return export(options.run, options.output, options.dtype)
-
-
 def _verify(argv: list[str]) -> int:
     from .runs import verify
 
@@ -149,7 +138,6 @@ def _verify(argv: list[str]) -> int:
 _SUBCOMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "compare": ("the same work on several systems, optimizers or wire formats", _compare),
     "plan": ("what a rank will hold in memory, before anything is trained", _plan),
-    "export": ("a checkpoint as one safetensors file", _export),
     "verify": ("whether checkpoints are as they were written", _verify),
 }
 

@@ -349,7 +349,7 @@ def describe(model: nn.Module) -> dict[str, list[Any]]:
 
 
 # Options that a resumed run may not change; sizes of the model are in addition. Of the data it has a digest.
-_FIXED = ("optimizer", "seed", "seq_len", "batch", "documents", "end_token", "dtype")
+_FIXED = ("optimizer", "seed", "seq_len", "batch", "dtype")
 
 
 def check_same_run(

@@ -14,7 +14,7 @@ from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .tracing import check_snapshot, step_range
+from .tracing import step_range
 
 System = Literal["fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
@@ -41,15 +41,12 @@ class RunConfig:
     data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
     held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
     hf_config: str | None = _option(None, "build a transformers model from this config file instead")
-    dtype: str = _option("uint16", "type of .bin token files")
-    vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text, else looked up)")
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option(
+        "uint16", "type of .bin token files"
+    )
+    vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text)")
     seq_len: int = _option(256, "tokens of a sequence", least=1)
     batch: int = _option(24, "sequences of a global batch, for any number of ranks", least=1)
-    documents: bool = _option(
-        False,
-        "sequences end with their document (a file), and the loss is the mean over tokens (default: no)",
-    )
-    end_token: int | None = _option(None, "documents also end after this token, such as 10 for lines of text")
     accumulate: int = _option(1, "microbatches of a batch", least=1)
     steps: int = _option(160, "optimizer steps", least=1)
     warmup: int = _option(20, "steps of linear warm-up; a cosine follows", least=0)
@@ -58,10 +55,6 @@ class RunConfig:
     min_lr: float = _option(0.1, "last learning rate, as a share of the peak", least=0)
     weight_decay: float = _option(0.1, "weight decay of matrices", least=0)
     clip: float = _option(1.0, "largest gradient norm; 0 does not clip", least=0)
-    on_nan: Literal["stop", "skip"] = _option(
-        "stop",
-        "if a loss or gradient is not finite: stop, or skip the update (waits for the device at each step)",
-    )
     precision: Literal["fp32", "bf16"] = _option("fp32", "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)")
     checkpointing: bool = _option(False, "recompute each block's activations in backward (default: no)")
     seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
@@ -87,11 +80,6 @@ class RunConfig:
     log_every: int = _option(1, "steps between lines of metrics", least=1)
     profile: str | None = _option(
         None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
-    )
-    memory_snapshot: int | None = _option(
-        None,
-        "write torch's snapshot of GPU memory after this step; an out-of-memory error always writes one",
-        least=0,
     )
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
@@ -133,17 +121,8 @@ class RunConfig:
             raise TrainError(
                 f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
             )
-        if self.memory_snapshot is not None:
-            check_snapshot(self.memory_snapshot, self.steps, pick_device(self.device))
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
-        if self.documents and self.system not in ("fsdp_runtime", "one"):
-            raise TrainError(
-                f"--documents: {self.system} averages the means of ranks, whose numbers of tokens differ; use "
-                "--system fsdp_runtime"
-            )
-        if self.end_token is not None and not self.documents:
-            raise TrainError(f"--end-token {self.end_token}: only --documents ends sequences there; add it")
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         for name, plain in _EVERYWHERE.items():
@@ -152,8 +131,6 @@ class RunConfig:
                 raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
-        if self.system == "deepspeed" and self.on_nan == "skip":
-            raise TrainError("--on-nan skip: deepspeed decides about updates")
         check_present(self.device)
         if self.offload_activations and not device_layer(pick_device(self.device)).asynchronous:
             raise TrainError(
@@ -202,34 +179,10 @@ class RunConfig:
         """The inverse of `to_json`.
 
         Raises:
-            TypeError, ValueError: a value of another type, an unknown option, or sizes that make no model.
+            TypeError, ValueError: an unknown option, or sizes that make no model.
         """
-        return cls(**{**_typed(cls, data), "model": ModelConfig(**_typed(ModelConfig, data["model"]))})
-
-
-def _typed(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Values for the fields of a dataclass, from JSON; lists become tuples.
-
-    Raises:
-        TypeError: a value is not of its field's type, or there is no such field.
-    """
-    types = {option.name: option.type for option in dataclasses.fields(kind)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    for name, value in values.items():
-        if name not in types or not _is_of(types[name], value):
-            raise TypeError(f"{name}={str(value)[:100]!r} is not an option of this version")
-    return values
-
-
-def _is_of(hint: Any, value: Any) -> bool:
-    if hint == tuple[str, ...]:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-    if hint is ModelConfig:
-        return isinstance(value, dict)
-    if get_origin(hint) is Literal:
-        return isinstance(value, str)  # `check` names the choices
-    types = get_args(hint) or (hint,)
-    return type(value) in types or (float in types and type(value) is int)
+        lists = {name: tuple(data[name]) for name in ("data", "held_out")}
+        return cls(**{**data, **lists, "model": ModelConfig(**data["model"])})
 
 
 def _absolute(path: str) -> str:
@@ -305,7 +258,6 @@ def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> 
         )
     changes = {
         "profile": None,
-        "memory_snapshot": None,
         "model": _model(options, saved.model),
         **values,
         "out": str(run),

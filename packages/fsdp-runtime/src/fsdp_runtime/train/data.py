@@ -6,11 +6,6 @@ list of arrays and where each begins; nothing is copied.
 Sequence number g of a run, counted over all steps and ranks, is window ``permute(g % windows)`` of epoch
 ``g // windows``. Step s takes numbers s*B ... s*B + B - 1; microbatch a and rank r take theirs from that by
 position. So global batches do not depend on the number of ranks, and a run resumes at any batch.
-
-With `--documents` no window goes beyond the end of its document, so that the last one of each has fewer tokens:
-
-    documents      [a a a a a a a][b b][c c c c c]      seq_len 4
-    targets         a a a a | a a    b    c c c c       what follows in the row is read, and not predicted
 """
 
 import glob
@@ -29,9 +24,7 @@ from .hardware import to_device
 
 ARRAYS = (".npy", ".bin")
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
-IGNORED = -100  # target of a position that has no loss, as torch's cross_entropy has it
 _BYTES = 256
-_MOST_TOKENS = 1 << 20  # of a vocabulary without --vocab-size: a larger one is a mistake in reading
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ def read_data(
     Args:
         paths: files, folders or globs; empty for the text of this interpreter's standard library.
         dtype: of `.bin` files.
-        vocab_size: of token arrays; None to take the largest token found (one pass over the files).
+        vocab_size: of token arrays; None for text.
         held_out: files, folders or globs to hold out; empty to split `paths` by a hash of each file's name.
         seq_len: sequences that both sides must have at least one of.
 
@@ -87,7 +80,6 @@ def read_data(
         TrainError: no files, an unreadable or empty one, text and arrays mixed, tokens that do not fit the
             vocabulary, or too few tokens for one sequence.
     """
-    _check_dtype(dtype)
     files = _expand(paths) if paths else _standard_library()
     source = (
         ", ".join(paths) if paths else f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
@@ -123,15 +115,6 @@ def read_data(
     for side in sides:
         digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
     return TextData(sides[0], sides[1], size, source, digest.hexdigest()[:16])
-
-
-def _check_dtype(name: str) -> None:
-    try:
-        integers = np.dtype(name).kind in "iu"
-    except (TypeError, ValueError, SyntaxError):  # numpy parses it
-        integers = False
-    if not integers:
-        raise TrainError(f"--dtype {name!r}: expected a type of integers, such as uint16 or int32")
 
 
 def _standard_library() -> dict[str, Path]:
@@ -213,52 +196,9 @@ def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
         if asked is not None and asked < _BYTES:
             raise TrainError(f"--vocab-size {asked} is too small for bytes, expected at least {_BYTES}")
         return asked or _BYTES
-    if asked is not None:
-        return asked  # batches are checked as they are read
-    largest, least = 0, 0
-    for array in arrays.values():
-        for start in range(0, len(array), 1 << 24):
-            piece = array[start : start + (1 << 24)]
-            largest, least = max(largest, int(piece.max())), min(least, int(piece.min()))
-    if least < 0:
-        raise TrainError(f"the data has negative tokens ({least})")
-    if largest >= _MOST_TOKENS:
-        raise TrainError(
-            f"the largest token of the data is {largest}: say --vocab-size, or --dtype if the files are of another type"
-        )
-    return largest + 1
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Where each sequence of a corpus begins, and how many of its tokens have a next one in their document."""
-
-    starts: Any  # (sequences,) int64
-    lengths: Any  # (sequences,) int64, from 1 to seq_len
-
-
-def windows_of_documents(corpus: Corpus, seq_len: int, end_token: int | None) -> Windows:
-    """The sequences of documents, which end where a file does, and after each `end_token`. Reads the corpus if given.
-
-    Raises:
-        TrainError: no document has two tokens.
-    """
-    bounds = [corpus.starts]
-    if end_token is not None:
-        for array, first in zip(corpus.arrays, corpus.starts, strict=False):
-            for start in range(0, len(array), 1 << 24):
-                ends = np.flatnonzero(np.asarray(array[start : start + (1 << 24)]) == end_token)
-                bounds.append(ends + (int(first) + start + 1))
-    ends = np.unique(np.concatenate(bounds).astype(np.int64))
-    predicted = np.diff(ends) - 1
-    pieces = -(-predicted // seq_len)
-    number = np.arange(pieces.sum()) - np.repeat(
-        np.cumsum(pieces) - pieces, pieces
-    )  # of a piece in its document
-    starts = np.repeat(ends[:-1], pieces) + number * seq_len
-    if not len(starts):
-        raise TrainError("--documents: no document has two tokens")
-    return Windows(starts, np.minimum(seq_len, np.repeat(predicted, pieces) - number * seq_len))
+    if asked is None:
+        raise TrainError("token arrays need --vocab-size")
+    return asked  # batches are checked as they are read
 
 
 _ROUNDS = 4
@@ -303,7 +243,6 @@ class Batches:
         rank, world_size: the rank whose part is read.
         seed: of the shuffle; None keeps the order (held-out text).
         vocab_size: tokens must be below it.
-        documents: sequences that end with their document; what follows has the target `IGNORED`.
 
     Raises:
         TrainError: a corpus shorter than a sequence.
@@ -317,7 +256,6 @@ class Batches:
     world_size: int
     seed: int | None
     vocab_size: int
-    documents: Windows | None = None
 
     def __post_init__(self) -> None:
         assert self.batch % (self.world_size * self.accumulate) == 0  # RunConfig.check says what would fit
@@ -329,8 +267,6 @@ class Batches:
     @property
     def num_windows(self) -> int:
         """Sequences of an epoch."""
-        if self.documents is not None:
-            return len(self.documents.starts)
         return (self.corpus.num_tokens - 1) // self.seq_len
 
     def epoch(self, step: int) -> float:
@@ -355,8 +291,8 @@ class Batches:
         return [self._read(windows, device) for windows in windows_of_rank]
 
     def _read(self, windows: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [int(start) for start in self._starts(windows)]
-        rows = np.stack([self._row(start) for start in starts])
+        starts = [int(window) * self.seq_len for window in windows]
+        rows = np.stack([self.corpus.read(start, start + self.seq_len + 1) for start in starts])
         if rows.max() >= self.vocab_size or rows.min() < 0:
             bad = int(np.argmax((rows.max(axis=1) >= self.vocab_size) | (rows.min(axis=1) < 0)))
             file = int(np.searchsorted(self.corpus.starts, starts[bad], side="right")) - 1
@@ -364,18 +300,5 @@ class Batches:
                 f"{self.corpus.names[file]} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
                 f"the vocabulary has {self.vocab_size}: say --vocab-size"
             )
-        tokens = torch.from_numpy(rows)
-        if self.documents is None:
-            tokens = to_device(tokens, device)
-            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        end = torch.from_numpy(self.documents.lengths[windows])[:, None]
-        targets = tokens[:, 1:].masked_fill(torch.arange(self.seq_len) >= end, IGNORED)
-        return to_device(tokens[:, :-1].contiguous(), device), to_device(targets, device)
-
-    def _starts(self, windows: Any) -> Any:
-        return windows * self.seq_len if self.documents is None else self.documents.starts[windows]
-
-    def _row(self, start: int) -> Any:
-        """`seq_len` tokens and the one that follows; beyond the end of the corpus 0."""
-        row = self.corpus.read(start, min(start + self.seq_len + 1, self.corpus.num_tokens))
-        return np.pad(row, (0, self.seq_len + 1 - len(row)))
+        tokens = to_device(torch.from_numpy(rows), device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

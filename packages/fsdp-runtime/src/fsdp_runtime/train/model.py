@@ -269,10 +269,8 @@ def init_parameter(config: ModelConfig, name: str, value: Tensor, generator: tor
     value.normal_(0.0, std, generator=generator)
 
 
-def losses_of(
-    model: nn.Module, tokens: Tensor, targets: Tensor, reduction: str = "mean"
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats, a mean or sum over tokens, and the model's balancing loss (0 where it has none)."""
+def losses_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats, a mean over tokens, and the model's balancing loss (0 where it has none)."""
     out = model(tokens)
     logits, aux = out if isinstance(out, tuple) else (out.logits, targets.new_zeros((), dtype=torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction), aux
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), aux

@@ -205,15 +205,14 @@ class _Pass:
         used += sum(sum(units[number].decoding) for number in encoded)
         used += sum(sum(units[number].reducing) for number in reducing)
         trimmed = what in ("done", "end") or (what == "leave" and unit in (0, last))
-        self.buffers = (
-            used if trimmed else max(self.buffers, used)
-        )  # what is released stays in the pool till then
+        # what is released stays in the pool till then
+        self.buffers = used if trimmed else max(self.buffers, used)
         self.most_buffers = max(self.most_buffers, self.buffers)
         self.live.peak = max(self.live.peak, self.live.now + self.buffers + self.shards)
 
 
-def plan_lines(plan: MemoryPlan, ranks: int, copies: int = 1) -> list[str]:
-    """The plan as a Markdown table and sums; `ranks` are those of all `copies` of the model."""
+def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
+    """The plan as a Markdown table and sums."""
     lines = [
         f"rank 0 of {ranks}; MB are 10^6 bytes",
         "",
@@ -227,10 +226,8 @@ def plan_lines(plan: MemoryPlan, ranks: int, copies: int = 1) -> list[str]:
         shard = " + ".join(f"{size:,}" for size in unit.shards)
         padding = unit.padding / (unit.padding + unit.parameters)
         sizes = (unit.weights, unit.gradients, state, sum(unit.gathered))
-        lines.append(
-            f"| {name} | {unit.parameters:,} | {shard} | {100 * padding:.2f} % | {' | '.join(map(_mb, sizes))} |"
-        )
-    others = ranks // copies - 1
+        cells = (name, f"{unit.parameters:,}", shard, f"{100 * padding:.2f} %", *map(_mb, sizes))
+        lines.append(f"| {' | '.join(cells)} |")
     rows = [
         ("weights and their codes", plan.weights),
         ("optimizer state", sum(plan.states)),
@@ -240,8 +237,6 @@ def plan_lines(plan: MemoryPlan, ranks: int, copies: int = 1) -> list[str]:
         ("activations and temporaries, at most", plan.activations),
         ("gradients, buffers, activations together, at most", plan.pass_peak),
         ("temporaries of the optimizer's step", plan.optimizer_step),
-        ("sent by one gather of every unit", others * sum(unit.sent for unit in plan.units)),
-        ("sent by one reduction of every unit", others * sum(unit.reduced for unit in plan.units)),
         ("peak", plan.peak),
     ]
     return [*lines, "", *(f"{text + ':':<52}{_mb(nbytes):>12} MB" for text, nbytes in rows)]
@@ -256,5 +251,5 @@ def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
     ranks = asked_ranks or pick_ranks(config, None)
     config.check(ranks)
     vocab_size = 1 if config.hf_config else data_of(config).vocab_size  # such a model has its own
-    print(*plan_lines(make_plan(config, vocab_size, ranks), ranks, config.hsdp), sep="\n")
+    print(*plan_lines(make_plan(config, vocab_size, ranks), ranks), sep="\n")
     return 0

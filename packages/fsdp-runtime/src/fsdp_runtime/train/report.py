@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ CURVES = "curves.png"
 
 
 class Report:
-    """The file of metrics, and a progress bar on a terminal or a line now and then elsewhere.
+    """The file of metrics, and a line on the terminal now and then.
 
     Args:
         folder: of the run.
@@ -35,18 +34,12 @@ class Report:
         os.replace(partial, path)
         self._file = path.open("a", buffering=1)
         self.problem: str | None = None  # why the file could not be written
-        self.bar: Any = None
-        self.task: Any = None
-        if not quiet and sys.stderr.isatty():
-            self.bar, self.task = _bar(steps, start)
         self.every = max(1, steps // 25)
 
     def step(self, entry: dict[str, Any]) -> None:
         """One training step's figures."""
         self._log("train", entry)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=entry["step"] + 1, text=shown(entry))
-        elif not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
+        if not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
             self.say(f"step {entry['step'] + 1:>6}/{self.steps}  {shown(entry)}")
 
     def held_out(self, step: int, loss: float) -> None:
@@ -62,23 +55,15 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line of text."""
-        if self.bar is not None:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                self.bar.console.print(text, highlight=False)
-        elif not self.quiet:
+        if not self.quiet:
             say(text)
 
     def __enter__(self) -> "Report":
-        if self.bar is not None:
-            self.bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.bar is not None:
-            with contextlib.suppress(OSError):
-                self.bar.stop()
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -92,20 +77,6 @@ def shown(entry: dict[str, Any]) -> str:
         f"{entry['memory_mb']:.0f} MB",
     ]
     return "  ".join(parts)
-
-
-def _bar(steps: int, start: int) -> tuple[Any, Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True))
-    return bar, bar.add_task("training", total=steps, completed=start, text="")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -159,8 +130,6 @@ def closing_lines(summary: dict[str, Any]) -> str:
         return f"nothing to do: {out} has all {steps} steps"
     held_out = summary["held_out_loss"]
     more = "" if held_out is None else f", held out {held_out:.4f}"
-    if summary["bad_steps"]:
-        more += f"; {summary['bad_steps']} updates were skipped, their gradients not being finite"
     return (
         f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\n"
         f"metrics, curves.png and checkpoints are in {out}"

@@ -1,25 +1,21 @@
-"""Folders of runs: which one a run writes to, locked by rank 0; and the commands ``verify`` and ``export``."""
+"""Folders of runs: which one a run writes to, locked by rank 0; and the command ``verify``."""
 
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from ragged_shard import gather_from_ranks
 
-from ..checkpoint import convert_checkpoint
-from .checkpoint import RUN_FILE, checkpoints_of, find_damage, is_as_written, latest, read_about, shortened
+from .checkpoint import RUN_FILE, checkpoints_of, find_damage, is_as_written, latest, read_about
 from .config import RunConfig
-from .errors import TrainError, agreed, one_line, say
+from .errors import TrainError, agreed, say
 
 RUNS = Path("runs")
 LOCK = ".lock"
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # of an export; None: that of training
 
 
 @contextlib.contextmanager
@@ -110,44 +106,13 @@ def verify(run: str) -> int:
     Raises:
         TrainError: there is no checkpoint.
     """
-    status = 0
-    for checkpoint in _checkpoints(run):
+    status, checkpoints = 0, checkpoints_of(Path(run))
+    if not checkpoints:
+        raise TrainError(f"{run} has no complete checkpoint")
+    for checkpoint in checkpoints:
         lines = find_damage(checkpoint)
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
         for line in lines or [f"as written, {size / 1e6:,.1f} MB"]:
             print(f"{checkpoint}: {line}")
         status = status or int(bool(lines))
     return status
-
-
-def export(run: str, output: str | None, dtype: str) -> int:
-    """Write the newest checkpoint of `run` (or the checkpoint `run`) to `output`, in one process; returns 0.
-
-    Tied weights are written once for each name that the checkpoint has. The file appears whole or not at all.
-
-    Raises:
-        TrainError: no intact checkpoint, or the file cannot be written.
-    """
-    checkpoint = _checkpoints(run)[0]
-    if lines := find_damage(checkpoint):
-        raise TrainError(f"{checkpoint} is damaged: {shortened(lines)}")
-    path = Path(output) if output else Path("." if checkpoint == Path(run) else run, "model.safetensors")
-    if path.is_dir():
-        raise TrainError(f"cannot write {path}: it is a folder")
-    step, folder = read_about(checkpoint)["step"], path.with_name(f"{path.name}.part")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        convert_checkpoint(checkpoint, folder, entry="model", dtype=_DTYPES[dtype], max_file_bytes=1 << 60)
-        os.replace(folder / "model.safetensors", path)
-    except Exception as error:  # of a damaged file anything
-        raise TrainError(f"cannot export {checkpoint} to {path}: {one_line(error)}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(f"{path}: {path.stat().st_size / 1e6:,.1f} MB, step {step}")
-    return 0
-
-
-def _checkpoints(run: str) -> list[Path]:
-    if found := checkpoints_of(Path(run)):
-        return found
-    raise TrainError(f"{run} has no complete checkpoint")

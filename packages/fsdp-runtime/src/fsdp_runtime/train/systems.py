@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime.memory.activations import OffloadActivations
-from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from ragged_shard import distribute_like, is_cpu
 
 from .config import RunConfig
@@ -64,8 +63,6 @@ class System:
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.config, self.device, self.mesh = config, device, mesh
         self.ranks = 1 if mesh is None else mesh.size()
-        self.tokens = config.batch * config.seq_len  # in the last step, of all ranks
-        self.token_loss: TokenLoss | None = None
 
     def build(
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
@@ -103,45 +100,23 @@ class System:
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Say which step comes."""
 
-    def average_over_tokens(self, model: nn.Module) -> None:
-        """Make the loss the mean over the tokens of all ranks and microbatches, not the mean of their means."""
-        self.token_loss = TokenLoss(model)
-
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
-        """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d.
-
-        After `average_over_tokens` the sum of their cross-entropies by the step's tokens, times the ranks: the mean
-        over ranks is the loss in both cases.
-        """
-        loss, step, parts = torch.zeros((), device=self.device), None, len(batches)
-        if self.token_loss is not None:
-            step = self.token_loss.step((count_tokens(targets) for _, targets in batches))
-            parts *= (
-                self.ranks
-            )  # the balancing loss is a mean over sequences, of which all ranks have as many
+        """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
+        total, parts = torch.zeros((), device=self.device), len(batches)
         for tokens, targets in batches:
             with self.autocast():
-                cross_entropy, aux = losses_of(model, tokens, targets, *self.reduction)
-            cross_entropy = cross_entropy / parts if step is None else step.loss(cross_entropy)
-            loss += cross_entropy.detach()
-            self.backward(cross_entropy + aux_weight / parts * aux)
-        if step is None:
-            return loss
-        self.tokens = step.total
-        return loss * self.ranks
+                cross_entropy, aux = losses_of(model, tokens, targets)
+            total += cross_entropy.detach() / parts
+            self.backward(cross_entropy / parts + aux_weight / parts * aux)
+        return total
 
     def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
-        """The sum of the microbatches' cross-entropies, or after `average_over_tokens` of their tokens', 0-d."""
+        """The sum of the microbatches' cross-entropies, 0-d."""
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         for tokens, targets in batches:
             with self.autocast():
-                loss += losses_of(model, tokens, targets, *self.reduction)[0].double()
+                loss += losses_of(model, tokens, targets)[0].double()
         return loss
-
-    @property
-    def reduction(self) -> tuple[str, ...]:
-        """The argument for sums over tokens after `average_over_tokens`, else none."""
-        return () if self.token_loss is None else ("sum",)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""

@@ -22,60 +22,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime.token_loss import count_tokens
 from ragged_shard import device_layer
 
 from . import checkpoint as ckpt
 from .config import RunConfig
-from .data import Batches, TextData, read_data, windows_of_documents
+from .data import Batches, TextData, read_data
 from .errors import TrainError, agreed, check_agreement, check_model, say
 from .hardware import StepClock, copy_to_host, memory_mb, own_device, to_device
 from .model import ModelConfig, Transformer, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
 from .report import CURVES, METRICS, Report, draw_curves, read_metrics
 from .systems import build_hf_model, make_mesh, make_system
-from .tracing import recording, step_range
-
-_MOST = 5  # this many such steps in a row end a run that skips: it has diverged
+from .tracing import profiling, step_range
 
 
-@dataclass
-class BadNumbers:
-    """The count of one run; the same on every rank. `mode` is ``--on-nan``."""
+def check_finite(step: int, loss: float, norm: float, ranks: int, rank: int) -> None:
+    """Check a step's figures.
 
-    mode: str
-    total: int = 0
-    in_a_row: int = 0
+    Args:
+        step: counted from 1.
+        loss, norm: over all ranks.
+        ranks: how many had such a loss themselves.
+        rank: which, if it was one.
 
-    def take(self, step: int, loss: float, norm: float, ranks: int, rank: int) -> str | None:
-        """Look at a step's figures; what to say of them, None if they are finite.
-
-        Args:
-            step: counted from 1.
-            loss, norm: over all ranks.
-            ranks: how many had such a loss themselves.
-            rank: which, if it was one.
-
-        Raises:
-            TrainError: the run should end.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.in_a_row = 0
-            return None
-        self.total += 1
-        self.in_a_row += 1
-        who = f"rank {rank}" if ranks == 1 else f"{ranks} ranks"
-        what = (
-            f"the loss of {who} is {loss}"
-            if ranks
-            else f"the gradients' norm is {norm} (the loss {loss:.4g})"
-        )
-        cure = "try a lower --lr, a longer --warmup or --clip"
-        if self.mode == "stop":
-            raise TrainError(f"step {step}: {what}; {cure}, or --on-nan skip")
-        if self.in_a_row >= _MOST:
-            raise TrainError(f"step {step}: {what}, and no update could be made for {_MOST} steps; {cure}")
-        return f"step {step}: {what}; update skipped, {self.total} so far"
+    Raises:
+        TrainError: the loss or the gradients' norm is not finite.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    who = f"rank {rank}" if ranks == 1 else f"{ranks} ranks"
+    what = f"the loss of {who} is {loss}" if ranks else f"the gradients' norm is {norm} (the loss {loss:.4g})"
+    raise TrainError(f"step {step}: {what}; try a lower --lr, a longer --warmup or --clip")
 
 
 @dataclass
@@ -87,7 +64,6 @@ class _Sums:
     read: Callable[[], list[float]]
     work: Any  # to wait for first; None if `read` does
     lr: float
-    tokens: int  # of all ranks
 
 
 class Trainer:
@@ -127,8 +103,6 @@ class Trainer:
         check_agreement({"--data (a digest of names and sizes)": self.data.identity})
         self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
         self.model, self.optimizer = self._build()
-        if config.documents:
-            self.system.average_over_tokens(self.model)
         check_model(self.model)
         self.group = (
             dist.new_group(backend="gloo", timeout=allowed) if distributed and config.save_every else None
@@ -136,7 +110,6 @@ class Trainer:
         self.checkpoints: ckpt.Checkpoints | None = None
         self.step = 0
         self._saved = -1
-        self._bad = BadNumbers(config.on_nan)
         self._last_held_out: float | None = None
         self._report: Report | None = None
         self._last_entry: dict[str, Any] = {}
@@ -150,9 +123,6 @@ class Trainer:
     def _batches(self, data: TextData, *, held_out: bool) -> Batches:
         config = self.config
         corpus = data.held_out if held_out else data.train
-        documents = None
-        if config.documents:
-            documents = windows_of_documents(corpus, config.seq_len, config.end_token)
         return Batches(
             corpus=corpus,
             seq_len=config.seq_len,
@@ -162,7 +132,6 @@ class Trainer:
             world_size=self.world_size,
             seed=12345 if held_out else config.seed,
             vocab_size=data.vocab_size,
-            documents=documents,
         )
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -223,21 +192,19 @@ class Trainer:
         self._report = report
         clock, waiting = StepClock(self.device), None
         stopped = False
-        options = config.profile, config.memory_snapshot, first, self.out, self.rank, self.device
-        with report or contextlib.nullcontext(), recording(*options) as record:
+        options = config.profile, first, self.out / f"trace-rank-{self.rank}.json", self.device
+        with report or contextlib.nullcontext(), profiling(*options) as profile:
             if report:
                 report.say(self._headline())
                 if config.profile and step_range(config.profile).start < first:
                     report.say(f"--profile {config.profile}: steps before {first} are done and not traced")
-                if config.memory_snapshot is not None and config.memory_snapshot < first:
-                    report.say(f"--memory-snapshot {config.memory_snapshot}: steps before {first} are done")
             if first == 0 and config.eval_every and config.steps:
                 self._held_out(report)
             clock.lap(synchronize=True)
             while self.step < config.steps and not stopped:
                 self.beat(f"step {self.step + 1}")
                 sums = self._train_step()
-                record(self.step)
+                profile(self.step)
                 self._lap = clock.lap()
                 if waiting is not None:
                     stopped = self._read(waiting, report)
@@ -283,8 +250,6 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
-        if self.config.on_nan == "skip" and not torch.isfinite(norm):  # of all ranks: they agree
-            return
         if optimizer_spec(self.config.optimizer).takes_norm:
             step(grad_norm=norm)
         else:
@@ -303,7 +268,7 @@ class Trainer:
         if work is not None and device_layer(self.device).asynchronous:
             work.wait()  # the stream's, ahead of what is queued next; on a CPU it would be this thread's
             work = None
-        return _Sums(self.step, copy_to_host(values), work, lr, self.system.tokens)
+        return _Sums(self.step, copy_to_host(values), work, lr)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
         """Record a step's figures. Returns True, on every rank, if a rank was asked to stop."""
@@ -317,13 +282,12 @@ class Trainer:
         loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.read()
         loss /= self.world_size
         config = self.config
-        tokens_per_s = sums.tokens / max(self._lap[0], 1e-9)
         entry = {
             "step": sums.step,
             "loss": loss,
             "grad_norm": norm,
             "lr": sums.lr,
-            "tokens_per_s": tokens_per_s,
+            "tokens_per_s": config.batch * config.seq_len / max(self._lap[0], 1e-9),
             "step_s": self._lap[0],
             "cpu_s": cpu,
             "memory_mb": memory / self.world_size,
@@ -335,13 +299,11 @@ class Trainer:
         if failed:
             self._give_up()
         try:
-            message = self._bad.take(sums.step + 1, loss, norm, int(bad), int(bad_rank))
+            check_finite(sums.step + 1, loss, norm, int(bad), int(bad_rank))
         except TrainError:
             if self.checkpoints:
                 self.checkpoints.finish()  # of an earlier step: those numbers were good
             raise
-        if message and report:
-            report.say(message)
         return bool(stop > 0)
 
     def _give_up(self) -> None:
@@ -358,17 +320,13 @@ class Trainer:
         self.beat("held-out evaluation")
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        tokens = torch.zeros_like(total)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
         for number in range(count):
             batches = self.held_out.microbatches(number, self.device)
             total += self.system.evaluate(self.model, batches)
-            tokens += sum(count_tokens(targets) for _, targets in batches)
-        for value in (total, tokens) if self.config.documents else (total,):
-            if self.world_size > 1:
-                dist.all_reduce(value)
-        parts = count * self.config.accumulate * self.world_size
-        loss = float(total) / (float(tokens) if self.config.documents else parts)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        loss = float(total) / (count * self.config.accumulate * self.world_size)
         self._last_held_out = loss
         if report:
             report.held_out(self.step, loss)
@@ -399,7 +357,6 @@ class Trainer:
             "steps": self.step,
             "first_step": first,
             "stopped": stopped,
-            "bad_steps": self._bad.total,
             "stopped_by": self._signal() if stopped else None,
             "loss": entry.get("loss"),
             "held_out_loss": self._last_held_out,

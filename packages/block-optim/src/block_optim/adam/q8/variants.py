@@ -6,7 +6,7 @@
 
 One pass over a larger tile would take all registers of a multiprocessor, which would then wait for its memory.
 A thread works on 16 elements; rows whose addresses or widths are not multiples of 8 elements (`Row.aligned`) get
-kernels of scalar accesses, with 4 elements a thread. `python -m bench kernels` shows what these choices compile to.
+kernels of scalar accesses, with 4 elements a thread. tests/test_kernels_compiled.py reads what these compile to.
 """
 
 from dataclasses import dataclass

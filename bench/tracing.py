@@ -1,23 +1,19 @@
-"""The host's side of a step, ours and FSDP2's: Python calls and files, graphs of torch.compile, order of launches.
+"""The host's side of a step, ours and FSDP2's: files on a parameter's way, graphs of torch.compile, order of launches.
 
-python -m bench calls                    calls in wrapping, forward and backward; files on a parameter's way
-python -m bench calls --show backward    also lists our functions in this part, most called first
+python -m bench files                    files from a forward to the all-gather, and from autograd to `.grad`
 python -m bench compile                  graphs and graph breaks on sharded models, three steps each
 python -m bench timeline [--write]       the work that the host starts, in order; draws docs/assets/schedule.svg
 
 Three linear units and a root around them, on four ranks of torch's fake process group, in a new process for each
-system. *Own* files are those of our four packages, and of FSDP2's `torch/distributed/fsdp/_fully_shard`. Wrapping is
-that of the first unit; forward and backward are those of the fourth step. A parameter's way are the files entered from
-a forward to its first all-gather; a gradient's those of a backward without gathers, up to `.grad`. The counts differ
-between Python releases.
+system. Files are those of our four packages, and of FSDP2's `torch/distributed/fsdp/_fully_shard`. A parameter's way
+are the files entered from a forward to its first all-gather, after three steps; a gradient's those of a backward
+without gathers.
 
 The order is that of the third step of three linear units, as it passes the dispatcher: collectives, copies, products.
 """
 
 import sys
 from argparse import ArgumentParser
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -32,37 +28,27 @@ from torch.utils._pytree import tree_leaves
 from ragged_shard import RaggedDTensor
 
 from .counts import COPIES, collective_of
-from .measure import ROOT, fake_ranks, launch, options_of, table
+from .measure import ROOT, fake_ranks, launch, table
 from .models import WORKLOADS, batch_of
 from .systems import shard
 
-PARTS = ("wrap", "forward", "backward")
 SYSTEMS = {"ours": "fsdp_runtime", "fsdp2": "FSDP2"}
 PACKAGES = ("fsdp_runtime", "dbuffer", "ragged_shard", "layout_planner")
-GOAL = {"wrap": 250, "forward": "FSDP2's", "backward": "FSDP2's"}
 FILES_GOAL = 12  # on the way of a parameter, and of a gradient
 PAIR = tuple(reversed(SYSTEMS))
 HOW = ("blocks, before", "blocks, after", "model, before", "model, after")
 NEAR = 1e-5  # relative, of losses
 
 
-class Calls:
-    """Counts calls of functions in some folders while entered.
-
-    Attributes:
-        functions: calls by file (below its folder) and function.
-        switches: how often a call was to another file than the call before.
-        to_gather: files entered before the first all-gather, in order; None before there was one.
-    """
+class Files:
+    """The files in some folders whose functions are called while entered, in order; `to_gather`: before a gather."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = [f"{folder}/" for folder in folders]
-        self._last = ""
-        self.functions: Counter[tuple[str, str]] = Counter()
-        self.switches = 0
+        self._entered: dict[str, None] = {}
         self.to_gather: list[str] | None = None
 
-    def __enter__(self) -> "Calls":
+    def __enter__(self) -> "Files":
         sys.setprofile(self._see)
         return self
 
@@ -73,50 +59,29 @@ class Calls:
         if event == "c_call":
             name = getattr(argument, "__name__", "").replace("_", "")
             if self.to_gather is None and name.startswith("allgather"):
-                self.to_gather = self.files()
-        if event != "call":
-            return
-        code = frame.f_code
-        folder = next((known for known in self._folders if code.co_filename.startswith(known)), None)
-        if folder is None:
-            return
-        file = f"{Path(folder).name}/{code.co_filename.removeprefix(folder)}"
-        self.functions[file, code.co_qualname] += 1
-        self.switches += file != self._last
-        self._last = file
+                self.to_gather = self.entered
+        if event == "call":
+            file = frame.f_code.co_filename
+            for folder in self._folders:
+                if file.startswith(folder):
+                    self._entered[f"{Path(folder).name}/{file.removeprefix(folder)}"] = None
 
-    def files(self) -> list[str]:
-        """Files entered so far, in order."""
-        return list(dict.fromkeys(file for file, _ in self.functions))
-
-    def figures(self) -> dict[str, int]:
-        """Calls, functions, files and switches between files."""
-        numbers = (sum(self.functions.values()), len(self.functions), len(self.files()), self.switches)
-        return dict(zip(("calls", "functions", "files", "switches"), numbers, strict=True))
+    @property
+    def entered(self) -> list[str]:
+        """The files so far."""
+        return list(self._entered)
 
 
-def count_here(request: dict[str, Any]) -> dict[str, Any]:
-    """`{part: figures}` of a system in this process, of the part `show` each function's calls, and `ways`."""
-    fully_shard, folders = _system(request["system"])
-    figures: dict[str, Any] = {}
-
-    def count(part: str, call: Callable[[], Any]) -> tuple[Any, Calls]:
-        with Calls(folders) as calls:
-            result = call()
-        figures[part] = calls.figures()
-        if part == request.get("show"):
-            figures["shown"] = [(number, *where) for where, number in calls.functions.most_common()]
-        return result, calls
-
+def ways(request: dict[str, Any]) -> dict[str, list[str] | None]:
+    """In this process: the files on a parameter's way to its first all-gather, and on a gradient's to `.grad`."""
+    names = PACKAGES if request["system"] == "ours" else ("torch.distributed.fsdp._fully_shard",)
+    folders = [Path(str(import_module(name).__file__)).parent for name in names]
     x = torch.ones(2, 64)
     with fake_ranks(4) as mesh:
 
-        def trained(count: Callable[[str, Callable[[], Any]], Any], **options: Any) -> nn.Module:
-            """A model after three steps."""
+        def trained(**options: Any) -> nn.Module:
             model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-            count("wrap", lambda: fully_shard(model[0], mesh=mesh, **options))
-            for module in (model[1], model[2], model):
-                fully_shard(module, mesh=mesh, **options)
+            shard(request["system"], model, model, mesh=mesh, **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 model(x).sum().backward()
@@ -124,47 +89,22 @@ def count_here(request: dict[str, Any]) -> dict[str, Any]:
                 optimizer.zero_grad()
             return model
 
-        model = trained(count)
-        output, forward = count("forward", lambda: model(x))
-        count("backward", output.sum().backward)
-        gathered = trained(lambda part, call: call(), reshard_after_forward=False)
+        model, gathered = trained(), trained(reshard_after_forward=False)
+        with Files(folders) as forward:
+            model(x)
         loss = gathered(x).sum()
-        with Calls(folders) as backward:
+        with Files(folders) as backward:
             loss.backward()
-    figures["ways"] = {"parameter": forward.to_gather, "gradient": backward.files()}
-    return figures
+    return {"From a forward to the all-gather": forward.to_gather, "From autograd to .grad": backward.entered}
 
 
-def _system(name: str) -> tuple[Callable[..., Any], list[Path]]:
-    names = PACKAGES if name == "ours" else ("torch.distributed.fsdp._fully_shard",)
-    modules = [import_module(package) for package in names]
-    return modules[0].fully_shard, [Path(str(module.__file__)).parent for module in modules]
-
-
-def measure(show: str | None = None) -> dict[str, Any]:
-    """`count_here` of each system."""
-    return {name: launch(count_here, 1, {"system": name, "show": show}) for name in SYSTEMS}
-
-
-def main_calls(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Count and print."""
-    parser.add_argument("--show", choices=PARTS, help="also list the calls of our own functions in this part")
-    options = options_of(parser, arguments)
-    counts = measure(options.show)
-    rows = [
-        [part, label, *counts[name][part].values(), GOAL[part] if name == "ours" else ""]
-        for part in PARTS
-        for name, label in SYSTEMS.items()
-    ]
-    print(table(["", "system", "own calls", "functions", "files", "file switches", "goal, at most"], rows))
-    ways = {"parameter": "From a forward to the all-gather", "gradient": "From autograd to .grad"}
-    for way, text in ways.items():
-        for name, label in SYSTEMS.items():
-            files = counts[name]["ways"][way]
-            goal = f" (goal: at most {FILES_GOAL})" if name == "ours" else ""
-            print(f"\n{text}, {label}: {len(files)} files{goal}\n  {', '.join(files)}")
-    if options.show:
-        print(f"\n{table(['calls', 'file', 'function'], counts['ours']['shown'])}")
+def main_files(parser: ArgumentParser, arguments: list[str]) -> None:
+    """Print the files."""
+    parser.parse_args(arguments)
+    for name, label in SYSTEMS.items():
+        goal = f" (goal: at most {FILES_GOAL})" if name == "ours" else ""
+        for way, files in launch(ways, 1, {"system": name}).items():
+            print(f"{way}, {label}: {len(files)} files{goal}\n  {', '.join(files)}\n")
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
