@@ -52,7 +52,7 @@ class DBuffer:
         shard_device: "cpu" keeps the shard in CPU memory while `device` computes (offload): a gather copies it
             into the gathered memory's slice, a reduction copies the reduced slice back. On CUDA synchronize with
             an event recorded after the reduction's `wait` before the CPU reads the shard. Defaults to `device`.
-        pin_memory: page-lock a shard on the CPU, so that these copies do not block; on CUDA exactly its bytes.
+        pin_memory: page-lock a shard on the CPU, so that these copies do not block.
         full_dtype: dtype of the gathered memory: of compute, or of reductions. Defaults to `dtype`.
         shard_dim: mesh axis that shards, by name or index.
         replicate_dim: mesh axis over which shards are copies (HSDP), or None.
