@@ -60,8 +60,8 @@ def offload(
         the bytes freed.
 
     Raises:
-        RuntimeError: gradients of a unit wait for their reduction, a collective of it failed, or its memory is shared
-            with numpy or a file; by the unit's name.
+        RuntimeError: gradients of a unit wait for their reduction, a collective of it failed, or memory of parameters
+            or gradients is shared with numpy or a file.
     """
     units, freed = units_of(model), 0
     waiting = [unit.name for unit in units if any(group.gradients.written for group in unit.groups)]
@@ -184,6 +184,10 @@ def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
+def _is_in_a_file(plain: torch.Tensor) -> bool:
+    return is_cpu(plain.device) and not plain.untyped_storage().resizable()
+
+
 def _offload_parameters(unit: Unit) -> int:
     if unit.closed == _OFFLOADED:
         return 0
@@ -235,7 +239,8 @@ def _offload_states(optimizer: torch.optim.Optimizer, devices: set[torch.device]
         return 0
     tensors = list(tensors_in(list(optimizer.state.values())))
     kept = {tensor.device for tensor in tensors if not is_cpu(tensor.device)} | devices
-    copies = _copied(tensors, kept)
+    # States that torch.load made for a CPU are in the file's memory, which only their end frees: they stay.
+    copies = _copied((plain for one in tensors for plain in _plain_of(one) if not _is_in_a_file(plain)), kept)
     hooks = [
         optimizer.register_step_pre_hook(_refuse),
         optimizer.register_state_dict_pre_hook(_refuse),
