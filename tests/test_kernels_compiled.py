@@ -10,7 +10,7 @@ import torch
 from bench import kernels
 from bench.kernels import ARCHITECTURES, CASES, wire_cases
 
-from ragged_shard import has_triton
+from ragged_shard.device import has_triton
 
 pytestmark = [
     pytest.mark.long,

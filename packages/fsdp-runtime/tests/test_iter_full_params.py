@@ -26,7 +26,7 @@ from fsdp_runtime import (
     iter_full_params,
 )
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory
 
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ragged_shard import CPU, DISTRIBUTED
+from ragged_shard.device import CPU
+from ragged_shard.dist import DISTRIBUTED
 
 from ._module import FSDPModule
 from ._params.unit import Unit

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from ragged_shard import _redistribute
-from ragged_shard._agreement import raise_on_all_ranks
-from ragged_shard._device import CPU
 from ragged_shard._distribute import scatter
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
 from ragged_shard._torch_compat import TorchStridedShard
+from ragged_shard.device import CPU
+from ragged_shard.dist import raise_on_all_ranks
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_shard import _comm, _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
-from ragged_shard._device import CPU
 from ragged_shard._placement import carried
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Op, make_spec, new_wrapper
+from ragged_shard.device import CPU
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dbuffer.encodings import BlockFP8, RowRun
-from ragged_shard import CPU, gather_from_ranks
+from ragged_shard.device import CPU
+from ragged_shard.dist import gather_from_ranks
 
 from .._schedule.model import member_of
 from .conversions import FileGroups

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from fsdp_runtime import clip_grad_norm_, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import RaggedDTensor
+from ragged_shard.device import CPU
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 
 from ..checkpoint import convert_checkpoint
 from .checkpoint import RUN_FILE, checkpoints_of, find_damage, is_as_written, latest, read_about, shortened

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime.memory import OffloadActivations
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
-from ragged_shard import distribute_like, is_cpu
+from ragged_shard import distribute_like
+from ragged_shard.device import is_cpu
 
 from .config import RunConfig
 from .errors import TrainError

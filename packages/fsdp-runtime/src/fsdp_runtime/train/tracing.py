@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 from .._torch_compat import dump_memory, has_memory_snapshots, record_memory
 from .errors import TrainError, agreed, one_line

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime.token_loss import count_tokens
-from ragged_shard import device_layer
+from ragged_shard.device import device_layer
 
 from . import checkpoint as ckpt
 from .config import RunConfig

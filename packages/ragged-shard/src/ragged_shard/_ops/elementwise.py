@@ -16,8 +16,9 @@ _wrap = RaggedDTensor._wrap
 _AS_THE_OTHER = (
     "make it like the ragged one, by ragged_shard.redistribute(it, placements=ragged.placements), or the ragged one "
     "like it, by ragged.redistribute(placements=it.placements). States of an optimizer that torch's "
-    "distribute_tensor or set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or "
-    "with broadcast_from_rank0=True unless the parameter is a scalar"
+    "distribute_tensor or set_optimizer_state_dict made are loaded by "
+    "ragged_shard.state_dict.load_full_optimizer_state_dict, or with "
+    "broadcast_from_rank0=True unless the parameter is a scalar"
 )
 
 

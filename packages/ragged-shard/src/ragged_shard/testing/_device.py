@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_shard import _torch_compat as compat
-from ragged_shard._device import CPU, StreamLayer, use_device_layer
+from ragged_shard.device import CPU, StreamLayer, use_device_layer
 from ragged_shard.testing._accesses import (
     SYNCS,
     Access,

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ragged_shard._device import CPU, num_devices
+from ragged_shard.device import CPU, num_devices
 from ragged_shard.testing import _pickling, _worker
 
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch

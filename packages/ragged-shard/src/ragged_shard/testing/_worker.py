@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ragged_shard._device import CPU
 from ragged_shard._torch_compat import groups_by_name, print_native_stacks_on_fatal_signals
+from ragged_shard.device import CPU
 from ragged_shard.testing import _pickling
 
 NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_ranks`

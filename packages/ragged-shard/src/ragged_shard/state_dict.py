@@ -13,6 +13,13 @@ from torch import nn
 
 from ragged_shard import _full_tensors as full_tensors
 
+__all__ = [
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+]
+
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _REMEDY = (
     ". Freeze a parameter without saved states (requires_grad_(False)) while they are loaded; remove states of "
