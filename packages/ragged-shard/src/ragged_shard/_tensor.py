@@ -259,8 +259,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         if not getattr(self, "_scratch", False) or self.requires_grad:
             return super().t_()  # type: ignore[no-any-return]  # which is refused
         full = self.full_tensor().t().contiguous()
-        everywhere = (Replicate(),) * self.device_mesh.ndim
-        self.data = RaggedDTensor._wrap(full, sharding_of(self.device_mesh, everywhere, full.shape))
+        self.data = RaggedDTensor._wrap(full, self._sharding.replicated(full.shape))
         return self
 
     @property

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, require_reduced
-from ragged_shard._sharding import Sharding, sharding_of
+from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
@@ -225,7 +224,7 @@ def new(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = sharding
     other = size != sharding.shape
     if other and (not size or (empty and not sharding.partial)):
-        target = sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, size)
+        target = sharding.replicated(size)
     elif other:
         raise NotImplementedError(
             f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "

@@ -68,8 +68,7 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
         buffer = local_of(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
     else:
         buffer = _scattered(tensor, how, over)
-    cut = [axis for axis in sharding.cut_axes if sharding.axis_size(axis) > 1]
-    buffer = join(buffer, how, [sharding.mesh.get_group(axis) for axis in cut])
+    buffer = join(buffer, how, sharding.cut_groups)
     shape = list(sharding.shape)
     for d in reversed(over):
         shape[d : d + 1] = [1] if keepdim else []

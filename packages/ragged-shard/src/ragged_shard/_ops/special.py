@@ -4,13 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
 from ragged_shard import _comm
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, refusal, require_reduced
-from ragged_shard._sharding import sharding_of
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
@@ -28,13 +26,8 @@ def unscale(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if others:
         func(others, found_inf, inv_scale)
     func([t._local_tensor for t in ragged], flag, scale)
-    groups = {}
-    for tensor in ragged:
-        sharding = tensor._sharding
-        for axis in sharding.cut_axes:
-            if sharding.axis_size(axis) > 1:
-                groups[(sharding.mesh, axis)] = sharding.mesh.get_group(axis)
-    for group in groups.values():
+    groups = dict.fromkeys(group for tensor in ragged for group in tensor._sharding.cut_groups)
+    for group in groups:
         _comm.all_reduce(flag, dist.ReduceOp.MAX, group)
     return None
 
@@ -50,8 +43,8 @@ def equal(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     require_reduced(func, target)
     same = func(*[operands.to_local(a, target, func) for a in pair], *args[2:], **kwargs)
     flag = torch.tensor(int(same), dtype=torch.int32, device=target.mesh.device_type)
-    for axis in target.cut_axes:
-        _comm.all_reduce(flag, dist.ReduceOp.MIN, target.mesh.get_group(axis))
+    for group in target.cut_groups:
+        _comm.all_reduce(flag, dist.ReduceOp.MIN, group)
     return bool(flag.item())
 
 
@@ -90,11 +83,9 @@ def scratch(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not getattr(tensor, "_scratch", False) or tensor.requires_grad:
         return fallback(func, args, kwargs)
-    mesh, everywhere = tensor.device_mesh, (Replicate(),) * tensor.device_mesh.ndim
     factors = []
     for factor in func(tensor.full_tensor(), *args[1:], **kwargs):
-        sharding = sharding_of(mesh, everywhere, factor.shape)
-        factors.append(RaggedDTensor._wrap(factor.contiguous(), sharding))
+        factors.append(RaggedDTensor._wrap(factor.contiguous(), tensor._sharding.replicated(factor.shape)))
         factors[-1]._scratch = True
     return tuple(factors)
 

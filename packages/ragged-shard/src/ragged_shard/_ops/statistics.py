@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
 from ragged_shard import _comm
 from ragged_shard._ops.fallback import fallback, refusal, require_reduced
@@ -130,9 +129,9 @@ def _histogram(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
     if low == high:
         low, high = low - 1, high + 1
     counts = torch.histc(x._local_tensor, arguments["bins"], low, high)
-    for axis in sharding.cut_axes:
-        counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, sharding.mesh.get_group(axis))
-    return _wrap(counts, sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, counts.shape))
+    for group in sharding.cut_groups:
+        counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, group)
+    return _wrap(counts, sharding.replicated(counts.shape))
 
 
 def _logsumexp(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:

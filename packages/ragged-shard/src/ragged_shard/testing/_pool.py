@@ -60,10 +60,6 @@ def run_ranks(
         device: the kind: "cpu", or an accelerator such as "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.
 
-    With the environment variable `RAGGED_SHARD_NATIVE_STACKS=1` a rank that dies of a signal also leaves the native
-    stack of every thread, for crashes in threads that are not Python's. What ranks write to stderr then appears after
-    each call.
-
     Raises:
         RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has
             every rank's Python stack.
