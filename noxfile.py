@@ -68,7 +68,6 @@ def _prepare_tests(session: nox.Session, *groups: str, **constraint: Path) -> No
 
 def _pytest(session: nox.Session, *selected: str, marks: str = "not gpu") -> list[str]:
     """The command that runs tests on all cores. Ranks are many, so `_prepare` gives each one thread."""
-    session.env["RAGGED_SHARD_NATIVE_STACKS"] = "1"  # a crash in one of gloo's threads prints native stacks
     return ["pytest", "-n", "auto", "-m", marks, "--durations=30", *(session.posargs or selected)]
 
 

@@ -98,7 +98,8 @@ PLANNED_RANKS = 1024
 
 def plan_model(name: str, block: str) -> list[tuple[int, Any]]:
     """Layouts of the model's groups, groups of the same shape once, and how often each occurs."""
-    from layout_planner import load_model, parse_block, plan, separate_experts
+    from layout_planner import parse_block, plan
+    from layout_planner.models import load_model, separate_experts
 
     base, _, experts = name.partition(" ")
     model = separate_experts(load_model(base)) if experts else load_model(base)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from block_optim.adam.q8.variants import Types, quantized_variant
-from ragged_shard import has_triton
+from ragged_shard.device import has_triton
 
 pytestmark = [
     pytest.mark.long,

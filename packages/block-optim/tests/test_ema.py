@@ -11,7 +11,8 @@ from test_fsdp2 import Model, cpu_offload, hsdp, named, rows, steps, tensor_para
 from torch import nn
 
 from block_optim import EMA, AdamW
-from ragged_shard import DISTRIBUTED, RaggedDTensor
+from ragged_shard import RaggedDTensor
+from ragged_shard.dist import DISTRIBUTED
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 BF16 = torch.bfloat16

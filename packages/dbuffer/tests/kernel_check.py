@@ -5,9 +5,9 @@ Compares each format's codes, scales and values by the kernels with those by tor
 """
 
 import torch
-from dbuffer._encodingats import nf4
 
 from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
+from dbuffer.encodings.formats import nf4
 from dbuffer.encodings.kernels import codec, launch
 
 EXTREMES = (

@@ -13,10 +13,11 @@ from test_memory import (
     test_what_autograd_saved_is_valid_again_after_release_and_gather as backward_after_release,
 )
 
-from dbuffer import DBuffer, Gather, Recycler, _torch_compat, device_layer
+from dbuffer import DBuffer, Gather, Recycler, _torch_compat
 from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
 from dbuffer.transport import transport_of
 from layout_planner import TensorSpec, plan
+from ragged_shard.device import device_layer
 from ragged_shard.testing import on_ranks, run_ranks
 
 pytestmark = [

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from dbuffer_helpers import fill_views, full_tensors, load, make, mesh_of
 from test_wire import Quantized
 
-from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat, device_layer
+from dbuffer import AllReduce, Gather, Recycler, ReduceScatter, _torch_compat
 from dbuffer.transport import Collectives, transport_of
+from ragged_shard.device import device_layer
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
 NBYTES = 1 << 10

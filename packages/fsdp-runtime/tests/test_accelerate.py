@@ -12,7 +12,7 @@ from runtime_helpers import assert_same_values, example_script, llama, tokens, w
 from torch import nn
 
 from fsdp_runtime.integrations import accelerate as ours
-from ragged_shard import full_state_dict
+from ragged_shard.state_dict import full_state_dict
 from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")

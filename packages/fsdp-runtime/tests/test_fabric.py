@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import fabric as ours
-from ragged_shard import full_state_dict
+from ragged_shard.state_dict import full_state_dict
 from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed (the extra `fabric`)")

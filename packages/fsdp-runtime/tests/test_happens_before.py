@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import block_optim
-from dbuffer import device_layer
 from dbuffer.encodings import BlockFP8, BlockInt8
 from dbuffer.transport import Collectives, collectives
 from fsdp_runtime import (
@@ -38,6 +37,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.memory import gathered_memory
 from ragged_shard import RaggedDTensor
+from ragged_shard.device import device_layer
 from ragged_shard.testing import RaceError, SimulatedDevice
 
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)))

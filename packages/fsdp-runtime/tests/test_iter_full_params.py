@@ -26,8 +26,9 @@ from fsdp_runtime import (
     iter_full_params,
 )
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
-from ragged_shard import gather_from_ranks
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, record_memory
+from fsdp_runtime.train.live_bytes import LiveBytes
+from ragged_shard.dist import gather_from_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 
 def collected(model, **options):
@@ -124,7 +125,7 @@ class Wide(nn.Module):
 
 def peak(model, pause, **options):
     """The most bytes alive on a rank. gloo's thread lets go of a broadcast's tensors a moment after it completed."""
-    with record_memory() as live:
+    with LiveBytes() as live:
         for _ in iter_full_params(model, **options):
             time.sleep(pause)
     return max(gather_from_ranks(live.peak))

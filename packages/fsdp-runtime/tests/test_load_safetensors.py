@@ -27,7 +27,7 @@ from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from layout_planner import Rows
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 from ragged_shard.testing import on_ranks, rank_mesh
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from dbuffer import device_layer
 from fsdp_runtime import fully_shard
 from fsdp_runtime.memory import activations
 from fsdp_runtime.memory.activations import OffloadActivations
+from ragged_shard.device import device_layer
 from ragged_shard.testing import on_ranks
 
 

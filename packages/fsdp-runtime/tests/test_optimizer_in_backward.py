@@ -13,7 +13,8 @@ from torch import nn
 import block_optim
 from fsdp_runtime import clip_grad_norm_, fully_shard, optimizer_in_backward, step_rest
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
-from ragged_shard.testing import on_ranks, rank_mesh, record_memory, run_ranks
+from fsdp_runtime.train.live_bytes import LiveBytes
+from ragged_shard.testing import on_ranks, rank_mesh, run_ranks
 
 MAKES = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -94,7 +95,7 @@ def peak(in_backward):
     optimizers = optimizer_in_backward(model, make) if in_backward else [make(model.parameters())]
     for step in range(2):
         loss = loss_of(model, tokens(step))
-        with record_memory() as live:
+        with LiveBytes() as live:
             loss.backward()
             step_rest(optimizers)
     return live.peak

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runtime_helpers import llama, seeded, shard
 
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 from ragged_shard.testing import on_ranks
 
 README = Path(__file__).parent.parent / "README.md"

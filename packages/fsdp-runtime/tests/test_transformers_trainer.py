@@ -14,7 +14,8 @@ from test_accelerate import fresh_state
 
 from fsdp_runtime import FSDPModule, block_policies
 from fsdp_runtime.integrations import transformers as ours
-from ragged_shard import RaggedDTensor, full_state_dict
+from ragged_shard import RaggedDTensor
+from ragged_shard.state_dict import full_state_dict
 from ragged_shard.testing import on_ranks, record_collectives
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra `accelerate`)")

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 
 import ragged_shard
+import ragged_shard.state_dict
 from dbuffer.encodings import BlockQuantizedTensor
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime._schedule.model import member_of
@@ -211,7 +212,7 @@ def test_codes_load_from_whole_ones_and_values_from_another_layout():
     again.load_state_dict(codes.state_dict())
     assert len(placements) == 2
     assert_codes(again, NF4, other_values())
-    ragged_shard.load_full_state_dict(again, adapted().state_dict())
+    ragged_shard.state_dict.load_full_state_dict(again, adapted().state_dict())
     assert_codes(again, NF4, adapted().state_dict())
     name, message = (
         "blocks.0.base.weight",

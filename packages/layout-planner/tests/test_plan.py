@@ -19,12 +19,12 @@ from layout_planner import (
     TensorSpec,
     Tile,
     Whole,
-    load_model,
     parse_block,
     plan,
 )
 from layout_planner._cli import main
 from layout_planner.baselines import in_given_order
+from layout_planner.models import load_model
 
 from .slow_checker import blocks_of, check
 

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, load_model, plan
+from layout_planner import Block, Elements, Rows, TensorSpec, Tile, Whole, plan
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
+from layout_planner.models import load_model
 
 from .slow_checker import check, least_shard
 

@@ -15,12 +15,11 @@ from layout_planner import (
     Segment,
     TensorSpec,
     Tile,
-    load_model,
     parse_block,
     plan,
 )
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
-from layout_planner.models import separate_experts
+from layout_planner.models import load_model, separate_experts
 
 W = [TensorSpec("w", (4,))]
 RULES: tuple[Any, ...] = (even_rows, lcm_rule)

@@ -82,35 +82,21 @@ def test_names_and_titles_are_escaped():
     assert {'<b a="1">&', "a < b & c"} <= set(found)
 
 
-def test_a_segment_too_thin_to_see_is_widened_and_that_is_said():
+def test_a_segment_too_thin_to_see_is_widened():
     layout = Layout(
         (TensorSpec("a", (1 << 20, 8)), TensorSpec("b", (8,))),
         1,
         8,
         (Segment(1 << 23, ("a",), (0,)), Segment(8, ("b",), (0,))),
     )
-    picture = layout.to_svg()
-    assert float(bars(picture)[1][1]["width"]) > 90
-    assert any(text.startswith("S1: drawn wider than to scale") for text in texts(picture))
-    assert not any(text.startswith("S1: wider") for text in texts(SMALL.to_svg()))
-
-
-def test_a_group_without_tensors_is_drawn_as_such():
-    assert "This group has no tensors." in texts(Layout((), 3, 8, ()).to_svg(title="nothing"))
+    assert float(bars(layout.to_svg())[1][1]["width"]) > 90
 
 
 @pytest.mark.parametrize(
     ("model", "world_size"), [("llama-3-8b", 8), ("gpt-oss-120b", 1024), ("kimi-k2", 64)]
 )
-def test_no_text_leaves_the_picture_or_its_bar(model, world_size):
-    picture = parse(plan(load_model(model).groups[1].specs(Rows(16)), world_size).to_svg(title=model * 50))
-    width, height = float(picture.get("width")), float(picture.get("height"))
-    for text in picture.iter(f"{SVG}text"):
-        wide, x = text_width(text.text, float(text.get("font-size"))), float(text.get("x"))
-        start = x - wide * {"end": 1, "middle": 0.5}.get(text.get("text-anchor"), 0)
-        assert start >= 0
-        assert start + wide <= width + 1, text.text
-        assert 0 < float(text.get("y")) < height
+def test_no_name_leaves_its_bar(model, world_size):
+    picture = parse(plan(load_model(model).groups[1].specs(Rows(16)), world_size).to_svg())
     for group in picture.iter(f"{SVG}g"):
         for label in group.findall(f"{SVG}text"):
             assert text_width(label.text, 11) <= float(group.find(f"{SVG}rect").get("width"))

@@ -10,13 +10,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ragged_shard import (
-    RaggedShard,
-    distribute_like,
-    distribute_tensor,
-    full_state_dict,
-    load_full_state_dict,
-)
+from ragged_shard import RaggedShard, distribute_like, distribute_tensor
+from ragged_shard.state_dict import full_state_dict, load_full_state_dict
 from ragged_shard.testing import (
     run_ranks,
 )

@@ -12,16 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ragged_shard
-from ragged_shard import (
-    RaggedDTensor,
-    RaggedShard,
-    StridedRaggedShard,
-    distribute_tensor,
-    gather_from_ranks,
-    list_ranks,
-    raise_on_all_ranks,
-    same_on_all_ranks,
-)
+import ragged_shard.state_dict
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_shard.dist import gather_from_ranks, list_ranks, raise_on_all_ranks, same_on_all_ranks
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks, simulated_ranks
 
 
@@ -52,11 +45,11 @@ def test_library_calls_leave_the_random_state_of_a_rank_alone(tmp_path):
     copy.deepcopy(param)
     module = nn.Module()
     module.weight = param
-    ragged_shard.load_full_state_dict(
-        module, ragged_shard.full_state_dict(module, rank0_only=True), rank0_only=True
+    ragged_shard.state_dict.load_full_state_dict(
+        module, ragged_shard.state_dict.full_state_dict(module, rank0_only=True), rank0_only=True
     )
-    saved = ragged_shard.full_optimizer_state_dict(module, optimizer)
-    ragged_shard.load_full_optimizer_state_dict(module, optimizer, saved)
+    saved = ragged_shard.state_dict.full_optimizer_state_dict(module, optimizer)
+    ragged_shard.state_dict.load_full_optimizer_state_dict(module, optimizer, saved)
     dcp.save({"weight": param}, checkpoint_id=tmp_path)
     dcp.load({"weight": param}, checkpoint_id=tmp_path)
     assert state() == before

@@ -15,20 +15,16 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ragged_shard import (
-    RaggedDTensor,
-    RaggedShard,
-    StridedRaggedShard,
-    distribute_like,
-    distribute_tensor,
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
+from ragged_shard import _geometry as geo
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
+from ragged_shard.dist import raise_on_all_ranks
+from ragged_shard.state_dict import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
-    raise_on_all_ranks,
 )
-from ragged_shard import _geometry as geo
-from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import RankError, rank_mesh, run_ranks, simulated_ranks
 
 Table = dict[str, tuple[Any, Any, str]]

@@ -16,18 +16,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import (
-    RaggedDTensor,
-    RaggedShard,
-    StridedRaggedShard,
-    distribute_like,
-    distribute_tensor,
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
+from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
+from ragged_shard.state_dict import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 seen_by_torch = pytest.mark.skipif(

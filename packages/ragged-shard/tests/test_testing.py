@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_shard import RaggedShard, device_layer, distribute_tensor
+from ragged_shard import RaggedShard, distribute_tensor
+from ragged_shard.device import device_layer
 from ragged_shard.testing import (
     Network,
     RaceError,

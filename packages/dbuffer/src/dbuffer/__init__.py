@@ -5,8 +5,6 @@ its rooms are `memory`, `transport`, the buffer, and the collectives on
 it. `dbuffer.encodings`, imported only by who uses it, has codes for gathers, reductions and shards.
 """
 
-from ragged_shard import DeviceLayer, device_layer
-
 from ._buffer import DBuffer
 from ._collectives import AllReduce, Gather, Handle, HandleState, ReduceScatter
 from ._encoding import Encoder, ReductionForm, WireForm
@@ -24,7 +22,6 @@ __all__ = [
     "Collectives",
     "DBuffer",
     "DebugRecycler",
-    "DeviceLayer",
     "Encoder",
     "Gather",
     "Geometry",
@@ -44,7 +41,6 @@ __all__ = [
     "Waiting",
     "WireForm",
     "Work",
-    "device_layer",
     "geometry_of",
     "hold_forever",
     "shared_recycler",

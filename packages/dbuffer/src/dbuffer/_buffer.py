@@ -18,15 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from layout_planner import Layout
-from ragged_shard import (
-    RaggedDTensor,
-    device_layer,
-    equal_on_all_ranks,
-    gather_from_ranks,
-    is_cpu,
-    raise_on_all_ranks,
-    same_on_all_ranks,
-)
+from ragged_shard import RaggedDTensor
+from ragged_shard.device import device_layer, is_cpu
+from ragged_shard.dist import equal_on_all_ranks, gather_from_ranks, raise_on_all_ranks, same_on_all_ranks
 
 from . import _torch_compat as compat
 from ._encoding import ReductionForm, WireForm

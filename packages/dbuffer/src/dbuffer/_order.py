@@ -36,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ragged_shard import DeviceLayer
+from ragged_shard.device import DeviceLayer
 
 from . import _torch_compat as compat
 from ._patient_calls import PatientStore

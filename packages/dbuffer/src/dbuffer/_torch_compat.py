@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ragged_shard import CPU
+from ragged_shard.device import CPU
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 

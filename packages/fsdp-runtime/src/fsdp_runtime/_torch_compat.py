@@ -26,7 +26,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ragged_shard import CPU, DISTRIBUTED, equalize_group_counts
+from ragged_shard.device import CPU
+from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
 
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ragged_shard import CPU
+from ragged_shard.device import CPU
 
 from ._module import FSDPModule
 from .checkpoint.targets import units_of

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from dbuffer import PatientStore, times_started, waiting
-from ragged_shard import list_ranks
+from ragged_shard.dist import list_ranks
 
 from ._torch_compat import flight_recorders
 

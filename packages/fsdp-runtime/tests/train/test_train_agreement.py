@@ -11,7 +11,7 @@ from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.errors import check_agreement, check_model
 from fsdp_runtime.train.hardware import own_device
 from fsdp_runtime.train.launch import check_options
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 from ragged_shard.testing import on_ranks
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 from layout_planner._blocks import Rows, parse_block
 from layout_planner._checks import MOST_RANKS, shortened
-from layout_planner._sweep import BF16, Options, plan_group, sweep, sweep_row, sweep_table
+from layout_planner._sweep import BF16, SWEEP_HEADERS, Options, measure, plan_group, sweep_row
 from layout_planner._table import markdown, percent, size
 from layout_planner.checkpoints import read_checkpoint
 from layout_planner.models import ModelShape, load_model, model_names, separate_experts
@@ -72,7 +73,7 @@ def _parser() -> _Parser:
         )
         add = added.add_argument
         if many:
-            sizes = "8..1024 (doubling), 8..64:8 (every 8) or 8,12"
+            sizes = "8..1024 (doubling) or 8,12"
             add("--world-size", type=_shown(world_sizes), required=True, help=sizes)
             blocks = "one or more, separated by commas (default: rows:1)"
             add("--block", type=_listed(parse_block), default=(Rows(1),), help=blocks)
@@ -138,14 +139,11 @@ def number(text: str) -> int:
 
 
 def world_sizes(text: str) -> tuple[int, ...]:
-    """`64`, `8,24`, `8..1024` (doubling), `8..64:8` (every 8), or several of these with commas; ascending."""
+    """`64`, `8..1024` (doubling), or several of these with commas; ascending."""
     sizes: set[int] = set()
     for part in text.split(","):
-        ends, colon, step = part.partition(":")
-        start, stop = _ends(ends, number)
-        if colon:
-            sizes.update(range(start, stop + 1, number(step)))
-        while not colon and start <= stop:
+        start, stop = _ends(part, number)
+        while start <= stop:
             sizes.add(start)
             start *= 2
     return tuple(sorted(sizes))
@@ -153,15 +151,11 @@ def world_sizes(text: str) -> tuple[int, ...]:
 
 def ranks(text: str) -> range:
     """`3` or `0..15`, both ends included."""
-
-    def rank(part: str) -> int:
-        if not part.isdecimal():
-            raise ValueError(
-                f"{text!r} is not a rank or a range of ranks; write one rank or a range such as 0..15"
-            )
-        return int(part)
-
-    start, stop = _ends(text, rank)
+    if not re.fullmatch(r"[0-9]+(\.\.[0-9]+)?", text):
+        raise ValueError(
+            f"{text!r} is not a rank or a range of ranks; write one rank or a range such as 0..15"
+        )
+    start, stop = _ends(text, int)
     return range(start, stop + 1)
 
 
@@ -209,10 +203,8 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
                     "layers": group.count,
                     "numel": layout.numel,
                     "padded_numel": layout.padded_numel,
-                    "padding_ratio": layout.padding_ratio,
                     "lower_bound": layout.lower_bound,
                     "lower_bound_reason": layout.bound.reason,
-                    "gap": layout.gap,
                     "fingerprint": layout.fingerprint(),
                     "layout": json.loads(layout.to_json()),
                 }
@@ -220,9 +212,7 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
             ],
             "numel": model.numel,
             "padded_numel": padded,
-            "padding_ratio": padded / model.numel - 1,
             "lower_bound": bound,
-            "gap": padded / bound - 1,
             "bf16_bytes_per_rank": BF16 * padded / args.world_size,
         }
         yield json.dumps(content, indent=2)
@@ -258,17 +248,14 @@ def _plan(args: argparse.Namespace) -> Iterator[str]:
 
 def _sweep(args: argparse.Namespace) -> Iterator[str]:
     model, options = _chosen(args)
-    rows = sweep(model, args.world_size, args.block, options)
+    rows = [measure(model, number, block, options) for block in args.block for number in args.world_size]
     if args.json:
         content = {"model": model.name, "numel": model.numel, "align": args.align}
         yield json.dumps({**content, "measures": [row.to_dict() for row in rows]}, indent=2)
         return
     yield f"{model.name}: {model.numel:,} parameters; padding in % of them"
     yield ""
-    table = sweep_table(args.block)
-    yield table.head()
-    for row in rows:
-        yield table.row(sweep_row(row))
+    yield markdown(SWEEP_HEADERS, [sweep_row(row) for row in rows])
 
 
 def _draw(args: argparse.Namespace) -> Iterator[str]:

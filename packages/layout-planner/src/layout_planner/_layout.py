@@ -18,8 +18,7 @@ from typing import Any
 from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
 from layout_planner._checks import check_integer, check_world_size, shortened
-from layout_planner._segment import Segment
-from layout_planner._spec import TensorSpec
+from layout_planner._spec import Segment, TensorSpec
 from layout_planner._svg import draw
 from layout_planner._table import percent
 
@@ -37,8 +36,8 @@ class Layout:
         segments: the buffers; every tensor is in exactly one.
 
     Raises:
-        ValueError: a tensor is missing, repeated, unaligned, overlaps another, extends past its segment, or is
-            cut inside a block.
+        ValueError: there are no tensors, or one is missing, repeated, unaligned, overlaps another, extends past its
+            segment, or is cut inside a block.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -49,6 +48,8 @@ class Layout:
     def __post_init__(self) -> None:
         check_world_size(self.world_size)
         check_integer("align", self.align, 1)
+        if not self.tensors:
+            raise ValueError("there is nothing to lay out: the group has no tensors")
         placed = sorted([name for segment in self.segments for name in segment.names])
         if placed != sorted(self._by_name) or len(self._by_name) < len(self.tensors):
             raise ValueError(
@@ -240,12 +241,11 @@ class Layout:
         Raises:
             ValueError: `ranks` is empty or reaches outside the layout.
         """
-        any_elements = self.numel > 0
         figures = [
             ("elements", f"{self.numel:,}"),
             ("with padding", f"{self.padded_numel:,}"),
-            ("padding", percent(self.padding_ratio) if any_elements else "0 %"),
+            ("padding", percent(self.padding_ratio)),
             (f"lower bound, by {self.bound.reason}", f"{self.lower_bound:,}"),
-            ("gap to the bound", percent(self.gap) if any_elements else "0 %"),
+            ("gap to the bound", percent(self.gap)),
         ]
         return draw(self.segments, self._by_name, self.world_size, figures, title=title, ranks=ranks)

@@ -6,8 +6,7 @@ from operator import attrgetter
 from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
 from layout_planner._place import Item
-from layout_planner._segment import Segment
-from layout_planner._spec import TensorSpec
+from layout_planner._spec import Segment, TensorSpec
 from layout_planner._split import split
 
 

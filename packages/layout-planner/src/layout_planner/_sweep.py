@@ -1,13 +1,12 @@
 """The padding of whole models over world sizes and blocks, compared with the baselines and the lower bound."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from layout_planner._blocks import Block
 from layout_planner._layout import Layout
 from layout_planner._plan import plan
-from layout_planner._table import Table, percent, size
+from layout_planner._table import percent, size
 from layout_planner.baselines import even_rows, lcm_rule
 from layout_planner.models import GroupShape, ModelShape
 
@@ -59,21 +58,9 @@ class Measure:
         return BF16 * self.planned / self.world_size
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as JSON values."""
-        return {
-            "world_size": self.world_size,
-            "block": str(self.block),
-            "numel": self.numel,
-            "planned_numel": self.planned,
-            "even_rows_numel": self.even_rows,
-            "lcm_numel": self.lcm,
-            "lower_bound": self.lower_bound,
-            "padding_ratio": self.padding(),
-            "even_rows_padding_ratio": self.padding(self.even_rows),
-            "lcm_padding_ratio": self.padding(self.lcm),
-            "gap": self.gap,
-            "bf16_bytes_per_rank": self.bytes_per_rank,
-        }
+        """The fields, and the figures made of them, as JSON values."""
+        ratios = {"padding": self.padding(), "gap": self.gap, "bf16_bytes_per_rank": self.bytes_per_rank}
+        return {**asdict(self), "block": str(self.block), **ratios}
 
 
 def plan_group(group: GroupShape, world_size: int, block: Block, options: Options) -> Layout:
@@ -103,23 +90,11 @@ def measure(model: ModelShape, world_size: int, block: Block, options: Options) 
     return Measure(world_size, block, *totals)
 
 
-def sweep(
-    model: ModelShape, world_sizes: Iterable[int], blocks: Sequence[Block], options: Options
-) -> Iterator[Measure]:
-    """One measure per block and world size, block by block; each is yielded as soon as it is ready."""
-    for block in blocks:
-        for world_size in sorted(set(world_sizes)):
-            yield measure(model, world_size, block, options)
-
-
-def sweep_table(blocks: Sequence[Block]) -> Table:
-    """The table whose rows `sweep_row` makes."""
-    headers = ("<block", "ranks", "ours", "even rows", "lcm", "lower bound", "gap", "per rank, bf16")
-    return Table(headers, (max(len(str(block)) for block in blocks), 5, 7, 9, 9, 11, 7, 14))
+SWEEP_HEADERS = ("<block", "ranks", "ours", "even rows", "lcm", "lower bound", "gap", "per rank, bf16")
 
 
 def sweep_row(measure: Measure) -> list[str]:
-    """One row: padding in per cent of the elements for the plan, the baselines and the bound; gap; bytes."""
+    """One row under `SWEEP_HEADERS`; padding is in per cent of the elements."""
     return [
         str(measure.block),
         str(measure.world_size),

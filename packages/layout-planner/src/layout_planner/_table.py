@@ -5,40 +5,22 @@ from collections.abc import Sequence
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
-class Table:
-    """A Markdown table, made line by line so that rows can be printed as they become ready.
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table. A header's leading "<" aligns its column to the left, others are to the right."""
+    left = [header.startswith("<") for header in headers]
+    names = [header.removeprefix("<") for header in headers]
+    widths = [max(3, *map(len, column)) for column in zip(names, *rows, strict=True)]
+    rules = [
+        "-" * width if to_left else "-" * (width - 1) + ":"
+        for width, to_left in zip(widths, left, strict=True)
+    ]
 
-    Args:
-        headers: one per column. A leading "<" aligns the column to the left, others to the right.
-        widths: minimum width of each column in characters, so that later rows align too.
-    """
-
-    def __init__(self, headers: Sequence[str], widths: Sequence[int]) -> None:
-        self._left = [header.startswith("<") for header in headers]
-        self._headers = [header.removeprefix("<") for header in headers]
-        pairs = zip(self._headers, widths, strict=True)
-        self._widths = [max(len(header), width, 3) for header, width in pairs]
-
-    def head(self) -> str:
-        """The two lines above the rows."""
-        rules = [
-            "-" * width if left else "-" * (width - 1) + ":"
-            for width, left in zip(self._widths, self._left, strict=True)
-        ]
-        return f"{self.row(self._headers)}\n{self.row(rules)}"
-
-    def row(self, cells: Sequence[str]) -> str:
-        """One line."""
-        places = zip(cells, self._widths, self._left, strict=True)
-        padded = (cell.ljust(width) if left else cell.rjust(width) for cell, width, left in places)
+    def line(cells: Sequence[str]) -> str:
+        places = zip(cells, widths, left, strict=True)
+        padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in places)
         return f"| {' | '.join(padded)} |"
 
-
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose rows are all known; headers as for `Table`."""
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(len(headers))]
-    table = Table(headers, widths)
-    return "\n".join([table.head(), *map(table.row, rows)])
+    return "\n".join(map(line, [names, rules, *rows]))
 
 
 def percent(ratio: float) -> str:

@@ -16,8 +16,7 @@ from itertools import count
 from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
 from layout_planner._place import Item, placer
-from layout_planner._segment import Segment
-from layout_planner._spec import TensorSpec
+from layout_planner._spec import Segment, TensorSpec
 
 
 def even_rows(tensors: Sequence[TensorSpec], world_size: int) -> int:

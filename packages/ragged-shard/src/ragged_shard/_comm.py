@@ -4,12 +4,10 @@ A `Pending` keeps its buffers referenced until `wait()`. What only moves data wo
 reductions do not.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_shard._torch_compat import all_gather_into, reduce_scatter_from
 
@@ -110,26 +108,3 @@ def _after(work: dist.Work, result: torch.Tensor, *keep: torch.Tensor) -> Pendin
         return result
 
     return Pending(finish)
-
-
-def agreed_problem(
-    mesh: DeviceMesh, caller: str, arguments: object, problem: Exception | None
-) -> Exception | None:
-    """The error that this rank should raise, if any rank of the mesh has one or their arguments differ; else None.
-
-    One all-reduce of three int64 (24 bytes) per mesh axis. Arguments are compared by their repr.
-    """
-    fingerprint = zlib.crc32(repr(arguments).encode())
-    for axis in range(mesh.ndim):
-        mark = torch.tensor(
-            [problem is not None, fingerprint, -fingerprint], dtype=torch.int64, device=mesh.device_type
-        )
-        dist.all_reduce(mark, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        failed, highest, lowest = mark.tolist()
-        if problem is None and failed:
-            reason = "another rank of the mesh was given invalid arguments; its own error says which"
-            problem = ValueError(f"{caller} on {mesh}: {reason}")
-        elif problem is None and highest != -lowest:
-            reason = "the ranks of the mesh were given different shapes, dtypes or placements"
-            problem = ValueError(f"{caller} on {mesh}: {reason}")
-    return problem

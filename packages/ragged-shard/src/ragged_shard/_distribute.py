@@ -15,6 +15,7 @@ from ragged_shard._geometry import axis_extents, shard_box
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
+from ragged_shard.dist import same_on_all_ranks
 
 
 def distribute_tensor(
@@ -28,7 +29,7 @@ def distribute_tensor(
 
     With an integer ``src_data_rank`` the data comes from the rank with this coordinate on every mesh axis: one
     all_to_all_single along the ragged axis (the source sends ``T - own`` bytes, the others nothing), then one broadcast
-    of the local tensor along each axis of replicas. Before that, one all-reduce of 24 bytes per axis makes every rank
+    of the local tensor along each axis of replicas. Before that, one all-reduce of 64 bytes per axis makes every rank
     raise if the ranks' arguments differ. With None each rank copies its range out of its tensor, and nothing is
     communicated.
 
@@ -59,8 +60,12 @@ def distribute_tensor(
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = error
     if src_data_rank is not None and isinstance(device_mesh, DeviceMesh):
-        described = (tuple(placements), tuple(tensor.shape), str(tensor.dtype))
-        problem = _comm.agreed_problem(device_mesh, "distribute_tensor", described, problem)
+        described = {
+            "placements": tuple(placements),
+            "shape": tuple(tensor.shape),
+            "dtype": tensor.dtype,
+        }
+        same_on_all_ranks(described, device_mesh.get_all_groups(), error=problem, caller="distribute_tensor")
     if problem is not None:
         raise problem
     assert sharding is not None

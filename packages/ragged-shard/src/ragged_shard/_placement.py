@@ -143,8 +143,9 @@ class RaggedShard(Shard):
     def _refusal(self, reason: str) -> NotImplementedError:
         return NotImplementedError(
             f"{self} cannot be handled as torch's Shard(dim): {reason}. Use ragged_shard.distribute_tensor, "
-            "distribute_like, redistribute or RaggedDTensor.from_local for a tensor, ragged_shard.load_full_state_dict "
-            "or fsdp_runtime.set_full_state_dict for a module, load_full_optimizer_state_dict for an optimizer"
+            "distribute_like, redistribute or RaggedDTensor.from_local for a tensor, "
+            "ragged_shard.state_dict.load_full_state_dict or fsdp_runtime.set_full_state_dict for a "
+            "module, load_full_optimizer_state_dict for an optimizer"
         )
 
     def unit_range(self, rank: int) -> tuple[int, int]:

@@ -93,6 +93,15 @@ class Sharding:
         return int(self.mesh.shape[axis])
 
     @property
+    def cut_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of the mesh axes that cut the tensor, axis by axis."""
+        return [self.mesh.get_group(axis) for axis in self.cut_axes if self.axis_size(axis) > 1]
+
+    def replicated(self, shape: Sequence[int]) -> "Sharding":
+        """The sharding of a tensor of this shape of which every rank of the mesh has a copy."""
+        return sharding_of(self.mesh, (Replicate(),) * self.mesh.ndim, torch.Size(shape))
+
+    @property
     def ragged(self) -> RaggedShard:
         """The ragged placement."""
         assert self.axis is not None

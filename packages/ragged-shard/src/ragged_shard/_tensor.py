@@ -13,12 +13,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ragged_shard import _comm, _redistribute
+from ragged_shard import _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
-from ragged_shard._device import CPU
 from ragged_shard._placement import carried
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Op, make_spec, new_wrapper
+from ragged_shard.device import CPU
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -80,17 +80,6 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         wrapper._sharding = sharding
         return wrapper
 
-    @classmethod
-    def _wrap_all(cls, locals_: Sequence[torch.Tensor], sharding: Sharding) -> "list[RaggedDTensor]":
-        """`_wrap` for several of one dtype."""
-        wrappers: list[RaggedDTensor] = []
-        if locals_:
-            spec = sharding.spec(locals_[0].dtype)
-            wrappers += [new_wrapper(RaggedDTensor, local, spec, requires_grad=False) for local in locals_]
-        for wrapper in wrappers:
-            wrapper._sharding = sharding
-        return wrappers
-
     @staticmethod
     def from_local(
         local: torch.Tensor,
@@ -103,7 +92,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     ) -> "RaggedDTensor":
         """Wrap this rank's local tensor. The result shares its storage: a write to either one changes both.
 
-        Differentiable. Communicates nothing unless ``check`` is set: then one all-reduce of 24 bytes per mesh axis
+        Differentiable. Communicates nothing unless ``check`` is set: then one all-reduce of 64 bytes per mesh axis
         compares shapes, dtypes and placements, and every rank raises if one of them has something wrong. Without
         ``check`` only that rank raises, and the others wait for it in their next collective.
 
@@ -121,9 +110,15 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         """
         sharding, problem = _examine(local, device_mesh, placements, shape, stride)
         if check:
-            described = (tuple(placements), tuple(shape), str(getattr(local, "dtype", None)))
-            problem = _comm.agreed_problem(device_mesh, "from_local", described, problem)
-        if isinstance(problem, Exception):
+            from ragged_shard.dist import same_on_all_ranks  # which imports this module
+
+            described = {
+                "placements": tuple(placements),
+                "shape": tuple(shape),
+                "dtype": getattr(local, "dtype", None),
+            }
+            same_on_all_ranks(described, device_mesh.get_all_groups(), error=problem, caller="from_local")
+        if problem is not None:
             raise problem
         assert sharding is not None
         if local.requires_grad and torch.is_grad_enabled():
@@ -163,11 +158,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         Args:
             local: of this tensor's local shape, contiguous; any dtype. Not checked: for callers who make many.
         """
-        sharding = self._sharding
-        spec = sharding._specs.get(local.dtype) or sharding.spec(local.dtype)
-        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=False)
-        wrapper._sharding = sharding
-        return wrapper
+        return RaggedDTensor._wrap(local, self._sharding)
 
     @overload
     def redistribute(
@@ -268,8 +259,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         if not getattr(self, "_scratch", False) or self.requires_grad:
             return super().t_()  # type: ignore[no-any-return]  # which is refused
         full = self.full_tensor().t().contiguous()
-        everywhere = (Replicate(),) * self.device_mesh.ndim
-        self.data = RaggedDTensor._wrap(full, sharding_of(self.device_mesh, everywhere, full.shape))
+        self.data = RaggedDTensor._wrap(full, self._sharding.replicated(full.shape))
         return self
 
     @property

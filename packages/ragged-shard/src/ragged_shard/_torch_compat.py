@@ -6,7 +6,7 @@ Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as 
 (what FSDP2 makes of a parameter that TP cuts along dimension 0), `OpOverload` (the type of an op),
 `Tensor._make_wrapper_subclass` (2.11 only), DTensor's dispatcher (whether implicit replication is allowed), `_sleep` of
 CUDA, `distributed_c10d._world` (which groups there are), and for the test harness what DTensor remembers of ops
-(`_clear_sharding_prop_cache`), and `torch._C._set_print_stack_traces_on_fatal_signal`.
+(`_clear_sharding_prop_cache`).
 """
 
 from typing import Any
@@ -155,11 +155,6 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-
-
-def print_native_stacks_on_fatal_signals() -> None:
-    """Let torch write the native stack of every thread to stderr before the process dies of a signal."""
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def sleeper(device: torch.device) -> Any:

@@ -21,7 +21,7 @@ from block_optim.core.params import Group, Param
 from block_optim.core.rounding import NarrowWriter
 from block_optim.core.runs import FlatSpace
 from block_optim.core.scratch import chunk_on
-from ragged_shard import CPU, is_cpu
+from ragged_shard.device import CPU, is_cpu
 
 # Elements of the widest SIMD vector, and of the cache line by which torch's fused kernel divides work.
 VECTOR = 16

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import DISTRIBUTED, equalize_group_counts
+from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
 
 TorchStridedShard = _StridedShard
 SHARDS = (Shard, _StridedShard)

@@ -16,7 +16,7 @@ from block_optim.core.params import Group, Param
 from block_optim.core.policy import BlockRequest, Policy, make_policy
 from block_optim.core.rounding import check_precision
 from layout_planner import Block
-from ragged_shard import DISTRIBUTED
+from ragged_shard.dist import DISTRIBUTED
 
 
 class Algorithm:

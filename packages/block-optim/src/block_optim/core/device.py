@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 
 def is_capturing() -> bool:

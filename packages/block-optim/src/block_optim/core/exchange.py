@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from block_optim.core._torch_compat import all_gather_single
 from block_optim.core.scratch import Scratch
-from ragged_shard import DeviceLayer, device_layer
+from ragged_shard.device import DeviceLayer, device_layer
 
 Wait = Callable[[], object]
 

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from block_optim.core._torch_compat import local_of
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
-from ragged_shard import DISTRIBUTED
+from ragged_shard.dist import DISTRIBUTED
 
 
 def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:

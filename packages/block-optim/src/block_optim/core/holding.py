@@ -30,7 +30,8 @@ from torch.distributed.tensor import Placement, Replicate
 
 from block_optim.core._torch_compat import SHARDS, dtensor_around, local_of, new_ordered_group
 from block_optim.core.pieces import Piece, pieces_of, run
-from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard, held_boxes
+from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
+from ragged_shard.dist import DISTRIBUTED
 
 Range = tuple[int, int]  # elements [start, stop)
 

@@ -28,7 +28,8 @@ from block_optim.core.holding import (
 )
 from block_optim.core.runs import is_dense
 from layout_planner import Block, TensorSpec
-from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard
+from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard.dist import DISTRIBUTED
 
 Group = dict[str, Any]  # a parameter group: "params" and options, as torch's optimizers have them
 

@@ -21,7 +21,8 @@ from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, loca
 from block_optim.core.algorithm import Algorithm
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
 from block_optim.core.params import Group, Param, same_objects
-from ragged_shard import DISTRIBUTED, distribute_like
+from ragged_shard import distribute_like
+from ragged_shard.dist import DISTRIBUTED
 
 
 class Stateful(Algorithm, torch.optim.Optimizer):

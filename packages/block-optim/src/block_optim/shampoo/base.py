@@ -33,7 +33,7 @@ from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
 from block_optim.shampoo.roots import RootCounts
 from block_optim.shampoo.strips import StripExchange
 from layout_planner import Block
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 _LOG = logging.getLogger("block_optim")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from block_optim.core._torch_compat import foreach_copy_
 from block_optim.shampoo import linalg
 from block_optim.shampoo.plan import COLS, ROWS, OwnedBlock
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 
 @dataclass

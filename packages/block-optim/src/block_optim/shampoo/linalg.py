@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 T = TypeVar("T")
 _LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, but not re-exported

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 VARIABLE = "DBUFFER_HUGE_PAGES"
 PAGE = 1 << 21

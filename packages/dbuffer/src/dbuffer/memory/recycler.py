@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ragged_shard import DeviceLayer, device_layer
+from ragged_shard.device import DeviceLayer, device_layer
 
 from .. import _torch_compat as compat
 from .geometry import ALIGNMENT, Geometry

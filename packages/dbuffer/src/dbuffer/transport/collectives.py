@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ragged_shard import device_layer
+from ragged_shard.device import device_layer
 
 from .. import _torch_compat as compat
 from .._order import watched

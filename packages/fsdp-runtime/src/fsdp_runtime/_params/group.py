@@ -18,7 +18,8 @@ from torch import nn
 
 from dbuffer import DBuffer, WireForm
 from layout_planner import Layout
-from ragged_shard import RaggedDTensor, installed_versions, raise_on_all_ranks
+from ragged_shard import RaggedDTensor
+from ragged_shard.dist import installed_versions, raise_on_all_ranks
 
 from .. import _torch_compat as compat
 from .._grads.buffer import GradBuffer

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dbuffer import DeviceLayer, Encoder, Geometry, Recycler, Scratch, WireForm, hold_forever
-from ragged_shard import raise_on_all_ranks
+from dbuffer import Encoder, Geometry, Recycler, Scratch, WireForm, hold_forever
+from ragged_shard.device import DeviceLayer
+from ragged_shard.dist import raise_on_all_ranks
 
 from .._plan.mesh import DataMesh
 from .._plan.param import MakeHook, ManagedParam, local_of

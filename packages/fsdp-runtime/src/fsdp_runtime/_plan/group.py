@@ -18,7 +18,8 @@ import layout_planner
 import ragged_shard
 from dbuffer import Geometry, ReductionForm, TransportChoice, WireForm, geometry_of
 from layout_planner import Block, Layout, Rows, Segment, TensorSpec, Whole
-from ragged_shard import CPU, RaggedDTensor
+from ragged_shard import RaggedDTensor
+from ragged_shard.device import CPU
 
 from .. import _torch_compat as compat
 from ..block_policies import BlockPolicy

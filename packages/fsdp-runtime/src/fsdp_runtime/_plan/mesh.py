@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ragged_shard import CPU, DISTRIBUTED, RaggedShard, StridedRaggedShard, held_boxes
+from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
+from ragged_shard.device import CPU
+from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ragged_shard import same_on_all_ranks
+from ragged_shard.dist import same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .mesh import DataMesh, data_mesh, data_mesh_of

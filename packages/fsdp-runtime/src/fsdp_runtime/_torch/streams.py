@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from dbuffer import DeviceLayer, device_layer, shared_recycler
+from dbuffer import shared_recycler
+from ragged_shard.device import DeviceLayer, device_layer
 
 
 class Streams:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ragged_shard import CPU
+from ragged_shard.device import CPU
 
 from .files import Checkpoint, Stored, library, write_file
 from .safetensors_export import file_names, split_by_size, write_index

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import DISTRIBUTED, same_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
 
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Entry, entries_of_model

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ragged_shard import CPU, Box
+from ragged_shard import Box
+from ragged_shard.device import CPU
 
 Ints = tuple[int, ...]
 _LONGEST_NAME = 255  # of a file

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ragged_shard
-from ragged_shard import DISTRIBUTED
-from ragged_shard import full_state_dict as get_full_state_dict
+import ragged_shard.dist
+import ragged_shard.state_dict
+from ragged_shard.dist import DISTRIBUTED
+from ragged_shard.state_dict import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
 from .targets import adopt_assigned, give_memory, targets_of, units_of
@@ -56,9 +57,9 @@ def set_full_state_dict(
             _check(model, state_dict, strict)
     except Exception as error:  # the other ranks must not wait for this one
         problem = error
-    ragged_shard.raise_on_all_ranks(problem, _SET)
+    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
     give_memory(model)
-    ragged_shard.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
+    ragged_shard.state_dict.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
     if rank0_only:
         _send_buffers(model)
 
@@ -73,7 +74,7 @@ def _send_buffers(model: nn.Module) -> None:
     own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
     if not places or not dist.is_initialized():
         return
-    by_rank = dict(ragged_shard.gather_from_ranks((dist.get_rank(), own)))
+    by_rank = dict(ragged_shard.dist.gather_from_ranks((dist.get_rank(), own)))
     sent = [
         key for key in places if key not in by_rank[0] and any(key in missing for missing in by_rank.values())
     ]
@@ -87,7 +88,7 @@ def _send_buffers(model: nn.Module) -> None:
     values = (
         {name: buffer.clone() for name, buffer in carrier.named_buffers()} if dist.get_rank() == 0 else {}
     )
-    ragged_shard.load_full_state_dict(carrier, values, rank0_only=True)
+    ragged_shard.state_dict.load_full_state_dict(carrier, values, rank0_only=True)
 
 
 def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -127,12 +128,14 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
 def get_full_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """States of optimizers by parameter name, with full, plain tensors; `ragged_shard.full_optimizer_state_dict`.
+    """States of optimizers by parameter name, with full, plain tensors.
+
+    As `ragged_shard.state_dict.full_optimizer_state_dict`.
 
     Gathered units are resharded first: torch names an optimizer's parameters by those that the modules have.
     """
     _reshard(model)
-    return ragged_shard.full_optimizer_state_dict(
+    return ragged_shard.state_dict.full_optimizer_state_dict(
         model, optimizers, rank0_only=rank0_only, cpu_offload=cpu_offload
     )
 
@@ -161,10 +164,12 @@ def set_full_optimizer_state_dict(
     _reshard(model)
     problem: Exception | None = None
     try:
-        ragged_shard.load_full_optimizer_state_dict(model, optimizers, state_dict, rank0_only=rank0_only)
+        ragged_shard.state_dict.load_full_optimizer_state_dict(
+            model, optimizers, state_dict, rank0_only=rank0_only
+        )
     except (TypeError, ValueError) as error:
         if rank0_only:  # which every rank raises
             raise
         problem = error
     if not rank0_only:
-        ragged_shard.raise_on_all_ranks(problem, "set_full_optimizer_state_dict")
+        ragged_shard.dist.raise_on_all_ranks(problem, "set_full_optimizer_state_dict")

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import Box, same_on_all_ranks
+from ragged_shard import Box
+from ragged_shard.dist import same_on_all_ranks
 
 from .._params.empty_buffers import is_empty
 from .conversions import rules_of

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import device_layer
-from ragged_shard import CPU, RaggedDTensor, is_cpu
+from ragged_shard import RaggedDTensor
+from ragged_shard.device import CPU, device_layer, is_cpu
 
 from .._params.unit import Unit
 from .._plan.group import wrap_local

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import CPU, gather_from_ranks
+from ragged_shard.device import CPU
+from ragged_shard.dist import gather_from_ranks
 
 from .conversions import FileGroups
 from .export import Exporter

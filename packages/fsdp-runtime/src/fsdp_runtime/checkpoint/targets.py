@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dbuffer import TensorSlice
-from ragged_shard import DISTRIBUTED, Box
+from ragged_shard import Box
+from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
 from .._params.group import Group

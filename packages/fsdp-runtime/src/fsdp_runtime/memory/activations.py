@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dbuffer import device_layer
-from ragged_shard import CPU
+from ragged_shard.device import CPU, device_layer
 
 from .._schedule.model import member_of
 from .._torch.streams import streams_of

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ragged_shard
-from ragged_shard import CPU, DISTRIBUTED, RaggedDTensor, is_cpu
+from ragged_shard import RaggedDTensor
+from ragged_shard.device import CPU, is_cpu
+from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
 from .in_backward import updated_in_backward

@@ -17,7 +17,8 @@ import ragged_shard
 from dbuffer import WireForm
 from dbuffer.encodings import BlockInt8, BlockQuantizedTensor, BlocksAtRest, empty_codes
 from layout_planner import Layout
-from ragged_shard import DISTRIBUTED, RaggedDTensor, RaggedShard
+from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard.dist import DISTRIBUTED
 
 from .._params.group import Group
 from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from ragged_shard import gather_from_ranks, is_cpu
+from ragged_shard.device import is_cpu
+from ragged_shard.dist import gather_from_ranks
 
 from ..checkpoint.convert import METADATA, Reader
 from .config import RunConfig

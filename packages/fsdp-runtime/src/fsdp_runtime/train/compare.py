@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 from .config import SYSTEMS, RunConfig
 from .errors import TrainError, say

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from ragged_shard import device_layer, is_cpu
+from ragged_shard.device import device_layer, is_cpu
 
 from .errors import TrainError
 from .hardware import DEVICES, check_present, pick_device

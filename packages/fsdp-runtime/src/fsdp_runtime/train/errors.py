@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard import gather_from_ranks, same_on_all_ranks
+from ragged_shard.dist import gather_from_ranks, same_on_all_ranks
 
 T = TypeVar("T")
 _LONGEST = 1600  # characters of a message

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ragged_shard import CPU, device_layer, is_cpu
+from ragged_shard.device import CPU, device_layer, is_cpu
 
 from .errors import TrainError
 

@@ -34,7 +34,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from fsdp_runtime import Watchdog
-from ragged_shard import gather_from_ranks, installed_versions, is_cpu
+from ragged_shard.device import is_cpu
+from ragged_shard.dist import gather_from_ranks, installed_versions
 
 from .checkpoint import latest
 from .config import RunConfig

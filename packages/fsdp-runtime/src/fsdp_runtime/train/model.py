@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 
 @dataclass(frozen=True)

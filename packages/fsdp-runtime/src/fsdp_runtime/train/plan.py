@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime.memory import UnitMemory, fake_tensors, unit_memory
-from ragged_shard import DeviceLayer, use_device_layer
+from ragged_shard.device import DeviceLayer, use_device_layer
 from ragged_shard.testing import simulated_ranks
 
 from .._torch.tree import local_tensor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 
 from .checkpoint import RUN_FILE, checkpoints_of, find_damage, is_as_written, latest, read_about
 from .config import RunConfig

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime.memory.activations import OffloadActivations
-from ragged_shard import distribute_like, is_cpu
+from ragged_shard import distribute_like
+from ragged_shard.device import is_cpu
 
 from .config import RunConfig
 from .errors import TrainError

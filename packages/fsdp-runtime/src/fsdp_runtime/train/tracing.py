@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 from .errors import TrainError, agreed
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ragged_shard import device_layer
+from ragged_shard.device import device_layer
 
 from . import checkpoint as ckpt
 from .config import RunConfig

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
-from ragged_shard._ops.fallback import fallback
-from ragged_shard._sharding import Sharding, sharding_of
+from ragged_shard._ops.fallback import fallback, require_reduced
+from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
@@ -16,8 +15,9 @@ _wrap = RaggedDTensor._wrap
 _AS_THE_OTHER = (
     "make it like the ragged one, by ragged_shard.redistribute(it, placements=ragged.placements), or the ragged one "
     "like it, by ragged.redistribute(placements=it.placements). States of an optimizer that torch's "
-    "distribute_tensor or set_optimizer_state_dict made are loaded by ragged_shard.load_full_optimizer_state_dict, or "
-    "with broadcast_from_rank0=True unless the parameter is a scalar"
+    "distribute_tensor or set_optimizer_state_dict made are loaded by "
+    "ragged_shard.state_dict.load_full_optimizer_state_dict, or with "
+    "broadcast_from_rank0=True unless the parameter is a scalar"
 )
 
 
@@ -193,56 +193,48 @@ def _check_position(
         values = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         operands.check_linear(func, target, values[:2], kwargs)
         if len(values) > 2:
-            raise NotImplementedError(f"{func} on a tensor with a pending reduction ({target}): not linear")
+            require_reduced(func, target)
 
 
-def like(op: Op) -> Handler:
+def like(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor with the sharding of the first operand, made from its local tensor: copies, casts, ``*_like``."""
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source = args[0]
-        sharding: Sharding = source._sharding
-        if sharding.axis is None:
-            return fallback(func, args, kwargs)
-        if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
-            raise NotImplementedError(
-                f"{func} with {kwargs['memory_format']}: ragged tensors are row-major ({sharding})"
-            )
-        if sharding.partial:
-            operands.check_linear(func, sharding, [source], kwargs)
-        return _wrap(func(source._local_tensor, *args[1:], **kwargs), sharding)
-
-    return handle
+    source = args[0]
+    sharding: Sharding = source._sharding
+    if sharding.axis is None:
+        return fallback(func, args, kwargs)
+    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+        raise NotImplementedError(
+            f"{func} with {kwargs['memory_format']}: ragged tensors are row-major ({sharding})"
+        )
+    if sharding.partial:
+        operands.check_linear(func, sharding, [source], kwargs)
+    return _wrap(func(source._local_tensor, *args[1:], **kwargs), sharding)
 
 
-def new(op: Op) -> Handler:
+def new(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.new_zeros(size)`` and the like: with the sharding of x for its own shape, Replicate for 0-d; else refused.
 
     ``new_empty`` of another shape is Replicate, as torch's DTensor makes it: it has no values yet to differ in.
     """
-    empty = op._schema.name == "aten::new_empty"
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source, size = args[0], torch.Size(args[1])
-        sharding: Sharding = source._sharding
-        if sharding.axis is None:
-            return fallback(func, args, kwargs)
-        target = sharding
-        other = size != sharding.shape
-        if other and (not size or (empty and not sharding.partial)):
-            target = sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, size)
-        elif other:
-            raise NotImplementedError(
-                f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
-                "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc. "
-                "torch.optim.Adafactor, whose state has other shapes than its parameters, cannot be used: use AdamW"
-            )
-        if target.partial:
-            operands.check_linear(func, target, [source], kwargs)
-        result = _wrap(func(source._local_tensor, target.local_shape, *args[2:], **kwargs), target)
-        if not size:
-            result._like = sharding  # which set_ needs
-        result._scratch = empty
-        return result
-
-    return handle
+    empty = func._schema.name == "aten::new_empty"
+    source, size = args[0], torch.Size(args[1])
+    sharding: Sharding = source._sharding
+    if sharding.axis is None:
+        return fallback(func, args, kwargs)
+    target = sharding
+    other = size != sharding.shape
+    if other and (not size or (empty and not sharding.partial)):
+        target = sharding.replicated(size)
+    elif other:
+        raise NotImplementedError(
+            f"{func} of shape {tuple(size)} from a ragged tensor ({sharding}): the placements of another shape "
+            "are not known. Make it with ragged_shard.distribute_tensor, or a plain one with torch.zeros etc. "
+            "torch.optim.Adafactor, whose state has other shapes than its parameters, cannot be used: use AdamW"
+        )
+    if target.partial:
+        operands.check_linear(func, target, [source], kwargs)
+    result = _wrap(func(source._local_tensor, target.local_shape, *args[2:], **kwargs), target)
+    if not size:
+        result._like = sharding  # which set_ needs
+    result._scratch = empty
+    return result

@@ -82,6 +82,15 @@ def refusal(func: Op, sharding: Sharding) -> NotImplementedError:
     )
 
 
+def require_reduced(func: Op, sharding: Sharding) -> None:
+    """Raise NotImplementedError for an op that is not linear on a tensor with a pending reduction."""
+    if sharding.partial:
+        raise NotImplementedError(
+            f"{func} on a tensor with a pending reduction ({sharding}): it is not linear; redistribute Partial to "
+            "Replicate first"
+        )
+
+
 def _on_replicas(
     func: Op, args: Any, kwargs: Any, leaves: list[torch.Tensor], shardings: list[Sharding]
 ) -> tuple[bool, Any]:

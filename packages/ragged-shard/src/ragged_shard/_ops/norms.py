@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ragged_shard._ops.fallback import as_dtensor, fallback
+from ragged_shard._ops.fallback import as_dtensor, fallback, require_reduced
 from ragged_shard._ops.operands import is_distributed
 from ragged_shard._ops.reduce import HALVES, bound, join, local_of, norm_over
 from ragged_shard._sharding import describe_mesh, ranks_along, sharding_of
-from ragged_shard._tensor import DISTRIBUTED, Handler, RaggedDTensor
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _REPLICATE = Replicate()
@@ -35,46 +35,38 @@ class _Cut(NamedTuple):
     locals: list[torch.Tensor]
 
 
-def foreach_norm(op: Op) -> Handler:
+def foreach_norm(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut over the same ranks.
 
     One for each mesh axis where no process group has just these ranks; see `_groups_of`.
     """
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, arguments = args[0], bound(func, args, kwargs)
-        order, dtype = float(arguments.get("ord", 2)), arguments.get("dtype")
-        results: list[Any] = [None] * len(tensors)
-        cuts: dict[Any, _Cut] = {}
-        # The last tensor's, which the next one mostly shares: hashing a mesh takes a while.
-        kind, cut = None, None
-        plain = []
-        for i, tensor in enumerate(tensors):
-            sharding = getattr(tensor, "_sharding", None)
-            if sharding is not None and sharding.axis is not None:
-                if sharding.partial:
-                    raise NotImplementedError(
-                        f"{func} on a tensor with a pending reduction ({sharding}): a norm is not linear; "
-                        "redistribute Partial to Replicate first"
-                    )
-                mesh, axes, local = sharding.mesh, sharding.cut_axes, tensor._local_tensor
-            elif is_distributed(tensor):
-                mesh, axes, local = _of_torchs(tensor)
-            else:
-                plain.append(i)
-                continue
-            if cut is None or mesh is not cut.mesh or axes != cut.axes or local.dtype is not kind:
-                kind = local.dtype
-                cut = cuts.setdefault((mesh, axes, kind), _Cut(mesh, axes, [], []))
-            cut.positions.append(i)
-            cut.locals.append(local)
-        if plain:
-            for i, norm in zip(plain, func([tensors[i] for i in plain], *args[1:], **kwargs), strict=True):
-                results[i] = norm
-        _fill_in(results, list(cuts.values()), order, dtype)
-        return results
-
-    return handle
+    tensors, arguments = args[0], bound(func, args, kwargs)
+    order, dtype = float(arguments.get("ord", 2)), arguments.get("dtype")
+    results: list[Any] = [None] * len(tensors)
+    cuts: dict[Any, _Cut] = {}
+    # The last tensor's, which the next one mostly shares: hashing a mesh takes a while.
+    kind, cut = None, None
+    plain = []
+    for i, tensor in enumerate(tensors):
+        sharding = getattr(tensor, "_sharding", None)
+        if sharding is not None and sharding.axis is not None:
+            require_reduced(func, sharding)
+            mesh, axes, local = sharding.mesh, sharding.cut_axes, tensor._local_tensor
+        elif is_distributed(tensor):
+            mesh, axes, local = _of_torchs(tensor)
+        else:
+            plain.append(i)
+            continue
+        if cut is None or mesh is not cut.mesh or axes != cut.axes or local.dtype is not kind:
+            kind = local.dtype
+            cut = cuts.setdefault((mesh, axes, kind), _Cut(mesh, axes, [], []))
+        cut.positions.append(i)
+        cut.locals.append(local)
+    if plain:
+        for i, norm in zip(plain, func([tensors[i] for i in plain], *args[1:], **kwargs), strict=True):
+            results[i] = norm
+    _fill_in(results, list(cuts.values()), order, dtype)
+    return results
 
 
 def _of_torchs(tensor: Any) -> tuple[DeviceMesh, tuple[int, ...], torch.Tensor]:
@@ -101,9 +93,8 @@ def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dt
         for cut, total in zip(members, totals.split([len(v) for v in values]), strict=True):
             finished = norm_over(cut.locals[0], order, dtype, torch.float64).finish(total, 0)
             after = sharding_of(cut.mesh, (_REPLICATE,) * cut.mesh.ndim, torch.Size(()))
-            norms = RaggedDTensor._wrap_all(finished.unbind(), after)
-            for i, norm in zip(cut.positions, norms, strict=True):
-                results[i] = norm
+            for i, norm in zip(cut.positions, finished.unbind(), strict=True):
+                results[i] = RaggedDTensor._wrap(norm, after)
 
 
 def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
@@ -145,7 +136,7 @@ def _groups_of(
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
 
 
-def stack(op: Op) -> Handler:
+def stack(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms, or other tensors that are replicas over the same ranks, whichever meshes these are; others as torch does.
 
     Of a DTensor with a pending norm the total is taken first: one all-reduce for each axis that cuts it.
@@ -153,27 +144,23 @@ def stack(op: Op) -> Handler:
     Raises:
         NotImplementedError: replicas over different ranks. What the ranks outside hold is not known.
     """
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = list(args[0])
-        first = getattr(tensors[0], "_sharding", None) if tensors else None
-        if first is not None and first.replicate and not first.shape:
-            shardings = [getattr(t, "_sharding", None) for t in tensors]
-            if shardings.count(first) == len(tensors):  # tests identity first, in C
-                result = func([t._local_tensor for t in tensors], *args[1:], **kwargs)
-                return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
-        ragged = [t for t in tensors if isinstance(t, RaggedDTensor)]
-        if not ragged or not all(t._sharding.replicate for t in ragged) or any(t.ndim for t in tensors):
-            return fallback(func, args, kwargs)
-        first = ragged[0]._sharding
-        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DISTRIBUTED)}
-        if len(meshes) > 1:
-            _check_same_ranks(func, list(meshes.values()))
-        locals_ = [_total(t) for t in tensors]
-        result = func(locals_, *args[1:], **kwargs)
-        return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
-
-    return handle
+    tensors = list(args[0])
+    first = getattr(tensors[0], "_sharding", None) if tensors else None
+    if first is not None and first.replicate and not first.shape:
+        shardings = [getattr(t, "_sharding", None) for t in tensors]
+        if shardings.count(first) == len(tensors):  # tests identity first, in C
+            result = func([t._local_tensor for t in tensors], *args[1:], **kwargs)
+            return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
+    ragged = [t for t in tensors if isinstance(t, RaggedDTensor)]
+    if not ragged or not all(t._sharding.replicate for t in ragged) or any(t.ndim for t in tensors):
+        return fallback(func, args, kwargs)
+    first = ragged[0]._sharding
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DISTRIBUTED)}
+    if len(meshes) > 1:
+        _check_same_ranks(func, list(meshes.values()))
+    locals_ = [_total(t) for t in tensors]
+    result = func(locals_, *args[1:], **kwargs)
+    return RaggedDTensor._wrap(result, sharding_of(first.mesh, first.placements, result.shape))
 
 
 def _total(value: Any) -> torch.Tensor:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_shard import _comm
-from ragged_shard._ops.fallback import fallback
+from ragged_shard._ops.fallback import fallback, require_reduced
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import Handler, RaggedDTensor
+from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -58,11 +58,8 @@ def dims_of(dim: Any, ndim: int) -> list[int] | None:
 def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Op) -> Any:
     """The reduction of a ragged tensor over ``dims`` (None: all)."""
     sharding = tensor._sharding
-    if sharding.partial and not how.linear:
-        raise NotImplementedError(
-            f"{func} on a tensor with a pending reduction ({sharding}): it is not linear; redistribute Partial "
-            "to Replicate first"
-        )
+    if not how.linear:
+        require_reduced(func, sharding)
     over = list(range(len(sharding.shape))) if dims is None else dims
     count = math.prod(sharding.shape[d] for d in over)
     if dims is not None and uncut(sharding, over):
@@ -71,8 +68,7 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
         buffer = local_of(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
     else:
         buffer = _scattered(tensor, how, over)
-    cut = [axis for axis in sharding.cut_axes if sharding.axis_size(axis) > 1]
-    buffer = join(buffer, how, [sharding.mesh.get_group(axis) for axis in cut])
+    buffer = join(buffer, how, sharding.cut_groups)
     shape = list(sharding.shape)
     for d in reversed(over):
         shape[d : d + 1] = [1] if keepdim else []
@@ -252,36 +248,30 @@ def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return bound
 
 
-def reduction(op: Op) -> Handler:
+def reduction(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over all or some dims."""
-    kind = op._schema.name.removeprefix("aten::")
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
-            return fallback(func, args, kwargs)
-        arguments = bound(func, args, kwargs)
-        local, shape = tensor._local_tensor, tensor._sharding.shape
-        dims = dims_of(arguments.get("dim"), len(shape))
-        keepdim, dtype = bool(arguments.get("keepdim", False)), arguments.get("dtype")
-        if kind in ("sum", "mean"):
-            how = sum_like(local, dtype, kind == "mean")
-        elif kind in COUNTED:
-            how = COUNTED[kind](local, dtype)
-        elif kind in ("any", "all"):
-            how = _logical(local, kind == "all")
-        elif kind in ("linalg_vector_norm", "norm"):
-            order = arguments.get("ord", arguments.get("p"))
-            wide = (
-                torch.float64 if dims is None else (torch.float32 if local.dtype in HALVES else local.dtype)
-            )
-            how = norm_over(local, 2.0 if order is None else float(order), dtype, wide)
-        else:
-            _check_not_empty(func, shape, dims)
-            how = extreme(local, kind in ("max", "amax"))
-        return reduced(tensor, how, dims, keepdim, func)
-
-    return handle
+    kind = func._schema.name.removeprefix("aten::")
+    tensor = args[0]
+    if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
+        return fallback(func, args, kwargs)
+    arguments = bound(func, args, kwargs)
+    local, shape = tensor._local_tensor, tensor._sharding.shape
+    dims = dims_of(arguments.get("dim"), len(shape))
+    keepdim, dtype = bool(arguments.get("keepdim", False)), arguments.get("dtype")
+    if kind in ("sum", "mean"):
+        how = sum_like(local, dtype, kind == "mean")
+    elif kind in COUNTED:
+        how = COUNTED[kind](local, dtype)
+    elif kind in ("any", "all"):
+        how = _logical(local, kind == "all")
+    elif kind in ("linalg_vector_norm", "norm"):
+        order = arguments.get("ord", arguments.get("p"))
+        wide = torch.float64 if dims is None else (torch.float32 if local.dtype in HALVES else local.dtype)
+        how = norm_over(local, 2.0 if order is None else float(order), dtype, wide)
+    else:
+        _check_not_empty(func, shape, dims)
+        how = extreme(local, kind in ("max", "amax"))
+    return reduced(tensor, how, dims, keepdim, func)
 
 
 def _check_not_empty(func: Op, shape: torch.Size, dims: list[int] | None) -> None:

@@ -10,27 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
 from ragged_shard import _comm
-from ragged_shard._ops.fallback import fallback, refusal
+from ragged_shard._ops.fallback import fallback, refusal, require_reduced
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._ops.reduce import HALVES, bound, dims_of, extreme, reduced, sum_like, uncut
-from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import Handler, RaggedDTensor
+from ragged_shard._sharding import sharding_of
+from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 _wrap = RaggedDTensor._wrap
 _LAST = torch.iinfo(torch.int64).max
 _MEAN, _SUM = 1, 2  # how losses are reduced
-
-
-def _require_linear(func: Op, sharding: Sharding) -> None:
-    if sharding.partial:
-        raise NotImplementedError(
-            f"{func} on a tensor with a pending reduction ({sharding}): it is not linear; redistribute Partial to "
-            "Replicate first"
-        )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -64,33 +55,27 @@ def _within(func: Op, arguments: dict[str, Any], tensor: RaggedDTensor, dims: li
     return wrapped[0] if single else wrapped
 
 
-def statistic(op: Op) -> Handler:
+def statistic(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over uncut dims the op itself; else what `COMPOSED` says, and a refusal where it says nothing."""
-    name = op._schema.name.removeprefix("aten::")
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor, arguments = args[0], bound(func, args, kwargs)
-        if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
-            return fallback(func, args, kwargs)
-        sharding = tensor._sharding
-        _require_linear(func, sharding)
-        dims = dims_of(arguments.get("dim"), len(sharding.shape))
-        alone = (
-            sharding.cut_axes in ((), (sharding.axis,))
-            and "other" not in arguments
-            and "target" not in arguments
-        )
-        if dims is not None and alone and uncut(sharding, dims):
-            return _within(func, arguments, tensor, dims)
-        composed = COMPOSED.get(name)
-        if composed is None or tensor.is_complex():
-            raise refusal(func, sharding)
-        if tensor.dtype in HALVES and name in IN_FP32:
-            wide = {key: _cast(value, torch.float32) for key, value in arguments.items()}
-            return _cast(composed(func, wide["self"], dims, wide), tensor.dtype)
-        return composed(func, tensor, dims, arguments)
-
-    return handle
+    name = func._schema.name.removeprefix("aten::")
+    tensor, arguments = args[0], bound(func, args, kwargs)
+    if not isinstance(tensor, RaggedDTensor) or tensor._sharding.axis is None:
+        return fallback(func, args, kwargs)
+    sharding = tensor._sharding
+    require_reduced(func, sharding)
+    dims = dims_of(arguments.get("dim"), len(sharding.shape))
+    alone = (
+        sharding.cut_axes in ((), (sharding.axis,)) and "other" not in arguments and "target" not in arguments
+    )
+    if dims is not None and alone and uncut(sharding, dims):
+        return _within(func, arguments, tensor, dims)
+    composed = COMPOSED.get(name)
+    if composed is None or tensor.is_complex():
+        raise refusal(func, sharding)
+    if tensor.dtype in HALVES and name in IN_FP32:
+        wide = {key: _cast(value, torch.float32) for key, value in arguments.items()}
+        return _cast(composed(func, wide["self"], dims, wide), tensor.dtype)
+    return composed(func, tensor, dims, arguments)
 
 
 def _deviation(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:
@@ -144,9 +129,9 @@ def _histogram(func: Op, x: Any, dims: Any, arguments: dict[str, Any]) -> Any:
     if low == high:
         low, high = low - 1, high + 1
     counts = torch.histc(x._local_tensor, arguments["bins"], low, high)
-    for axis in sharding.cut_axes:
-        counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, sharding.mesh.get_group(axis))
-    return _wrap(counts, sharding_of(sharding.mesh, (Replicate(),) * sharding.mesh.ndim, counts.shape))
+    for group in sharding.cut_groups:
+        counts = _comm.all_reduce(counts, dist.ReduceOp.SUM, group)
+    return _wrap(counts, sharding.replicated(counts.shape))
 
 
 def _logsumexp(func: Op, x: Any, dims: list[int] | None, arguments: dict[str, Any]) -> Any:

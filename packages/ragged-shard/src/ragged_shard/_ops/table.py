@@ -14,6 +14,11 @@ from ragged_shard._ops.fallback import fallback
 from ragged_shard._tensor import HANDLERS, Handler, RaggedDTensor
 
 
+def _for_each(handle: Handler) -> Callable[[Any], Handler]:
+    """Makes one handler the handler of each op of a rule."""
+    return lambda op: handle
+
+
 class Rule(NamedTuple):
     """One row of the table."""
 
@@ -60,97 +65,99 @@ RULES: dict[str, Rule] = {
     "copy, cast, like": Rule(
         "a tensor with the same sharding",
         "nothing",
-        elementwise.like,
+        _for_each(elementwise.like),
         "_to_copy clone lift_fresh empty_like full_like ones_like zeros_like _pin_memory",
     ),
     "same": Rule(
         "a tensor around the same local tensor, so that a write to either counts in its version",
         "nothing",
-        views.same,
+        _for_each(views.same),
         "alias detach",
     ),
     "new": Rule(
         "a tensor of the same shape with the same sharding, or a Replicate 0-d one; `new_empty` of another shape is "
         "Replicate",
         "nothing",
-        elementwise.new,
+        _for_each(elementwise.new),
         "new_empty new_full new_ones new_zeros",
     ),
     "view": Rule(
         "views that keep the cuts between rows",
         "nothing",
-        views.view,
+        _for_each(views.view),
         "view _unsafe_view expand squeeze unsqueeze",
     ),
     "reduce": Rule(
         "over everything or some dims: Replicate where a cut dim is reduced, else ragged",
         "one all_reduce per cut mesh axis, of the result's size; nothing if no cut dim is reduced",
-        reduce.reduction,
+        _for_each(reduce.reduction),
         "all amax amin any count_nonzero linalg_vector_norm max mean min nansum norm prod sum",
     ),
     "statistic": Rule(
         "over uncut dims on local tensors; `std`, `var`, `argmax`, `argmin`, `max` and `min` with indices, `aminmax`, "
         "`logsumexp`, softmax, `histc`, `dot`, `dist`, `mse_loss` over everything or cut dims too",
         "nothing over uncut dims; else one or two all_reduces per cut mesh axis, of the result's size",
-        statistics.statistic,
+        _for_each(statistics.statistic),
         """_log_softmax _softmax aminmax argmax argmin cummax cummin cumprod cumsum dist dot histc kthvalue logcumsumexp
         logsumexp max.dim median.dim min.dim mode mse_loss nanmedian.dim sort std std_mean topk var var_mean vdot""",
     ),
     "rows": Rule(
         "rows of a tensor that is cut between rows: views, and a single row is on its holder",
         "nothing",
-        views.rows,
+        _for_each(views.rows),
         "select slice split split_with_sizes unbind",
     ),
     "foreach norm": Rule(
         "a Replicate 0-d norm for each tensor",
         "one all_reduce for all that are cut over the same ranks (one per axis where no group has just these), 8 bytes "
         "per tensor",
-        norms.foreach_norm,
+        _for_each(norms.foreach_norm),
         "_foreach_norm",
     ),
     "stack": Rule(
         "0-d tensors that are replicas over the same ranks, on any meshes",
         "nothing; one all_reduce per cut mesh axis for a pending norm of a DTensor",
-        norms.stack,
+        _for_each(norms.stack),
         "stack",
     ),
     "unscale": Rule(
         "GradScaler's check for inf and nan",
         "one all_reduce of 4 bytes per cut mesh axis",
-        special.unscale,
+        _for_each(special.unscale),
         "_amp_foreach_non_finite_check_and_unscale",
     ),
     "equal": Rule(
         "torch.equal and allclose, the same answer on every rank",
         "one all_reduce of 4 bytes per cut mesh axis",
-        special.equal,
+        _for_each(special.equal),
         "allclose equal",
     ),
     "random": Rule(
         "draws the full tensor from this rank's generator, keeps its range: equal seeds give the plain tensor's values",
         "nothing; one broadcast of the local tensor per mesh axis of replicas",
-        special.random,
+        _for_each(special.random),
         "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ "
         "uniform_",
     ),
     "scratch": Rule(
         "`nn.init.orthogonal_`: a Replicate tensor from `new_empty`; refused for others",
         "the gather of the tensor",
-        special.scratch,
+        _for_each(special.scratch),
         "linalg_qr",
     ),
     "masked": Rule(
         "x[mask] = number, with a boolean mask that has the sharding of x",
         "nothing",
-        special.masked_put,
+        _for_each(special.masked_put),
         "index_put",
     ),
-    "query": Rule("passed on to the local tensor", "nothing", special.query, "is_pinned record_stream"),
+    "query": Rule(
+        "passed on to the local tensor", "nothing", _for_each(special.query), "is_pinned record_stream"
+    ),
     "number": Rule(
         "item() of a Replicate tensor, or of a number that one rank holds",
         "nothing; one all_reduce of the number if one rank holds it",
-        special.item,
+        _for_each(special.item),
         "_local_scalar_dense",
     ),
 }

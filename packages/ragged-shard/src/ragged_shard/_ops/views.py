@@ -21,76 +21,62 @@ from ragged_shard._ops.fallback import fallback, refusal
 from ragged_shard._ops.reduce import bound
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import Handler, RaggedDTensor
+from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
 
-def view(op: Op) -> Handler:
+def view(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of another shape with the same storage on each rank."""
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source = args[0]
-        sharding: Sharding = source._sharding
-        if sharding.axis is None:
-            return fallback(func, args, kwargs)
-        shape = _target_shape(func, sharding.shape, args[1:], kwargs)
-        after = sharding if shape == sharding.shape else _reshaped(func, sharding, shape)
-        assert after.local_shape is not None
-        with enable_reentrant_dispatch():  # so that the view shares the local tensor's version counter
-            local = source._local_tensor.view(after.local_shape)
-        return RaggedDTensor._wrap(local, after)
-
-    return handle
+    source = args[0]
+    sharding: Sharding = source._sharding
+    if sharding.axis is None:
+        return fallback(func, args, kwargs)
+    shape = _target_shape(func, sharding.shape, args[1:], kwargs)
+    after = sharding if shape == sharding.shape else _reshaped(func, sharding, shape)
+    assert after.local_shape is not None
+    with enable_reentrant_dispatch():  # so that the view shares the local tensor's version counter
+        local = source._local_tensor.view(after.local_shape)
+    return RaggedDTensor._wrap(local, after)
 
 
-def same(op: Op) -> Handler:
+def same(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another tensor around the same local tensor, its version counter included."""
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source = args[0]
-        if source._sharding.axis is None:
-            return fallback(func, args, kwargs)
-        return RaggedDTensor._wrap(source._local_tensor, source._sharding)
-
-    return handle
+    source = args[0]
+    if source._sharding.axis is None:
+        return fallback(func, args, kwargs)
+    return RaggedDTensor._wrap(source._local_tensor, source._sharding)
 
 
-def rows(op: Op) -> Handler:
+def rows(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of a tensor that is cut between rows; a single one is on its holder."""
-    name = op._schema.name.removeprefix("aten::")
-
-    def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source = args[0]
-        sharding: Sharding = source._sharding
-        if sharding.axis is None:
-            return fallback(func, args, kwargs)
-        arguments = bound(func, args, kwargs)
-        others = [p for axis, p in enumerate(sharding.placements) if axis != sharding.axis]
-        plain = type(sharding.ragged) is RaggedShard and sharding.ragged.dims == (0,)
-        along = arguments["dim"] in (0, -len(sharding.shape))
-        if not (plain and along and all(type(p) is Replicate for p in others)):
+    name = func._schema.name.removeprefix("aten::")
+    source = args[0]
+    sharding: Sharding = source._sharding
+    if sharding.axis is None:
+        return fallback(func, args, kwargs)
+    arguments = bound(func, args, kwargs)
+    others = [p for axis, p in enumerate(sharding.placements) if axis != sharding.axis]
+    plain = type(sharding.ragged) is RaggedShard and sharding.ragged.dims == (0,)
+    along = arguments["dim"] in (0, -len(sharding.shape))
+    if not (plain and along and all(type(p) is Replicate for p in others)):
+        raise refusal(func, sharding)
+    count = sharding.shape[0]
+    if name == "select":
+        if not -count <= arguments["index"] < count:
+            raise IndexError(f"{func}: index {arguments['index']} is out of bounds for {count} rows")
+        return _run(func, source, arguments["index"] % count, None)
+    if name == "unbind":
+        return [_run(func, source, index, None) for index in range(count)]
+    if name == "slice":
+        start, stop, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(count)
+        if step != 1:
             raise refusal(func, sharding)
-        count = sharding.shape[0]
-        if name == "select":
-            if not -count <= arguments["index"] < count:
-                raise IndexError(f"{func}: index {arguments['index']} is out of bounds for {count} rows")
-            return _run(func, source, arguments["index"] % count, None)
-        if name == "unbind":
-            return [_run(func, source, index, None) for index in range(count)]
-        if name == "slice":
-            start, stop, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(count)
-            if step != 1:
-                raise refusal(func, sharding)
-            return _run(func, source, start, stop)
-        sizes = arguments.get("split_sizes") or [arguments["split_size"]] * -(
-            -count // arguments["split_size"]
-        )
-        stops = list(accumulate(sizes))
-        return [
-            _run(func, source, stop - size, min(stop, count)) for size, stop in zip(sizes, stops, strict=True)
-        ]
-
-    return handle
+        return _run(func, source, start, stop)
+    sizes = arguments.get("split_sizes") or [arguments["split_size"]] * -(-count // arguments["split_size"])
+    stops = list(accumulate(sizes))
+    return [
+        _run(func, source, stop - size, min(stop, count)) for size, stop in zip(sizes, stops, strict=True)
+    ]
 
 
 def _run(func: Op, source: RaggedDTensor, start: int, stop: int | None) -> RaggedDTensor:

@@ -22,11 +22,9 @@ helper, which imports torch once and forks ranks from it in milliseconds; the ra
 their process group, for the next call.
 """
 
-from ragged_shard.testing._accesses import RaceError
 from ragged_shard.testing._counting import Collective, Record, record_collectives
-from ragged_shard.testing._device import SimulatedDevice
+from ragged_shard.testing._device import RaceError, SimulatedDevice
 from ragged_shard.testing._host_waits import HostWaits, host_waits
-from ragged_shard.testing._memory import LiveBytes, record_memory
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 from ragged_shard.testing._worker import rank_mesh
@@ -34,7 +32,6 @@ from ragged_shard.testing._worker import rank_mesh
 __all__ = [
     "Collective",
     "HostWaits",
-    "LiveBytes",
     "Network",
     "RaceError",
     "RankError",
@@ -46,7 +43,6 @@ __all__ = [
     "preload",
     "rank_mesh",
     "record_collectives",
-    "record_memory",
     "run_ranks",
     "shut_down",
     "simulated_ranks",

@@ -40,35 +40,23 @@ class HostWaits:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._device: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that no address comes twice
-        self._host: dict[int, torch.UntypedStorage] = {}
-        self._pinned: dict[int, torch.UntypedStorage] = {}
+        # Kind of each storage, by address; with the storage, so that no address comes twice.
+        self._memory: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
-    def put_on_device(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors stand for a device's memory, and everything that shares theirs."""
+    def put(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors, and all that shares their memory, be of a kind: "device", "pinned" (it stays), or "host"."""
         for tensor in tensors:
             storage = _plain(tensor).untyped_storage()
-            if storage.data_ptr() not in self._pinned:
-                self._device[storage.data_ptr()] = storage
+            known = self._memory.get(storage.data_ptr())
+            if known is None or known[0] != "pinned":
+                self._memory[storage.data_ptr()] = kind, storage
 
-    def put_in_pinned(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors be pinned memory of the host, which ops of the device may write to."""
-        self._pinned |= {_plain(t).untyped_storage().data_ptr(): _plain(t).untyped_storage() for t in tensors}
-
-    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors be host memory, made from numbers."""
-        for tensor in tensors:
-            storage = _plain(tensor).untyped_storage()
-            self._device.pop(storage.data_ptr(), None)
-            self._host[storage.data_ptr()] = storage
-
-    def is_on_device(self, tensor: object) -> bool:
-        """Whether a tensor is one of the device's."""
-        return _has(self._device, tensor)
-
-    def is_pageable(self, tensor: object) -> bool:
-        """Whether a tensor was made from numbers on the host."""
-        return _has(self._host, tensor)
+    def is_of(self, kind: str, tensor: object) -> bool:
+        """Whether a tensor's memory is of that kind; host memory is known where it was made from numbers."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        pointer = _plain(tensor).untyped_storage().data_ptr()
+        return pointer != 0 and pointer in self._memory and self._memory[pointer][0] == kind
 
     def note(self, what: str) -> None:
         """Write down a wait."""
@@ -89,22 +77,22 @@ class _Ops(TorchDispatchMode):
             return NotImplemented  # its own ops come here
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         waits, name = self._waits, func.overloadpacket.__name__
-        on_device = any(waits.is_on_device(t) for t in tensors)
+        on_device = any(waits.is_of("device", t) for t in tensors)
         if on_device:
             if name in _WAITS or _has_mask(name, args):
                 waits.note(name)
-            if name in ("copy_", "_foreach_copy_") and any(waits.is_pageable(t) for t in tensors):
+            if name in ("copy_", "_foreach_copy_") and any(waits.is_of("host", t) for t in tensors):
                 waits.note("a pageable copy")
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         if (kwargs or {}).get("pin_memory"):
-            waits.put_in_pinned(made)
+            waits.put("pinned", made)
         elif on_device:
             written = tree_leaves(args[0]) if name.endswith("_") and args else []
-            waits.put_on_device([*made, *(t for t in written if isinstance(t, torch.Tensor))])
-            waits.put_on_device(t for t in tree_leaves((kwargs or {}).get("out")) if t is not None)
+            waits.put("device", [*made, *(t for t in written if isinstance(t, torch.Tensor))])
+            waits.put("device", [t for t in tree_leaves((kwargs or {}).get("out")) if t is not None])
         elif name == "lift_fresh":
-            waits.put_on_host(made)
+            waits.put("host", made)
         return out
 
 
@@ -116,7 +104,7 @@ class _Methods(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and self._waits.is_on_device(args[0]):
+        if func in _READS and self._waits.is_of("device", args[0]):
             self._waits.note(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -131,20 +119,13 @@ def host_waits(on_device: Iterable[torch.Tensor]) -> Iterator[HostWaits]:
         on_device: tensors that stand for the device's memory: parameters, inputs, states.
     """
     waits = HostWaits()
-    waits.put_on_device(on_device)
+    waits.put("device", on_device)
     with _Methods(waits), _Ops(waits):
         yield waits
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, _WRAPPERS) else tensor
-
-
-def _has(storages: dict[int, torch.UntypedStorage], tensor: object) -> bool:
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    pointer = _plain(tensor).untyped_storage().data_ptr()
-    return pointer != 0 and pointer in storages
 
 
 def _has_mask(name: str, args: Any) -> bool:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ragged_shard._device import CPU, num_devices
+from ragged_shard.device import CPU, num_devices
 from ragged_shard.testing import _pickling, _worker
 
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch
@@ -59,10 +59,6 @@ def run_ranks(
         timeout: seconds after which ranks that have not answered count as hanging.
         device: the kind: "cpu", or an accelerator such as "cuda".
         seed: of torch, random and numpy; by default derived from the running test's name.
-
-    With the environment variable `RAGGED_SHARD_NATIVE_STACKS=1` a rank that dies of a signal also leaves the native
-    stack of every thread, for crashes in threads that are not Python's. What ranks write to stderr then appears after
-    each call.
 
     Raises:
         RankError: a rank raised (``causes`` has the exceptions by rank), died, or hung: then the message has

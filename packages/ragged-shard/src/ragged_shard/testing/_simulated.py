@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ragged_shard import _torch_compat as compat
-from ragged_shard._device import SIMULATED, DeviceLayer, device_layer, is_cpu
+from ragged_shard.device import SIMULATED, DeviceLayer, device_layer, is_cpu
 
 Collectives = Literal["copy", "skip"]
 _BACKEND = "simulated"

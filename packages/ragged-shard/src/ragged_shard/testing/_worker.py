@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ragged_shard._device import CPU
-from ragged_shard._torch_compat import groups_by_name, print_native_stacks_on_fatal_signals
+from ragged_shard._torch_compat import groups_by_name
+from ragged_shard.device import CPU
 from ragged_shard.testing import _pickling
-
-NATIVE_STACKS = "RAGGED_SHARD_NATIVE_STACKS"  # environment variable: see `run_ranks`
 
 serving = False  # whether this process is a rank
 _meshes: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}  # and the default group of its time
@@ -61,7 +59,6 @@ def main(fd: int, stacks: str) -> None:
     out = open(stacks, "a+")  # noqa: SIM115  # faulthandler writes to it as long as the process lives
     faulthandler.enable(out)
     faulthandler.register(signal.SIGUSR1, out, all_threads=True)
-    errors = _Errors(out.fileno()) if os.environ.get(NATIVE_STACKS, "0") not in ("", "0") else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C
     connection = Connection(socket.socket(fileno=fd).detach())
     try:
@@ -69,31 +66,13 @@ def main(fd: int, stacks: str) -> None:
         _set_up(**setup)
         connection.send_bytes(pickle.dumps(("ready", None)))
         while True:
-            answer = _run(connection.recv_bytes())
-            if errors is not None:
-                errors.forward()
-            connection.send_bytes(answer)
+            connection.send_bytes(_run(connection.recv_bytes()))
     except (EOFError, OSError):
         pass
     except BaseException:
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps(("error", (None, traceback.format_exc()))))
     os._exit(0)
-
-
-class _Errors:
-    """Sends stderr to the file of stacks, because torch writes native ones there, and later to its place."""
-
-    def __init__(self, file: int) -> None:
-        self._file, self._usual, self._forwarded = file, os.dup(2), 0
-        os.dup2(file, 2)
-        print_native_stacks_on_fatal_signals()
-
-    def forward(self) -> None:
-        """Write the bytes received since to the usual stderr."""
-        sys.stderr.flush()
-        while text := os.pread(self._file, 1 << 16, self._forwarded):
-            self._forwarded += os.write(self._usual, text)
 
 
 def _set_up(rank: int, world_size: int, store: str, device: str) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from block_optim.core.tiles import Buffer
-from ragged_shard import CPU
+from ragged_shard.device import CPU
 
 ONE_EXPONENT = 127
 

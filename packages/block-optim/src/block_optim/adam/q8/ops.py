@@ -18,7 +18,7 @@ from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TO
 from block_optim.core.params import Group
 from block_optim.core.rounding import Rounder
 from block_optim.core.tiles import Buffer, Stretch, TileScratch
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 SQUARE_MIN, SQUARE_MAX = 1e-36, 3e38  # of the second moment: its reciprocal root, and its root, stay finite
 GRAD_MAX = 1e19  # of a gradient's magnitude: its square is below SQUARE_MAX, so that moments fit each other

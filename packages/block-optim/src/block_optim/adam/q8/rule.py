@@ -25,7 +25,7 @@ from block_optim.core.params import Group, Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.tiles import Stretch, TileScratch, merged, stretches_of
-from ragged_shard import has_triton
+from ragged_shard.device import has_triton
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 

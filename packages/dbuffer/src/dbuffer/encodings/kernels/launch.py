@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ragged_shard import has_triton
+from ragged_shard.device import has_triton
 
 from ..noise import Noise, signed
 from ..tiles import RowRun, RunList, Runs, bands_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ragged_shard import is_cpu
+from ragged_shard.device import is_cpu
 
 from ..collectives import Collectives
 from ..protocol import Op, Pairs, Work

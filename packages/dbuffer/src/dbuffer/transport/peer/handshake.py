@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ragged_shard import gather_from_ranks
+from ragged_shard.dist import gather_from_ranks
 
 from .arena import PeerFile, arena, peer_file
 

@@ -2,6 +2,8 @@
 
 For parameters that are distributed in any way. torch's `set_model_state_dict` and `set_optimizer_state_dict` with
 ``full_state_dict=True`` slice whole rows and raise for other cuts; these functions load them all.
+
+A check of all tensors comes before any of them is moved, so that all ranks raise together and none waits for another.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,9 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import _full_tensors as full_tensors
+from ragged_shard import _redistribute
+from ragged_shard._distribute import scatter
+from ragged_shard._ops.operands import local_from_full
+from ragged_shard._sharding import Sharding, describe_mesh
+from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
+from ragged_shard._torch_compat import TorchStridedShard
+from ragged_shard.device import CPU
+from ragged_shard.dist import raise_on_all_ranks
 
+__all__ = [
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+]
+
+_Tensors = Mapping[str, torch.Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _REMEDY = (
     ". Freeze a parameter without saved states (requires_grad_(False)) while they are loaded; remove states of "
@@ -60,17 +79,17 @@ def load_full_state_dict(
         if not rank0_only or dist.get_rank() == 0:
             names = _common_names(own, state_dict, strict)
             for name in names:
-                full_tensors.check_given(name, own[name], state_dict[name])
+                _check_given(name, own[name], state_dict[name])
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-        full_tensors.check_storage(tensors)
+        _check_storage(tensors)
         if rank0_only:
-            full_tensors.check_mesh_roots(tensors, loading=True)
+            _check_mesh_roots(tensors, loading=True)
     except Exception as error:  # such as of a file that values are read from; the other ranks must not wait
         problem = error
-    names = full_tensors.agreed("load_full_state_dict", problem, names, from_rank0=rank0_only)
+    names = _agreed("load_full_state_dict", problem, names, from_rank0=rank0_only)
     with torch.no_grad():
         for name in names:
-            full_tensors.load_tensor(own[name], state_dict.get(name), from_rank0=rank0_only)
+            _load_tensor(own[name], state_dict.get(name), from_rank0=rank0_only)
 
 
 def full_state_dict(
@@ -128,7 +147,7 @@ def load_full_optimizer_state_dict(
             answer = [name for name, state in _entry(state_dict, "state").items() if state]
     except Exception as error:  # as above
         problem = error
-    saved = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+    saved = _agreed(caller, problem, answer, from_rank0=rank0_only)
     fresh = [params[name] for name in saved if name in params and not sharded["state"].get(name)]
     if fresh:
         _make_states(every, fresh)
@@ -147,11 +166,11 @@ def load_full_optimizer_state_dict(
             values = {name: value for name, value in leaves.items() if name not in tensors}
             answer = (values, _entry(state_dict, "param_groups"))
         if rank0_only:
-            full_tensors.check_mesh_roots(tensors, loading=True)
+            _check_mesh_roots(tensors, loading=True)
     except Exception as error:
         problem = error
     try:
-        values, groups = full_tensors.agreed(caller, problem, answer, from_rank0=rank0_only)
+        values, groups = _agreed(caller, problem, answer, from_rank0=rank0_only)
     except Exception:
         for optimizer in every:
             for param in fresh:
@@ -159,7 +178,7 @@ def load_full_optimizer_state_dict(
         raise
     with torch.no_grad():
         for name, tensor in tensors.items():
-            full_tensors.load_tensor(tensor, leaves.get(name), from_rank0=rank0_only)
+            _load_tensor(tensor, leaves.get(name), from_rank0=rank0_only)
     state = _replaced(state, {**tensors, **values})
     own_groups = iter(sharded["param_groups"])
     for optimizer in every:
@@ -245,20 +264,18 @@ def full_optimizer_state_dict(
     }
 
 
-def _gather(
-    caller: str, tensors: full_tensors.Tensors, rank0_only: bool, cpu_offload: bool
-) -> dict[str, torch.Tensor]:
+def _gather(caller: str, tensors: _Tensors, rank0_only: bool, cpu_offload: bool) -> dict[str, torch.Tensor]:
     try:
-        full_tensors.check_storage(tensors)
+        _check_storage(tensors)
         if rank0_only:
-            full_tensors.check_mesh_roots(tensors, loading=False)
+            _check_mesh_roots(tensors, loading=False)
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     gathered = {}
     keep = not rank0_only or dist.get_rank() == 0
     for name, tensor in tensors.items():
         with torch.no_grad():
-            full = full_tensors.gather_tensor(tensor, rank0_only=rank0_only)
+            full = _gather_tensor(tensor, rank0_only=rank0_only)
         if keep:
             gathered[name] = full.cpu() if cpu_offload else full
     return gathered
@@ -284,7 +301,7 @@ def _check_state(name: str, own: Any, saved: Any) -> None:
     if isinstance(own, torch.Tensor) != isinstance(saved, torch.Tensor):
         raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(saved).__name__}")
     if isinstance(own, torch.Tensor):
-        full_tensors.check_given(name, own, saved)
+        _check_given(name, own, saved)
 
 
 def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
@@ -307,3 +324,145 @@ def _replaced(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_replaced(value, values, f"{prefix}{index}.") for index, value in enumerate(tree))
     return values[prefix.removesuffix(".")]
+
+
+# -- one tensor, distributed in any way -----------------------------------------------------------------------------
+
+
+def _check_mesh_roots(tensors: _Tensors, *, loading: bool) -> None:
+    """Raise ValueError unless rank 0 is at the first coordinate of every tensor's mesh, as moving to or from it needs.
+
+    Gathering skips meshes that rank 0 is not in; loading needs it in all of them.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DISTRIBUTED):
+            ranks = tensor.device_mesh.mesh.reshape(-1).tolist()
+            if ranks[0] != 0 and (loading or 0 in ranks):
+                mesh = describe_mesh(tensor.device_mesh)
+                raise ValueError(f"{name} is on a {mesh} that does not begin at rank 0; use rank0_only=False")
+
+
+def _check_storage(tensors: _Tensors) -> None:
+    """Raise ValueError if a tensor is on the meta device."""
+    names = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if names:
+        raise ValueError(
+            f"{names} are on the meta device; allocate them first, as in module.to_empty(device='cpu')"
+        )
+
+
+def _check_given(name: str, target: torch.Tensor, value: Any) -> None:
+    """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, floating point where that is.
+
+    Raises:
+        TypeError: not a plain tensor, or floating point for integers (or the reverse).
+        ValueError: another shape.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
+        raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
+    if value.shape != target.shape:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(value.shape)} for one of shape {tuple(target.shape)}"
+        )
+    if value.is_floating_point() != target.is_floating_point():
+        raise TypeError(f"{name}: a tensor of {value.dtype} for one of {target.dtype}; cast it first")
+
+
+def _agreed(caller: str, problem: Exception | None, answer: Any, *, from_rank0: bool) -> Any:
+    """Returns rank 0's ``answer``; raises on every rank if any rank passes a ``problem``.
+
+    Communicates only if ``from_rank0``: an all-gather and a broadcast of pickled objects over all ranks.
+    """
+    if from_rank0:
+        raise_on_all_ranks(problem, caller)
+        shared: list[Any] = [answer]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+    if problem is not None:
+        raise_on_all_ranks(problem, caller, groups=())
+    return answer
+
+
+def _load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0: bool) -> None:
+    """Copy a full tensor into ``target`` in place, cast to its dtype; on other ranks than 0 ``full`` may be None.
+
+    With ``from_rank0`` it is scattered from rank 0, and broadcast along axes of replicas and for a plain target; else
+    every rank copies its own range, and nothing is communicated.
+    """
+    device, dtype = target.device, target.dtype
+    if full is not None:
+        full = full.detach().to(device=device, dtype=dtype)
+    elif isinstance(target, DISTRIBUTED):
+        # Receiving ranks are asked for shape and dtype only: one element, expanded, takes no memory.
+        full = torch.empty((), device=device, dtype=dtype).expand(target.shape)
+    if isinstance(target, RaggedDTensor) and target._sharding.axis is not None:
+        assert full is not None
+        sharding = target._sharding
+        local = scatter(full, sharding, 0) if from_rank0 else local_from_full(full, sharding)
+        target._local_tensor.copy_(local)
+    elif isinstance(target, DISTRIBUTED):
+        assert full is not None
+        if from_rank0 and _has_unequal_shares(target):  # which torch cannot scatter
+            full, from_rank0 = _broadcast(full.contiguous()), False
+        placed = torch_distribute_tensor(
+            full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None
+        )
+        target.to_local().copy_(placed.to_local())
+    else:
+        if from_rank0:
+            full = _broadcast((target.detach().clone() if full is None else full).contiguous())
+        assert full is not None
+        target.detach().copy_(full)
+
+
+def _has_unequal_shares(target: Any) -> bool:
+    """Whether several mesh axes cut one dimension of a DTensor of torch's into shares of different sizes."""
+    cuts: dict[int, int] = {}
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, (Shard, TorchStridedShard)):
+            cuts[placement.dim] = cuts.get(placement.dim, 1) * target.device_mesh.size(axis)
+    strided = [placement.dim for placement in target.placements if type(placement) is TorchStridedShard]
+    return any(target.shape[dim] % cuts[dim] for dim in strided)
+
+
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor on every rank; through the accelerator if the process group does not move CPU tensors."""
+    if tensor.is_cpu and f"{CPU.type}:" not in dist.get_backend_config():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None  # the group's backend is one of an accelerator
+        return _broadcast(tensor.to(accelerator)).to(tensor.device)
+    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # backends move few dtypes
+    return tensor
+
+
+def _gather_tensor(value: torch.Tensor, *, rank0_only: bool) -> torch.Tensor:
+    """The full tensor as a plain one with its own storage; with ``rank0_only`` its values count on rank 0 alone."""
+    if isinstance(value, RaggedDTensor):
+        sharding = value._sharding
+        if rank0_only and sharding.axis is not None and not sharding.partial:
+            first = _to_first(value._local_tensor, sharding)
+            if sharding.cut_axes == (sharding.axis,):
+                return first
+            rest = sharding.replace(sharding.axis, Replicate())
+            return RaggedDTensor._wrap(first, rest).full_tensor()
+        return value.full_tensor()
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.detach().clone()
+
+
+def _to_first(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """Gather to the first rank of the ragged axis; other ranks get a tensor of that shape without its values."""
+    axis = sharding.axis
+    assert axis is not None
+    dims, _, *factor = sharding.ragged._key()
+    one_hot = [int(rank == 0) for rank in range(sharding.axis_size(axis))]
+    target = sharding.replace(axis, type(sharding.ragged)(dims, one_hot, *factor))
+    base = sharding.replace(axis, Replicate()).local_shape
+    assert base is not None
+    moved = _redistribute.start(local, sharding, target).wait()
+    if sharding.coordinate[axis] > 0:
+        return moved.new_zeros(()).expand(base).contiguous()
+    if moved is local:  # a copy, which is plain where local tensors are codes
+        return local.new_empty(base).copy_(local.view(base))
+    return moved.view(base)

@@ -18,8 +18,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ragged_shard._device import CPU
+from ragged_shard._tensor import DISTRIBUTED
 from ragged_shard._torch_compat import groups_by_name
+from ragged_shard.device import CPU
+
+__all__ = [
+    "DISTRIBUTED",
+    "equal_on_all_ranks",
+    "equalize_group_counts",
+    "gather_from_ranks",
+    "installed_versions",
+    "list_ranks",
+    "raise_on_all_ranks",
+    "same_on_all_ranks",
+]
 
 T = TypeVar("T")
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
