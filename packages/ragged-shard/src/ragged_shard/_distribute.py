@@ -13,9 +13,9 @@ from ragged_shard import _comm
 from ragged_shard._autograd import FromLocal
 from ragged_shard._geometry import axis_extents, shard_box
 from ragged_shard._ops.operands import local_from_full
+from ragged_shard._ranks import same_on_all_ranks
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
-from ragged_shard.dist import same_on_all_ranks
 
 
 def distribute_tensor(

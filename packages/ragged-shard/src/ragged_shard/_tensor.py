@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ragged_shard import _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._placement import carried
+from ragged_shard._ranks import same_on_all_ranks
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
 from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Op, make_spec, new_wrapper
 from ragged_shard.device import CPU
@@ -110,8 +111,6 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         """
         sharding, problem = _examine(local, device_mesh, placements, shape, stride)
         if check:
-            from ragged_shard.dist import same_on_all_ranks  # which imports this module
-
             described = {
                 "placements": tuple(placements),
                 "shape": tuple(shape),
