@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from block_optim.muon.newton_schulz import orthogonalize
-from dbuffer import BlockFP8, BlockNF4, RowRun
+from dbuffer.encodings import BlockFP8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table_of, timer_of
