@@ -17,7 +17,7 @@ depend on which rank holds an element, and is the same in every run.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -29,10 +29,10 @@ from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Scratch
 from ..transport import Transport, Work
-from .blocks import VALUES, BlockFormat
+from .formats import VALUES, BlockFormat
 from .noise import Noise
-from .planes import CodePlanes
-from .tiles import RowRun, RunList
+from .rows import CodeRows
+from .tiles import RunList
 
 _SUMMED = (torch.float32, torch.bfloat16)
 
@@ -181,7 +181,7 @@ class BlockReduction(InRows):
 
     def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
         """Codes and scales of a shard."""
-        return CodePlanes(geometry.layout, self.format).row_bytes
+        return CodeRows(geometry.layout, self.format).row_bytes
 
     def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
         """Always."""
@@ -189,13 +189,12 @@ class BlockReduction(InRows):
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
-        planes = CodePlanes(geometry.layout, self.format)
-        return _Blocks(planes, geometry.rank, gathered)
+        return _Blocks(CodeRows(geometry.layout, self.format), geometry.rank, gathered)
 
 
 class _Blocks:
-    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory) -> None:
-        self._planes, self._format, self._rank = planes, planes.format, rank
+    def __init__(self, rows: CodeRows, rank: int, gathered: GatheredMemory) -> None:
+        self._rows, self._format, self._rank = rows, rows.format, rank
         self._raw = gathered.raw
         self._runs: dict[tuple[int, int], tuple[list[RunList], list[RunList]]] = {}
 
@@ -216,37 +215,9 @@ class _Blocks:
         """All ranks' runs in the flat rows, and this rank's in one row, by segment; cached."""
         runs = self._runs.get((begin, width))
         if runs is None:
-            runs = self._runs[begin, width] = self._place(begin, width)
+            runs = self._rows.of_all(begin, width), self._rows.of_rank(self._rank, begin)
+            self._runs[begin, width] = runs
         return runs
-
-    def _place(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
-        planes = self._planes
-        sent: list[RunList] = []
-        received: list[RunList] = []
-        codes, scales, elements = begin, begin + sum(planes.code_bytes), 0
-        for index, segment in enumerate(planes.layout.segments):
-            all_ranks: list[RowRun] = []
-            for rank in range(planes.layout.world_size):
-                runs = [
-                    replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
-                    for run in planes.runs(rank)[index]
-                ]
-                if rank == self._rank:
-                    received.append(RunList(runs))
-                all_ranks += [
-                    replace(
-                        run,
-                        values=run.values + rank * segment.shard_size,
-                        codes=run.codes + rank * width,
-                        scales=run.scales + rank * width // 4,
-                        element=run.element + elements,
-                    )
-                    for run in runs
-                ]
-            sent.append(RunList(all_ranks))
-            codes += planes.code_bytes[index]
-            elements += planes.layout.world_size * segment.shard_size
-        return sent, received
 
 
 class RowExchange:
