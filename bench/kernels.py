@@ -127,30 +127,21 @@ class WireCase:
     @property
     def variant(self) -> WireVariant:
         """How it is launched where rows lie on 16 elements, of which blocks do not cross the ends."""
-        from dbuffer.encodings.kernels import launch
-        from dbuffer.encodings.kernels import triton as kernels
+        from dbuffer.encodings import kernels, launch
 
         fmt = self.format
-        if isinstance(fmt, BlockNF4):
-            fixed = {"SIZE": fmt.size, "GROUP": fmt.tile[1] // fmt.size}
-            fixed |= {"VECTOR": True, "UNIT": 8, "TYPE": 1}
-            if not self.encodes:
-                return WireVariant(kernels.read_pairs, fixed | {"PAIRS": launch.PAIRS}, 4, 2 * launch.PAIRS)
-            fixed |= launch.pair_constants(fmt.size) | {"MIDDLES": 15}
-            warps, elements = fixed.pop("num_warps"), fixed["BLOCKS"] * fixed["SPAN"]
-            return WireVariant(kernels.write_pairs, fixed, warps, elements)
-        fixed = launch.constants_of(fmt.tile) | {"VECTOR": True, "TYPE": 1, "CODE": fmt.coder.code}
+        fixed = launch.constants_of(fmt) | {"VECTOR": True, "TYPE": 1}
         warps, elements = fixed.pop("num_warps"), fixed["SPAN_ROWS"] * fixed["SPAN_COLUMNS"]
         if not self.encodes:
-            return WireVariant(kernels.sum_tiles, fixed | {"RANKS": 1}, warps, elements)
-        fixed |= {"TOP": fmt.coder.top, "POW2": fmt.coder.pow2, "RANDOM": False}
+            return WireVariant(kernels.sum_tiles, fixed | {"RANKS": 1, "SIZE": fmt.size}, warps, elements)
+        fixed |= {"TOP": fmt.top, "POW2": fmt.pow2, "RANDOM": False}
         return WireVariant(kernels.quantize_tiles, fixed, warps, elements)
 
     @property
     def pointers(self) -> dict[str, str]:
         """Types of the kernels' arguments."""
         types = {"values": "*i16", "out": "*i16", "codes": "*u8", "table": "*i64", "piece_of": "*i32"}
-        types |= dict.fromkeys(("scales", "levels", "middles"), "*fp32")
+        types |= dict.fromkeys(("scales", "levels"), "*fp32")
         return types | dict.fromkeys(("first", "second", "code_stride", "scale_stride"), "i32")
 
     @property
@@ -169,9 +160,13 @@ def wire_formats() -> dict[str, Any]:
 
 
 def wire_cases() -> list[WireCase]:
-    """The formats, each way."""
-    ways = ("encode", "decode")
-    return [WireCase(f"{way} {n}", way == "encode", fmt) for n, fmt in wire_formats().items() for way in ways]
+    """The formats, each way that has a kernel."""
+    return [
+        WireCase(f"{way} {name}", way == "encode", fmt)
+        for name, fmt in wire_formats().items()
+        for way in ("encode", "decode")
+        if way == "decode" or fmt.kernel_writes
+    ]
 
 
 def _case(name: str, tile: tuple[int, int], *dtypes: str, **options: Any) -> Case:

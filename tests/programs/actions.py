@@ -317,7 +317,9 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    if w.program.recompute or w.program.mesh == "tp":  # torch's tensor parallelism has no right second derivatives
+    if (
+        w.program.recompute or w.program.mesh == "tp"
+    ):  # torch's tensor parallelism has no right second derivatives
         return
     w.call("set_reshard_after_backward", False)
     w.model.captures = index % len(w.model.layers)

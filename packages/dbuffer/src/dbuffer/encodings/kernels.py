@@ -31,9 +31,9 @@ def _place(table, piece_of, TILE_COLUMNS: tl.constexpr, TILES_A_SCALE: tl.conste
     columns = tl.load(piece + 3)
     if VECTOR:
         columns = tl.multiple_of(columns, 16)
-    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
-    local = program - tl.load(piece + 6)
-    band, tile = local // across, local % across
+    across = ((columns + TILE_COLUMNS - 1) // TILE_COLUMNS).to(tl.int32)
+    local = program - tl.load(piece + 6).to(tl.int32)
+    band, tile = (local // across).to(tl.int64), (local % across).to(tl.int64)
     down, right = tl.arange(0, SPAN_ROWS), tl.arange(0, SPAN_COLUMNS)
     start = tile * TILE_COLUMNS
     present = (start + right < columns) & (right < TILE_COLUMNS)
@@ -170,11 +170,12 @@ def _decode_pairs(codes, levels, columns, row, present, start, group, SIZE: tl.c
     """Values of four-bit codes, in rows of two a byte, then a byte for each SIZE elements; see `BlockNF4`."""
     half = (columns + 1) // 2
     stride = half + (columns + SIZE - 1) // SIZE
+    first = start // 2
     if VECTOR:
-        half, stride = tl.multiple_of(half, 4), tl.multiple_of(stride, 4)
+        half, stride, first = tl.multiple_of(half, 4), tl.multiple_of(stride, 4), tl.multiple_of(first, 4)
     inside = tl.arange(0, SPAN_COLUMNS // 2)
-    pair = start // 2 + inside
-    mask = present[:, None] & ((pair < half) & (2 * inside < TILE_COLUMNS))[None, :]
+    pair = first + inside
+    mask = present[:, None] & ((pair < half) & (inside < TILE_COLUMNS // 2))[None, :]
     at = (row * stride)[:, None]
     byte = tl.load(codes + (at + pair[None, :]), mask=mask, other=0).to(tl.int32)
     block = (start // SIZE + 2 * inside // SIZE)[None, :]
@@ -200,9 +201,8 @@ def sum_tiles(
     scales += tl.load(piece + 2)
     factor = _beside(tl.load(scales + scale, mask=scale_mask, other=0), ONE_ROW)
     if CODE == 2:
-        codes += tl.load(piece + 1)
-        if VECTOR:
-            codes = tl.multiple_of(codes, 4)
+        begin = tl.load(piece + 1)
+        codes += tl.multiple_of(begin, 4) if VECTOR else begin
         total = _decode_pairs(
             codes, levels, columns, row, present, start, factor, SIZE, TILE_COLUMNS, SPAN_COLUMNS, VECTOR
         )
