@@ -10,7 +10,7 @@ from .at_rest import BlocksAtRest, empty_codes
 from .formats import BlockFormat, BlockFP8, BlockInt8, BlockNF4
 from .noise import Noise
 from .on_wire import BlocksOnWire
-from .reduction import BlockReduction, CastReduction, Reducer
+from .reduction import BlockReduction, CastReduction
 from .rows import CodeRows
 from .tensor import BlockQuantizedTensor
 from .tiles import RowRun, RunList, TileGrid
@@ -27,7 +27,6 @@ __all__ = [
     "CastReduction",
     "CodeRows",
     "Noise",
-    "Reducer",
     "RowRun",
     "RunList",
     "TileGrid",
