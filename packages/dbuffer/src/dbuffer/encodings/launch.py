@@ -1,7 +1,7 @@
 """Launches of the Triton kernels: one for all runs, or two if some runs are not aligned for vectors."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,15 +10,13 @@ from ragged_shard import has_triton
 from .noise import Noise, signed
 from .tiles import RowRun, RunList, Runs, bands_of
 
-if TYPE_CHECKING:
-    from .formats import BlockFormat
-
+BlockFormat = Any  # of `formats`, which imports this module
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST = 16384  # elements that one program can hold
 _GROUP = 4096  # elements of the tiles of one row that a program does
 
 
-def has_kernels(fmt: "BlockFormat", device: torch.device) -> bool:
+def has_kernels(fmt: BlockFormat, device: torch.device) -> bool:
     """Whether the kernels take a format's tiles on this device; else torch ops do the work."""
     rows, columns = map(_span, fmt.piece)
     return has_triton(device) and rows * columns <= _MOST
@@ -37,7 +35,7 @@ class Table:
     constants: dict[str, Any]
 
 
-def constants_of(fmt: "BlockFormat") -> dict[str, Any]:
+def constants_of(fmt: BlockFormat) -> dict[str, Any]:
     """Compile-time constants of the kernels for a format, and warps a program."""
     height, width = fmt.piece
     rows, columns = _span(height), _span(width)
@@ -55,7 +53,7 @@ def constants_of(fmt: "BlockFormat") -> dict[str, Any]:
     }
 
 
-def _tables(fmt: "BlockFormat", runs: Runs, device: torch.device) -> list[Table]:
+def _tables(fmt: BlockFormat, runs: Runs, device: torch.device) -> list[Table]:
     """Tables of all pieces, by whether they are aligned for vectors; kept by a `RunList`."""
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
@@ -70,7 +68,7 @@ def _tables(fmt: "BlockFormat", runs: Runs, device: torch.device) -> list[Table]
     return list(kept[device])
 
 
-def _pieces(fmt: "BlockFormat", run: RowRun) -> list[list[int]]:
+def _pieces(fmt: BlockFormat, run: RowRun) -> list[list[int]]:
     """Rows of a table, as `kernels` lists the columns, but with the number of a band's programs for the first one."""
     columns = run.grid.columns
     return [
@@ -88,7 +86,7 @@ def _pieces(fmt: "BlockFormat", run: RowRun) -> list[list[int]]:
     ]
 
 
-def _is_aligned(fmt: "BlockFormat", row: list[int]) -> bool:
+def _is_aligned(fmt: BlockFormat, row: list[int]) -> bool:
     """Whether values and columns are on 16 elements, and codes on 16 bytes, or on 4 if a code is less than a byte."""
     values, codes, _, columns = row[:4]
     width = fmt.code_bytes(columns)
@@ -124,7 +122,7 @@ def _as_int16(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(
-    fmt: "BlockFormat",
+    fmt: BlockFormat,
     runs: Runs,
     values: torch.Tensor,
     codes: torch.Tensor,
@@ -141,9 +139,7 @@ def quantize(
         )  # fmt: skip
 
 
-def read(
-    fmt: "BlockFormat", runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
-) -> None:
+def read(fmt: BlockFormat, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """`BlockFormat.sum`, or `BlockFormat.dequantize` where there is one rank; codes and scales are (ranks, n)."""
     ranks, stride = codes.shape
     levels = fmt.levels(out.device)

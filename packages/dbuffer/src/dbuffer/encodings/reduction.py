@@ -36,21 +36,8 @@ from .rows import CodeRows
 _SUMMED = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one buffer's bytes are in each rank's row of an exchange.
-
-    Attributes:
-        begin: their offset; a multiple of 16.
-        width: bytes of a row.
-    """
-
-    begin: int
-    width: int
-
-
 class Reducer:
-    """A reduction form applied to one buffer of an exchange."""
+    """A reduction form applied to one buffer, whose bytes are at a place in each row: (offset, bytes of a row)."""
 
     def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         """Write the rows.
@@ -125,7 +112,7 @@ class CastReduction(InRows):
         segments = geometry.layout.segments
         return self.dtype not in (None, gathered) or len(segments) > 1
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: Place) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
         """A reducer that casts, or sends the gathered memory."""
         return _Cast(self.dtype or gathered.dtype, geometry, gathered, place)
 
@@ -134,9 +121,9 @@ class _Cast(Reducer):
     """One kernel a segment; to sum, one a rank and segment."""
 
     def __init__(
-        self, dtype: torch.dtype, geometry: Geometry, gathered: GatheredMemory, place: Place
+        self, dtype: torch.dtype, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]
     ) -> None:
-        self._dtype, self._begin = dtype, place.begin
+        self._dtype, self._begin = dtype, place[0]
         self._sizes = [segment.shard_size for segment in geometry.layout.segments]
         self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
 
@@ -187,7 +174,7 @@ class BlockReduction(InRows):
         """Always."""
         return True
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: Place) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
         return _Blocks(CodeRows(geometry.layout, self.format), geometry.rank, gathered.raw, place)
 
@@ -195,10 +182,10 @@ class BlockReduction(InRows):
 class _Blocks(Reducer):
     """One call a segment."""
 
-    def __init__(self, rows: CodeRows, rank: int, raw: Flats, place: Place) -> None:
+    def __init__(self, rows: CodeRows, rank: int, raw: Flats, place: tuple[int, int]) -> None:
         self._format, self._raw = rows.format, raw
-        self._sent = rows.of_all(place.begin, place.width)
-        self._received = rows.of_rank(rank, place.begin)
+        self._sent = rows.of_all(*place)
+        self._received = rows.of_rank(rank, place[0])
 
     def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         flat, noise_used = rows.view(-1), noise if self._format.needs_noise else None
@@ -225,7 +212,7 @@ class RowExchange:
             begins.append(begins[-1] + form.row_bytes(geometry, dtype))
         width = begins.pop()
         self._reducers: list[Reducer] = [
-            form.reducer(buffer.geometry, buffer.gathered, Place(begin, width))
+            form.reducer(buffer.geometry, buffer.gathered, (begin, width))
             for form, buffer, begin in zip(forms, buffers, begins, strict=True)
         ]
         encodes = len(buffers) > 1 or forms[0].encodes(*args[0])
