@@ -13,13 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dbuffer.encodings import BlockFP8, BlockInt8
-from dbuffer.encodings.kernels import launch
-from dbuffer.encodings.kernels import triton as kernels_triton
+from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, kernels, launch
 
 TYPES = {0: "*fp32", 1: "*i16", 2: "*fp16"}
 TABLE = {"table": "*i64", "piece_of": "*i32"}
-BUFFERS = {"codes": "*u8", "scales": "*fp32"}
+BUFFERS = {"codes": "*u8", "scales": "*fp32", "levels": "*fp32"}
 
 
 def compile_(kernel, signature, constants):
@@ -48,60 +46,32 @@ def compile_(kernel, signature, constants):
 
 def check(name, fmt, signature, loads, stores, **constants):
     """Raise unless a kernel compiles without local memory and moves memory in vectors."""
-    fixed = launch.constants_of(fmt.tile) | {"VECTOR": True} | constants
-    registers, local, ptx = compile_(getattr(kernels_triton, name), {**TABLE, **BUFFERS, **signature}, fixed)
+    fixed = launch.constants_of(fmt) | {"VECTOR": True} | constants
+    registers, local, ptx = compile_(getattr(kernels, name), {**TABLE, **BUFFERS, **signature}, fixed)
     assert local == 0, f"{name} {fmt} {constants}: {local} bytes of local memory"
     for text in (loads, stores):
         assert re.search(text, ptx), f"{name} {fmt} {constants}: no {text}"
     print(f"compiled: {name} {fmt} {constants}: {registers} registers")
 
 
-# How 1, 4 or 8 bytes of four-bit codes move.
-CODES = {1: r"\.global\S*\.b8", 4: r"\.global\S*\.b32", 8: r"\.global\S*\.(v2\.b32|b64)"}
-
-
-def check_pairs(name, kind, vector, unit, moves):
-    """The same for four-bit codes: read, with `moves` of what is stored, or written, with that of what is loaded."""
-    fixed, reads = (
-        {"SIZE": 64, "GROUP": 256, "VECTOR": vector, "UNIT": unit, "TYPE": kind},
-        name == "read_pairs",
-    )
-    if reads:
-        signature = {"levels": "*fp32", "out": TYPES[kind]}
-        fixed |= {"PAIRS": launch.PAIRS, "num_warps": 4}
-    else:
-        signature = {"middles": "*fp32", "values": TYPES[kind]}
-        fixed |= launch.pair_constants(64) | {"MIDDLES": 15}
-    registers, local, ptx = compile_(getattr(kernels_triton, name), TABLE | BUFFERS | signature, fixed)
-    assert local == 0, f"{name} {kind} {vector}: {local} bytes of local memory"
-    for text in (moves, f"{'ld' if reads else 'st'}{CODES[unit]}"):
-        assert re.search(text, ptx), f"{name} {kind} {vector} {unit}: no {text}"
-    print(f"compiled: {name} {kind} {vector} {unit}: {registers} registers")
-
-
 if __name__ == "__main__":
-    for unit in (1, 4, 8):
-        check_pairs("write_pairs", 0, True, unit, r"ld\.global\S*\.v4\.b32")
-        stores = r"st\.global\S*\.b32" if unit == 1 else r"st\.global\S*\.v4\.b32"
-        check_pairs("read_pairs", 1, True, unit, stores)
-    check_pairs("write_pairs", 1, True, 8, r"ld\.global\S*\.v[24]\.b32")
-    check_pairs("write_pairs", 2, False, 1, r"ld\.global")
-    check_pairs("read_pairs", 0, False, 1, r"st\.global")
     wide, narrow = r"ld\.global\S*\.v[24]\.b(32|64)", r"\.global\S*\.(v[24]\.b32|b32|b64)"
-    fp8 = {"CODE": 0, "TOP": 448.0, "POW2": True}
-    integers = {"CODE": 1, "TOP": 127.0, "POW2": False}
     strides = {"code_stride": "i32", "scale_stride": "i32"}
-    formats = ((BlockFP8(), fp8), (BlockFP8((1, 32)), fp8), (BlockInt8(256, "stochastic"), integers))
-    for fmt, code in formats:
+    for fmt in (BlockFP8(), BlockFP8((1, 32)), BlockInt8(256, "stochastic")):
         keys = {"first": "i32", "second": "i32"}
         for kind in (0, 1):
             check(
                 "quantize_tiles", fmt, {"values": TYPES[kind], **keys}, wide, f"st{narrow}",
-                TYPE=kind, RANDOM=fmt.needs_noise, **code,
+                TYPE=kind, RANDOM=fmt.needs_noise, TOP=fmt.top, POW2=fmt.pow2,
             )  # fmt: skip
-        check("amax_tiles", fmt, {"values": TYPES[0], "out": "*fp32"}, wide, "st.global", TYPE=0)
         for kind, ranks in ((1, 1), (0, 2), (0, 8)):
             check(
                 "sum_tiles", fmt, {"out": TYPES[kind], **strides}, f"ld{narrow}", wide.replace("ld", "st"),
-                TYPE=kind, CODE=code["CODE"], RANKS=ranks,
+                TYPE=kind, RANKS=ranks, SIZE=fmt.size,
             )  # fmt: skip
+    for kind, vector in ((0, True), (1, True), (1, False)):
+        stores, loads = (wide.replace("ld", "st"), f"ld{narrow}") if vector else ("st.global", "ld.global")
+        check(
+            "sum_tiles", BlockNF4(64), {"out": TYPES[kind], **strides}, loads, stores,
+            TYPE=kind, RANKS=1, SIZE=64, VECTOR=vector,
+        )  # fmt: skip

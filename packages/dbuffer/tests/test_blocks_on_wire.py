@@ -62,8 +62,7 @@ def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
     assert recycler.stats.lent_bytes == sum(
         full.nbytes for full in buffer.full
     )  # what arrived was given back
-    for codes in buffer.encoder.codes:
-        codes.zero_()
+    buffer.encoder.codes.zero_()
     buffer.release()
     Gather([buffer]).start().wait()
     assert not any(view.any() for view in buffer.views.values())  # codes were sent again as they were
@@ -73,8 +72,7 @@ def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
         buffer.release()
         Gather([buffer]).start().wait()
         assert buffer.views["wide"].equal(quantized_whole(FORMATS[0], tensors()["wide"])[2].bfloat16())
-        for codes in buffer.encoder.codes:
-            codes.zero_()
+        buffer.encoder.codes.zero_()
     assert recycler.stats.allocations == allocations or not CAN_SWAP
 
 

@@ -10,9 +10,7 @@ from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.encodings import BlockFP8, BlockInt8, BlockReduction, BlocksOnWire, CastReduction
 from layout_planner import Rows, TensorSpec, plan
 
-ARITHMETIC = tuple(
-    f"{name}.py" for name in ("block_fp8", "int8", "codec", "blocks", "tiles", "launch", "noise")
-)
+ARITHMETIC = tuple(f"{name}.py" for name in ("formats", "tiles", "launch", "noise"))
 LAYOUT = plan([TensorSpec("w", (16, 4), Rows(4))], 2, align=16)
 
 

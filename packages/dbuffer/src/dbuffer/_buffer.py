@@ -239,7 +239,7 @@ class DBuffer:
     def shard(self) -> tuple[torch.Tensor, ...]:
         """This rank's slices, 1-D, `shard_size` elements of `dtype`, one a segment; padding in them is zero.
 
-        With `BlocksAtRest`: uint8, the codes of each segment, then the scales of all.
+        With `BlocksAtRest`: one row of uint8, the codes of each segment, then the scales of all.
 
         Raises:
             RuntimeError: after `give_shard`.

@@ -7,14 +7,11 @@ formats      BlockFP8, BlockInt8, BlockNF4
 """
 
 from .at_rest import BlocksAtRest, empty_codes
-from .blocks import BlockFormat
-from .formats.fp8 import BlockFP8
-from .formats.int8 import BlockInt8
-from .formats.nf4 import BlockNF4
+from .formats import BlockFormat, BlockFP8, BlockInt8, BlockNF4
 from .noise import Noise
 from .on_wire import BlocksOnWire
-from .planes import CodePlanes
-from .reduction import BlockReduction, CastReduction, Reducer
+from .reduction import BlockReduction, CastReduction
+from .rows import CodeRows
 from .tensor import BlockQuantizedTensor
 from .tiles import RowRun, RunList, TileGrid
 
@@ -28,9 +25,8 @@ __all__ = [
     "BlocksAtRest",
     "BlocksOnWire",
     "CastReduction",
-    "CodePlanes",
+    "CodeRows",
     "Noise",
-    "Reducer",
     "RowRun",
     "RunList",
     "TileGrid",

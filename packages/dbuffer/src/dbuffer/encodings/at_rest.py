@@ -1,8 +1,7 @@
 """Weights that are kept as codes only: the shard is this rank's codes and scales, and gathers send it.
 
-shard    | codes |s|                 no values are kept anywhere
-codes    |  S  |  S  |  S  |         one coalesced all-gather
-scales   |  s  |  s  |  s  |
+shard    | row |                     codes and scales; no values are kept anywhere
+payload  | row | row | row |         one all-gather
 gathered |  S  |  S  |  S  |         dequantized, one call a segment
 """
 
@@ -17,9 +16,9 @@ from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.huge_pages import SMALLEST, prefer_huge_pages
 from ..memory.recycler import Recycler, ShardMemory
-from .blocks import BlockFormat
+from .formats import BlockFormat
 from .on_wire import BlockDecoder, InBlocks
-from .planes import CodePlanes
+from .rows import CodeRows
 from .tensor import BlockQuantizedTensor
 from .tiles import RowRun
 
@@ -50,25 +49,16 @@ class BlocksAtRest(InBlocks):
         Raises:
             ValueError: the layout cuts a row or a tile.
         """
-        planes = CodePlanes(geometry.layout, self.format)
-        return _ShardSender(planes, gathered, recycler)
+        return _ShardSender(CodeRows(geometry.layout, self.format), gathered, recycler)
 
 
 class _ShardSender(BlockDecoder):
     """Encoder of `BlocksAtRest` for one buffer."""
 
-    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
-        super().__init__(planes, gathered, recycler)
-        self._sent: Flats = ()
-        self._pairs: Pairs = []
-
     def encode(self, shards: Flats) -> Pairs:
         """Send the shard."""
-        self.materialize()
-        if shards is not self._sent:
-            self._pairs = [(scratch.flat, shard) for scratch, shard in zip(self.scratch, shards, strict=True)]
-            self._sent = shards
-        return self._pairs
+        self.scratch.materialize()
+        return [(self.scratch.flat, shards[0])]
 
 
 def empty_codes(
@@ -104,36 +94,34 @@ class CodedShard(ShardMemory):
     """This rank's codes and scales, in place of the values of a shard.
 
     Attributes:
-        flats: uint8, 1-D: codes, one a segment, then the scales of all.
+        flats: uint8, 1-D: this rank's row of codes and scales.
         views: a `BlockQuantizedTensor` for this rank's slice of each tensor.
     """
 
     def __init__(
         self, geometry: Geometry, format: BlockFormat, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._planes = CodePlanes(geometry.layout, format)
+        self._rows = CodeRows(geometry.layout, format)
         super().__init__(geometry, dtype, device, False)
 
     def allocate(self, *, zeroed: bool = False) -> None:
         """Allocate codes and scales."""
-        planes = self._planes
-        sizes = (*planes.code_bytes, planes.scale_bytes)
-        flats = tuple([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])
-        for flat in flats:
-            if flat.nbytes >= SMALLEST:
-                prefer_huge_pages(flat)
-            if zeroed:
-                flat.zero_()
-        scales = flats[-1].view(torch.float32)
+        rows = self._rows
+        flat = torch.empty(rows.row_bytes, dtype=torch.uint8, device=self._device)
+        if flat.nbytes >= SMALLEST:
+            prefer_huge_pages(flat)
+        if zeroed:
+            flat.zero_()
+        scales = flat.view(torch.float32)
         views: dict[str, torch.Tensor] = {}
-        runs = [iter(by_segment) for by_segment in planes.runs(self._geometry.rank)]
-        for index, segment in enumerate(planes.layout.segments):
+        for segment, runs in zip(rows.layout.segments, rows.of_rank(self._geometry.rank), strict=True):
+            remaining = iter(runs)
             for name in segment.names:
-                like = empty_codes(self._geometry, name, planes.format, self._dtype, torch.device("meta"))
-                run = next(runs[index]) if like.numel() else like.run
+                like = empty_codes(self._geometry, name, rows.format, self._dtype, torch.device("meta"))
+                run = next(remaining) if like.numel() else like.run
                 views[name] = like.around(
-                    flats[index].narrow(0, run.codes, like.codes.numel()),
+                    flat.narrow(0, run.codes, like.codes.numel()),
                     scales.narrow(0, run.scales, like.scales.numel()),
                 )
         self.views = MappingProxyType({name: views[name] for name in self._geometry.slices})
-        self.flats = flats
+        self.flats = (flat,)

@@ -51,33 +51,23 @@ def signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def random_bits(noise: Noise, start: int, scratch: torch.Tensor) -> torch.Tensor:
-    """Random bits of consecutive elements from index `start` on, int32.
-
-    Args:
-        noise: seed, step and rank.
-        start: the first element's index, below 2^63.
-        scratch: int32, twice as long as the result, which is its first half.
-    """
+def random_bits(noise: Noise, start: int, numel: int, device: torch.device) -> torch.Tensor:
+    """Random bits of `numel` consecutive elements from index `start` on, below 2^63: int32."""
     first, second = noise.keys()
-    numel = scratch.numel() // 2
-    low, spare = scratch[:numel], scratch[numel:]
-    torch.arange(numel, dtype=torch.int32, out=low)
-    low.add_(signed(start + first))
-    _mix(low, spare)
+    low = torch.arange(numel, dtype=torch.int32, device=device).add_(signed(start + first))
+    _mix(low)
     done = 0
     while done < numel:  # twice where the indices' upper halves differ
         room = min(numel - done, (1 << 32) - (start + done) % (1 << 32))
         low[done : done + room].bitwise_xor_(signed(second ^ mix((start + done >> 32) * GOLDEN)))
         done += room
-    _mix(low, spare)
+    _mix(low)
     return low
 
 
-def _mix(x: torch.Tensor, spare: torch.Tensor) -> None:
-    """`mix` on int32 tensors, whose products wrap and whose right shifts need their sign bits masked."""
+def _mix(x: torch.Tensor) -> None:
+    """`mix` on an int32 tensor, whose products wrap and whose right shifts need their sign bits masked."""
     for shift, multiplier in ((16, MULTIPLIERS[0]), (15, MULTIPLIERS[1]), (16, None)):
-        torch.bitwise_right_shift(x, shift, out=spare)
-        x.bitwise_xor_(spare.bitwise_and_((1 << 32 - shift) - 1))
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1))
         if multiplier is not None:
             x.mul_(signed(multiplier))

@@ -1,12 +1,10 @@
 """Gathers of quantized blocks: ranks send codes and scales, and each rank dequantizes them.
 
-shard  --quantize, once until it changes-->  this rank's codes and scales
-codes    |  S  |  S  |  S  |                 one coalesced all-gather
-scales   |  s  |  s  |  s  |
+shard  --quantize, once until it changes-->  this rank's row of codes and scales
+payload  | row | row | row |                 one all-gather
 gathered |  S  |  S  |  S  |                 dequantized, one call a segment
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +14,8 @@ from .._encoding import Encoder, Pairs, WireForm
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Recycler, Scratch, hold_forever
-from .blocks import VALUES, BlockFormat
-from .planes import CodePlanes
+from .formats import VALUES, BlockFormat
+from .rows import CodeRows
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class InBlocks(WireForm):
 
     def row_bytes(self, geometry: Geometry) -> int:
         """Bytes that each rank sends to each other rank."""
-        return CodePlanes(geometry.layout, self.format).row_bytes
+        return CodeRows(geometry.layout, self.format).row_bytes
 
 
 @dataclass(frozen=True)
@@ -68,103 +66,76 @@ class BlocksOnWire(InBlocks):
         Raises:
             ValueError: the layout cuts a row or a tile.
         """
-        planes = CodePlanes(geometry.layout, self.format)
-        return BlockEncoder(planes, geometry.rank, gathered, recycler)
+        return BlockEncoder(CodeRows(geometry.layout, self.format), geometry.rank, gathered, recycler)
 
 
 class BlockDecoder(Encoder):
-    """Receives the codes and scales of all ranks and dequantizes them: half of an encoder.
+    """Receives the rows of all ranks and dequantizes them: half of an encoder.
 
     Attributes:
-        scratch: receive buffers, from the start of a gather until they are dequantized.
+        scratch: the receive buffer, from the start of a gather until it is dequantized.
     """
 
-    def __init__(self, planes: CodePlanes, gathered: GatheredMemory, recycler: Recycler) -> None:
-        self._format = planes.format
-        self._raw = gathered.raw
-        self._all_runs = [planes.gathered_runs(segment) for segment in range(len(gathered.raw))]
-        ranks = planes.layout.world_size
-        received = [Scratch(recycler, ranks * size) for size in planes.code_bytes]
-        scales = Scratch(recycler, ranks * planes.scale_bytes)
-        self.scratch: Sequence[Scratch] = (*received, scales)
-        self._received = [scratch.flat for scratch in received]
-        self._received_scales = scales.flat.view(torch.float32)
-
-    def materialize(self) -> None:
-        """Allocate the receive buffers, for use on the current stream."""
-        for scratch in self.scratch:
-            scratch.materialize()
+    def __init__(self, rows: CodeRows, gathered: GatheredMemory, recycler: Recycler) -> None:
+        self._rows, self._raw = rows, gathered.raw
+        self._all_runs = rows.of_all()
+        self.scratch = Scratch(recycler, rows.layout.world_size * rows.row_bytes)
+        self._received_scales = self.scratch.flat.view(torch.float32)
 
     def decode(self) -> bool:
-        """Dequantize into the gathered memory and free the receive buffers."""
-        for runs, codes, raw in zip(self._all_runs, self._received, self._raw, strict=True):
-            self._format.dequantize(runs, codes, self._received_scales, raw)
+        """Dequantize into the gathered memory and free the receive buffer."""
+        for runs, raw in zip(self._all_runs, self._raw, strict=True):
+            self._rows.format.dequantize(runs, self.scratch.flat, self._received_scales, raw)
         self.release()
         return False
 
     def release(self) -> None:
-        """Free the receive buffers."""
-        for scratch in self.scratch:
-            scratch.release()
+        """Free the receive buffer."""
+        self.scratch.release()
 
     def retire(self) -> None:
-        """Never use the receive buffers again."""
-        for scratch in self.scratch:
-            scratch.retire()
+        """Never use the receive buffer again."""
+        self.scratch.retire()
 
 
 class BlockEncoder(BlockDecoder):
     """Encoder of `BlocksOnWire` for one buffer.
 
     Attributes:
-        codes: this rank's codes, uint8, one tensor a segment; empty before the first gather.
-        scales: this rank's scales.
+        codes: this rank's row, uint8; None before the first gather.
     """
 
-    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
-        super().__init__(planes, gathered, recycler)
-        self._planes = planes
-        self._own_runs = planes.runs(rank)
-        self.codes: Flats = ()
-        self.scales = torch.empty(0, device=recycler.device)
-        self._pairs: Pairs = []
+    def __init__(self, rows: CodeRows, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
+        super().__init__(rows, gathered, recycler)
+        self._own_runs = rows.of_rank(rank)
+        self.codes: torch.Tensor | None = None
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
 
-    def is_stale(self, shards: Flats) -> bool:
-        """Whether these shards must be quantized before a gather."""
-        return shards is not self._shards or compat.versions(shards) != self._versions
-
     def encode(self, shards: Flats) -> Pairs:
         """Quantize the shards if they have changed."""
-        if self.is_stale(shards):
-            self._quantize(shards, compat.versions(shards))
-        self.materialize()
-        return self._pairs
-
-    def _quantize(self, shards: Flats, versions: list[int]) -> None:
-        self._allocate()
-        self._shards = ()  # until all codes are written
-        for runs, shard, codes in zip(self._own_runs, shards, self.codes, strict=True):
-            self._format.quantize(runs, shard, codes, self.scales)
-        self._shards, self._versions = shards, versions
+        versions = compat.versions(shards)
+        codes = self._allocated()
+        if shards is not self._shards or versions != self._versions:
+            self._shards = ()  # until all codes are written
+            for runs, shard in zip(self._own_runs, shards, strict=True):
+                self._rows.format.quantize(runs, shard, codes, codes.view(torch.float32))
+            self._shards, self._versions = shards, versions
+        self.scratch.materialize()
+        return [(self.scratch.flat, codes)]
 
     @torch.inference_mode(False)  # later gathers write to this memory too
-    def _allocate(self) -> None:
-        if self.codes:
-            return
-        device, planes = self._received_scales.device, self._planes
-        self.scales = torch.zeros(planes.num_scales, device=device)
-        codes = [torch.zeros(size, dtype=torch.uint8, device=device) for size in planes.code_bytes]
-        pairs = list(zip(self._received, codes, strict=True))
-        self._pairs = [*pairs, (self.scratch[-1].flat, self.scales.view(torch.uint8))]
-        self.codes = tuple(codes)
+    def _allocated(self) -> torch.Tensor:
+        if self.codes is None:
+            self.codes = torch.zeros(self._rows.row_bytes, dtype=torch.uint8, device=self.scratch.flat.device)
+        return self.codes
 
     def retire(self) -> None:
-        """Never use this memory again: peers may still read the codes, or write the receive buffers."""
+        """Never use this memory again: peers may still read the codes, or write the receive buffer."""
         super().retire()
-        hold_forever((*self.codes, self.scales))
-        self.codes, self._pairs = (), []
+        if self.codes is not None:
+            hold_forever((self.codes,))
+        self.codes = None
         self.forget()
 
     def forget(self) -> None:

@@ -17,9 +17,9 @@ depend on which rank holds an element, and is the same in every run.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,51 +29,37 @@ from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
 from ..memory.recycler import Scratch
 from ..transport import Transport, Work
-from .blocks import VALUES, BlockFormat
+from .formats import VALUES, BlockFormat
 from .noise import Noise
-from .planes import CodePlanes
-from .tiles import RowRun, RunList
+from .rows import CodeRows
 
 _SUMMED = (torch.float32, torch.bfloat16)
 
 
-class Reducer(Protocol):
-    """A reduction form applied to one buffer."""
+class Reducer:
+    """A reduction form applied to one buffer, whose bytes are at a place in each row: (offset, bytes of a row)."""
 
-    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
+    def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         """Write the rows.
 
         Args:
             rows: uint8, of shape (ranks, bytes), contiguous, each on a 16-byte boundary; row r goes to rank r.
-            begin: offset of this buffer's bytes in each row; a multiple of 16.
             noise: for stochastic rounding; different in each reduction and on each rank.
         """
-        ...
+        raise NotImplementedError
 
-    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
+    def sum_rows(self, rows: torch.Tensor, sums: Flats) -> None:
         """Sum the received rows in rank order; the padding is undefined.
 
         Args:
-            rows, begin: as for `encode`, row r from rank r.
+            rows: as for `encode`, row r from rank r.
             sums: fp32, 1-D, `shard_size` elements, one a segment; overwritten.
         """
-        ...
+        raise NotImplementedError
 
 
 class InRows:
     """Base of the reduction forms: each rank sends one row to each other rank, by one all-to-all."""
-
-    def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
-        """Bytes that each rank sends to each other rank: a multiple of 16."""
-        raise NotImplementedError
-
-    def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
-        """Whether rows are written; otherwise gathered memory is sent."""
-        raise NotImplementedError
-
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
-        """The reducer of one buffer."""
-        raise NotImplementedError
 
     def exchange(self, buffers: Sequence[DBuffer]) -> "RowExchange":
         """The all-to-all of a reduction of several buffers."""
@@ -126,32 +112,33 @@ class CastReduction(InRows):
         segments = geometry.layout.segments
         return self.dtype not in (None, gathered) or len(segments) > 1
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
         """A reducer that casts, or sends the gathered memory."""
-        return _Cast(self, geometry, gathered)
+        return _Cast(self.dtype or gathered.dtype, geometry, gathered, place)
 
 
-class _Cast:
-    def __init__(self, form: CastReduction, geometry: Geometry, gathered: GatheredMemory) -> None:
-        dtype = gathered.raw[0].dtype
-        self._dtype = form.dtype or dtype
+class _Cast(Reducer):
+    """One kernel a segment; to sum, one a rank and segment."""
+
+    def __init__(
+        self, dtype: torch.dtype, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]
+    ) -> None:
+        self._dtype, self._begin = dtype, place[0]
         self._sizes = [segment.shard_size for segment in geometry.layout.segments]
         self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
 
-    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
-        """One kernel a segment."""
-        compat.copy(self._planes(rows, begin), self._sources)
+    def encode(self, rows: torch.Tensor, noise: Noise) -> None:
+        compat.copy(self._planes(rows), self._sources)
 
-    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
-        """One kernel a rank and segment."""
-        planes = self._planes(rows, begin)
+    def sum_rows(self, rows: torch.Tensor, sums: Flats) -> None:
+        planes = self._planes(rows)
         compat.copy(sums, [plane[0] for plane in planes])
         for rank in range(1, len(rows)):
             compat.add(sums, [plane[rank] for plane in planes])
 
-    def _planes(self, rows: torch.Tensor, begin: int) -> list[torch.Tensor]:
+    def _planes(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Each segment's elements for, or from, each rank: (ranks, shard_size)."""
-        planes = []
+        planes, begin = [], self._begin
         for size in self._sizes:
             nbytes = size * self._dtype.itemsize
             planes.append(rows[:, begin : begin + nbytes].view(self._dtype))
@@ -181,72 +168,33 @@ class BlockReduction(InRows):
 
     def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
         """Codes and scales of a shard."""
-        return CodePlanes(geometry.layout, self.format).row_bytes
+        return CodeRows(geometry.layout, self.format).row_bytes
 
     def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
         """Always."""
         return True
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
-        planes = CodePlanes(geometry.layout, self.format)
-        return _Blocks(planes, geometry.rank, gathered)
+        return _Blocks(CodeRows(geometry.layout, self.format), geometry.rank, gathered.raw, place)
 
 
-class _Blocks:
-    def __init__(self, planes: CodePlanes, rank: int, gathered: GatheredMemory) -> None:
-        self._planes, self._format, self._rank = planes, planes.format, rank
-        self._raw = gathered.raw
-        self._runs: dict[tuple[int, int], tuple[list[RunList], list[RunList]]] = {}
+class _Blocks(Reducer):
+    """One call a segment."""
 
-    def encode(self, rows: torch.Tensor, begin: int, noise: Noise) -> None:
-        """One call a segment."""
-        sent, _ = self._runs_at(begin, rows.shape[1])
+    def __init__(self, rows: CodeRows, rank: int, raw: Flats, place: tuple[int, int]) -> None:
+        self._format, self._raw = rows.format, raw
+        self._sent = rows.of_all(*place)
+        self._received = rows.of_rank(rank, place[0])
+
+    def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         flat, noise_used = rows.view(-1), noise if self._format.needs_noise else None
-        for runs, raw in zip(sent, self._raw, strict=True):
+        for runs, raw in zip(self._sent, self._raw, strict=True):
             self._format.quantize(runs, raw, flat, flat.view(torch.float32), noise=noise_used)
 
-    def sum_rows(self, rows: torch.Tensor, begin: int, sums: Flats) -> None:
-        """One call a segment."""
-        _, received = self._runs_at(begin, rows.shape[1])
-        for runs, total in zip(received, sums, strict=True):
+    def sum_rows(self, rows: torch.Tensor, sums: Flats) -> None:
+        for runs, total in zip(self._received, sums, strict=True):
             self._format.sum(runs, rows, rows.view(torch.float32), total)
-
-    def _runs_at(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
-        """All ranks' runs in the flat rows, and this rank's in one row, by segment; cached."""
-        runs = self._runs.get((begin, width))
-        if runs is None:
-            runs = self._runs[begin, width] = self._place(begin, width)
-        return runs
-
-    def _place(self, begin: int, width: int) -> tuple[list[RunList], list[RunList]]:
-        planes = self._planes
-        sent: list[RunList] = []
-        received: list[RunList] = []
-        codes, scales, elements = begin, begin + sum(planes.code_bytes), 0
-        for index, segment in enumerate(planes.layout.segments):
-            all_ranks: list[RowRun] = []
-            for rank in range(planes.layout.world_size):
-                runs = [
-                    replace(run, codes=run.codes + codes, scales=run.scales + scales // 4)
-                    for run in planes.runs(rank)[index]
-                ]
-                if rank == self._rank:
-                    received.append(RunList(runs))
-                all_ranks += [
-                    replace(
-                        run,
-                        values=run.values + rank * segment.shard_size,
-                        codes=run.codes + rank * width,
-                        scales=run.scales + rank * width // 4,
-                        element=run.element + elements,
-                    )
-                    for run in runs
-                ]
-            sent.append(RunList(all_ranks))
-            codes += planes.code_bytes[index]
-            elements += planes.layout.world_size * segment.shard_size
-        return sent, received
 
 
 class RowExchange:
@@ -257,16 +205,17 @@ class RowExchange:
 
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
-        self._reducers: list[Reducer] = []
-        self._begins: list[int] = []  # in each row
-        width, encodes = 0, len(buffers) > 1
-        for buffer in buffers:
-            geometry, dtype = buffer.geometry, buffer.full_dtype
-            form: Any = buffer.reduction
-            self._reducers.append(form.reducer(geometry, buffer.gathered))
-            self._begins.append(width)
-            width += form.row_bytes(geometry, dtype)
-            encodes = encodes or form.encodes(geometry, dtype)
+        forms: list[Any] = [buffer.reduction for buffer in buffers]
+        args = [(buffer.geometry, buffer.full_dtype) for buffer in buffers]
+        begins = [0]
+        for form, (geometry, dtype) in zip(forms, args, strict=True):
+            begins.append(begins[-1] + form.row_bytes(geometry, dtype))
+        width = begins.pop()
+        self._reducers: list[Reducer] = [
+            form.reducer(buffer.geometry, buffer.gathered, (begin, width))
+            for form, buffer, begin in zip(forms, buffers, begins, strict=True)
+        ]
+        encodes = len(buffers) > 1 or forms[0].encodes(*args[0])
         recycler, nbytes = buffers[0].recycler, buffers[0].mesh_view.size * width
         self._received = Scratch(recycler, nbytes)
         self._sent = Scratch(recycler, nbytes) if encodes else None
@@ -287,8 +236,8 @@ class RowExchange:
             raise
         if self._sent is not None:
             rows = self._rows(self._sent.flat)
-            for buffer, reducer, begin in zip(self._buffers, self._reducers, self._begins, strict=True):
-                reducer.encode(rows, begin, _noise(buffer))
+            for buffer, reducer in zip(self._buffers, self._reducers, strict=True):
+                reducer.encode(rows, _noise(buffer))
 
     def start(self, transport: Transport, label: str) -> Work | None:
         """Start the all-to-all of the encoded bytes."""
@@ -301,11 +250,11 @@ class RowExchange:
         """Sum the received rows in fp32, for each buffer into its shard if `into_shard`, else its gathered memory."""
         results: list[Flats] = []
         rows = self._rows(self._received.flat)
-        for buffer, reducer, begin, own, in_shard in zip(
-            self._buffers, self._reducers, self._begins, self._sums, into_shard, strict=True
+        for buffer, reducer, own, in_shard in zip(
+            self._buffers, self._reducers, self._sums, into_shard, strict=True
         ):
             sums = buffer.shard_memory.flats if in_shard else own
-            reducer.sum_rows(rows, begin, sums)
+            reducer.sum_rows(rows, sums)
             buffer.scratch = []
             results.append(sums)
         self._release()

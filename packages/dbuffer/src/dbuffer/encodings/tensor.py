@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import _torch_compat as compat
-from .blocks import VALUES, BlockFormat
+from .formats import VALUES, BlockFormat
 from .tiles import RowRun
 
 aten = torch.ops.aten

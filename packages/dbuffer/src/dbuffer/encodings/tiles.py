@@ -11,7 +11,7 @@ matrix, as `layout_planner.Tile` cuts it. A 1-D tensor is one row. Scales are ro
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,14 +50,9 @@ class TileGrid:
         return -(-self.columns // self.tile[1])
 
     @cached_property
-    def bands_per_period(self) -> int:
-        """Bands until tiles start over."""
-        return -(-self.period // self.tile[0])
-
-    @cached_property
     def num_bands(self) -> int:
         """Bands of the tensor."""
-        return self.rows // self.period * self.bands_per_period if self.period else 0
+        return self.band_of(self.rows)
 
     @property
     def num_scales(self) -> int:
@@ -66,17 +61,16 @@ class TileGrid:
 
     def band_of(self, row: int) -> int:
         """The band that a row is in; for `rows`, the number of bands."""
-        if row == self.rows:
-            return self.num_bands
+        if not self.period:
+            return 0
         matrix, inside = divmod(row, self.period)
-        return matrix * self.bands_per_period + inside // self.tile[0]
+        return matrix * -(-self.period // self.tile[0]) + inside // self.tile[0]
 
     def is_whole(self, start: int, stop: int) -> bool:
         """Whether the rows [start, stop) cut no tile."""
-        return start == stop or (self._is_cut(start) and self._is_cut(stop))
-
-    def _is_cut(self, row: int) -> bool:
-        return row == self.rows or row % self.period % self.tile[0] == 0
+        return start == stop or all(
+            row == self.rows or row % self.period % self.tile[0] == 0 for row in (start, stop)
+        )
 
     def scales_of(self, start: int, stop: int) -> tuple[int, int]:
         """The scales [first, last) of the rows [start, stop), whole bands."""
@@ -116,6 +110,16 @@ class RowRun:
         first, last = self.grid.scales_of(self.start, self.stop)
         return last - first
 
+    def moved(self, values: int, codes: int, scales: int, element: int) -> "RowRun":
+        """The same rows, so much further on in each buffer."""
+        return replace(
+            self,
+            values=self.values + values,
+            codes=self.codes + codes,
+            scales=self.scales + scales,
+            element=self.element + element,
+        )
+
 
 Runs = Sequence[RowRun]
 
@@ -137,7 +141,7 @@ class RunList(tuple[RowRun, ...]):
 
 
 class Bands(NamedTuple):
-    """Consecutive bands of one height in a run, or a piece of a tall one.
+    """Consecutive bands of one height in a run.
 
     Attributes:
         row: the first row, counted from the run's first.
@@ -151,35 +155,14 @@ class Bands(NamedTuple):
     band: int
 
 
-def bands_of(grid: TileGrid, start: int, stop: int) -> Iterator[Bands]:
-    """Every row of [start, stop) once, in few pieces however many bands there are."""
-    tile, period, row = grid.tile[0], grid.period, start
-    first = grid.band_of(start)
-    while row < stop:
-        inside = row % period
-        end = min(stop, row - inside + period)
-        if end - row >= tile:
-            bands, height = (end - row) // tile, tile
-        else:
-            bands, height = 1, end - row
-        yield Bands(row - start, bands, height, grid.band_of(row) - first)
+def bands_of(run: RowRun, limit: int = 1 << 62) -> Iterator[Bands]:
+    """Every band of a run once, in pieces of at most `limit` elements, or of one band; none without columns."""
+    grid, row = run.grid, run.start
+    tile, period, first = grid.tile[0], grid.period, grid.band_of(run.start)
+    most = max(1, limit // max(1, tile * grid.columns))
+    while row < run.stop and grid.columns:
+        left = min(run.stop, row - row % period + period) - row
+        height = min(tile, left)
+        bands = min(most, left // height)
+        yield Bands(row - run.start, bands, height, grid.band_of(row) - first)
         row += bands * height
-
-
-def chunks_of(run: RowRun, limit: int) -> Iterator[Bands]:
-    """The run's bands in pieces of at most `limit` elements, or of one row; tall bands are cut between rows."""
-    columns = run.grid.columns
-    if not columns:
-        return
-    for piece in bands_of(run.grid, run.start, run.stop):
-        rows = max(1, limit // columns)
-        bands = rows // piece.height
-        if bands:
-            for b in range(0, piece.bands, bands):
-                count = min(bands, piece.bands - b)
-                yield Bands(piece.row + b * piece.height, count, piece.height, piece.band + b)
-            continue
-        for b in range(piece.bands):
-            for h in range(0, piece.height, rows):
-                row = piece.row + b * piece.height + h
-                yield Bands(row, 1, min(rows, piece.height - h), piece.band + b)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from dbuffer import WireForm
-from dbuffer.encodings import BlockFormat, BlocksOnWire, CodePlanes
+from dbuffer.encodings import BlockFormat, BlocksOnWire, CodeRows
 from layout_planner import Layout
 
 from .._params.group import Group
@@ -52,10 +52,10 @@ class OnWireGroup(Group):
         return self.plan.wire.format if isinstance(self.plan.wire, BlocksOnWire) else None
 
     @property
-    def planes(self) -> CodePlanes:
-        """Layout of the codes of parameters."""
+    def row_bytes(self) -> int:
+        """Bytes of one rank's codes and scales."""
         wire: Any = self.plan.wire
-        return CodePlanes(self.plan.layout, wire.format)
+        return CodeRows(self.plan.layout, wire.format).row_bytes
 
     def expect_update(self) -> None:
         """Quantize again before the next gather, even if the version counter does not change."""
@@ -63,9 +63,9 @@ class OnWireGroup(Group):
             self.buffer.forget_encoding()
 
     def memory(self) -> GroupMemory:
-        """Codes are kept in addition to the shards; each plane of them is gathered before it is read back."""
-        values, planes, ranks = super().memory(), self.planes, self.plan.data.shard_size
-        values.gather = values.codes = planes.row_bytes
+        """Codes are kept in addition to the shards; all ranks' are gathered before they are read back."""
+        values, ranks = super().memory(), self.plan.data.shard_size
+        values.gather = values.codes = self.row_bytes
         values.gathered = [ranks * size * self.plan.dtypes.compute.itemsize for size in self.segment_sizes()]
-        values.decoding = [*(ranks * nbytes for nbytes in planes.code_bytes), ranks * planes.scale_bytes]
+        values.decoding = [ranks * self.row_bytes]
         return values
