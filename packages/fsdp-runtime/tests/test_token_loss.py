@@ -115,7 +115,7 @@ def test_losses_of_single_tokens_are_summed_in_fp32_with_a_small_all_reduce():
     assert counted.kinds == ["all_reduce"]
     assert counted.bytes_sent < 64
     with pytest.raises(RuntimeError, match="can't be cast"):
-        token_loss.step([2.5])
+        token_loss.step([2.5])  # type: ignore[list-item]
 
 
 def test_one_process_without_ranks_counts_its_own_tokens():
