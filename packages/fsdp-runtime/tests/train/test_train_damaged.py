@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from train_helpers import newest, replace, sum_of, text_folder, tiny, train, with_changes
 
 from fsdp_runtime.checkpoint import convert_checkpoint
@@ -61,6 +61,19 @@ def too_large(metadata):
     return metadata
 
 
+def twice(metadata):
+    about = metadata.state_dict_metadata["model.embed.weight"]
+    half = torch.Size([about.size[0] // 2, about.size[1]])
+    about.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), half)] * 2
+    return metadata
+
+
+def outside(metadata):
+    about = metadata.state_dict_metadata["model.embed.weight"]
+    about.chunks = [ChunkStorageMetadata(torch.Size([1, 0]), about.size)]
+    return metadata
+
+
 def elsewhere(metadata):
     for info in metadata.storage_data.values():
         object.__setattr__(info, "relative_path", "../../run.json")
@@ -71,11 +84,13 @@ def elsewhere(metadata):
     ("change", "message"),
     [
         (too_large, r"chunks of model\.embed\.weight have 8192 elements; expected \d+"),
+        (twice, r"model\.embed\.weight has elements of the chunk at \(0, 0\) of .* twice"),
+        (outside, r"a chunk of model\.embed\.weight at \(1, 0\) of .* is not inside"),
         (elsewhere, "damaged: FileNotFoundError"),
         (lambda _: Calls(os.mkdir, "made"), r"damaged: .* names posix\.mkdir, which is not part of a checkpoint"),
         (lambda _: Calls(getattr, collections.OrderedDict, "fromkeys"), "metadata: damaged"),
     ],
-    ids=["too large", "elsewhere", "mkdir", "getattr"],
+    ids=["too large", "twice", "outside", "elsewhere", "mkdir", "getattr"],
 )  # fmt: skip
 def test_metadata_that_lies_is_refused_and_its_calls_are_not_made(
     run, change, message, monkeypatch, tmp_path

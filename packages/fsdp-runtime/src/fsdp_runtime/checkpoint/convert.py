@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ragged_shard import Box
 from ragged_shard.device import CPU
 
 from .files import Checkpoint, Stored, library, write_file
@@ -53,7 +54,7 @@ class Reader(FileSystemReader):
 
         Raises:
             OSError: it is missing.
-            ValueError: it is damaged, names something else, or has not all elements of a tensor.
+            ValueError: it is damaged, names something else, or does not have each element of a tensor once.
         """
         if self._metadata is None:
             content = (Path(self.path) / METADATA).read_bytes()
@@ -61,13 +62,29 @@ class Reader(FileSystemReader):
                 made: Metadata = _Unpickler(io.BytesIO(content)).load()
                 for name, about in made.state_dict_metadata.items():
                     if isinstance(about, TensorStorageMetadata):
-                        stored, expected = sum(c.sizes.numel() for c in about.chunks), about.size.numel()
-                        if stored != expected:
-                            raise ValueError(f"chunks of {name} have {stored} elements; expected {expected}")
+                        _check_chunks(name, about)
             except Exception as error:  # a damaged pickle raises anything
                 raise ValueError(f"{METADATA}: damaged: {type(error).__name__}: {error}") from error
             self._metadata = made
         return self._metadata
+
+
+def _check_chunks(name: str, about: TensorStorageMetadata) -> None:
+    """Raise ValueError unless each element of a tensor is in one chunk: torch would leave the others uninitialised."""
+    whole, covered = Box((0,) * len(about.size), tuple(about.size)), 0
+    open_ones: list[Box] = []  # which reach beyond where the next chunk begins, along the first dimension
+    for box in sorted((Box(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks), key=lambda b: b.offsets):
+        if not box.numel:
+            continue
+        if whole.intersection(box) != box:
+            raise ValueError(f"a chunk of {name} at {box.offsets} of {box.sizes} is not inside {whole.sizes}")
+        open_ones = [b for b in open_ones if not box.sizes or b.offsets[0] + b.sizes[0] > box.offsets[0]]
+        if any(b.intersection(box) for b in open_ones):
+            raise ValueError(f"{name} has elements of the chunk at {box.offsets} of {box.sizes} twice")
+        open_ones.append(box)
+        covered += box.numel
+    if covered != whole.numel:
+        raise ValueError(f"chunks of {name} have {covered} elements; expected {whole.numel}")
 
 
 class _Unpickler(pickle.Unpickler):
