@@ -44,14 +44,18 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
 
 
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether coalesced calls of a device work: on NCCL and gloo themselves, and on simulated groups.
+    """Whether coalesced calls of a device work: on NCCL, gloo and fake groups themselves, and on simulated ones.
 
     On a Python process group (torchft, or one of a user's) they bring no work since torch 2.8, or are not there. Where
     calls are checked (TORCH_DISTRIBUTED_DEBUG=DETAIL) the backend is wrapped.
     """
     if type(group) is not dist.ProcessGroup:
         return dist.get_backend(group) == "simulated"
-    return type(group._get_backend(device)).__name__ in ("ProcessGroupNCCL", "ProcessGroupGloo")
+    return type(group._get_backend(device)).__name__ in (
+        "ProcessGroupNCCL",
+        "ProcessGroupGloo",
+        "FakeProcessGroup",
+    )
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
