@@ -54,7 +54,7 @@ MOST_REGISTERS = {"tile:128x128 fp32": 168}
 
 @dataclass(frozen=True)
 class Facts:
-    """What a kernel compiled to.
+    """The result of compiling a kernel.
 
     Attributes:
         local: loads and stores of local memory: spilled registers.

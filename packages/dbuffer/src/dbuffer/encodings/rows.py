@@ -90,7 +90,7 @@ class CodeRows:
         return begins
 
     def _runs_of(self, rank: int) -> list[list[RowRun]]:
-        """By segment, from the start of the shard, of the segment's codes and of the scales."""
+        """A rank's runs by segment: values count from its shard's start, codes from the segment's, scales from all."""
         by_segment, scales = [], 0
         for segment in self.layout.segments:
             runs, codes = [], 0

@@ -159,11 +159,11 @@ class GroupMemory:
 
 @runtime_checkable
 class Quantization(Protocol):
-    """What the core needs of a quantization policy; `fsdp_runtime.quantization` has the policy."""
+    """The interface of a quantization policy; `fsdp_runtime.quantization` has the policy."""
 
     @property
     def blocks(self) -> Any:
-        """What selected weights are quantized in, at rest or before a gather; None: not."""
+        """The format of selected weights, at rest or before a gather; None: weights are not quantized."""
         ...
 
     def selects(self, param: ManagedParam[Any]) -> bool:

@@ -44,7 +44,7 @@ def read_safetensors(
 
 
 def decoder(codes: Stored, checkpoint: Checkpoint) -> Callable[[Box], torch.Tensor]:
-    """What reads a box of an e4m3 tensor times the scales of its tiles, in fp32.
+    """A function that reads a box of an e4m3 tensor, multiplied by the scales of its tiles, in fp32.
 
     Raises:
         ValueError: it has no scales, or scales of other tiles than the folder's `config.json` says.

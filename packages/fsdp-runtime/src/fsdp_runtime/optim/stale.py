@@ -62,6 +62,6 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} was given {len(untrained)} weights that are kept as codes "
             f"(QuantizationPolicy.at_rest), {untrained[0]!r} first; they are not trained. "
-            "Build it from those parameters that require a gradient"
+            "Build it from the parameters that require a gradient"
         )
     _seen[optimizer] = len(params)

@@ -134,7 +134,7 @@ class QuantizationPolicy:
 
     @property
     def blocks(self) -> OnWire | AtRest | None:
-        """What selected weights are quantized in, at rest or before a gather."""
+        """The format of selected weights, at rest or before a gather; None: weights are not quantized."""
         return self.weights if self.at_rest is None else self.at_rest
 
     def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:

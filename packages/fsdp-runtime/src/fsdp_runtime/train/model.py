@@ -54,14 +54,6 @@ class ModelConfig:
         """Channels of one head."""
         return self.dim // self.num_heads
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters; tied ones once."""
-        attention = self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        ff = 3 * self.dim * self.ff_dim * max(1, self.num_experts) + self.dim * self.num_experts
-        tables = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return self.num_layers * (attention + ff + 2 * self.dim) + self.dim + tables
-
 
 # ff_dim is per expert where there are experts.
 PRESETS: dict[str, ModelConfig] = {
