@@ -63,6 +63,7 @@ def _workspace(*requirements: str) -> list[str]:
 
 def _prepare_tests(session: nox.Session, *groups: str, **constraint: Path) -> None:
     """Prepare the session with the workspace, what its tests need, and groups."""
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # processes that tests start would compile all sources again
     _prepare(session, *_workspace(*_group(*groups), *_test_requirements(*PACKAGES)), **constraint)
 
 
@@ -89,7 +90,7 @@ def tests_full(session: nox.Session) -> None:
 def programs(session: nox.Session) -> None:
     """Run new programs of tests/programs: `-- --minutes 60`, `-- --seed 7 --count 1`, `-- --system simulated`."""
     _prepare_tests(session)
-    session.run("python", "-m", "tests.programs", *session.posargs)
+    session.run("python", "-m", "checks.programs", *session.posargs)
 
 
 @nox.session
@@ -105,7 +106,7 @@ def memory(session: nox.Session) -> None:
     _prepare_tests(session)
     # Freed memory of 8 KiB and more is unmapped at once, so that a late access is a fault.
     tunables = "glibc.malloc.mmap_threshold=8192:glibc.malloc.mmap_max=2000000:glibc.malloc.perturb=165"
-    session.env.update(DBUFFER_DEBUG_MEMORY="1", GLIBC_TUNABLES=tunables, MALLOC_CHECK_="3")
+    session.env.update(GLIBC_TUNABLES=tunables, MALLOC_CHECK_="3")
     session.env["LD_PRELOAD"] = "libc_malloc_debug.so.0"  # glibc's checks need it from 2.34 on
     session.run(*_pytest(session, "packages/dbuffer/tests", "packages/fsdp-runtime/tests"))
 
@@ -244,10 +245,10 @@ def typecheck(session: nox.Session) -> None:
     helpers = ["", *(f"/{name}" for name in ("train", "conformance", "parity", "parallel"))]
     session.env["MYPYPATH"] = os.pathsep.join(f"{FOLDERS['fsdp-runtime']}/tests{name}" for name in helpers)
     session.run("mypy", *UNTYPED, "checks")
-    # Tests import helpers by name if a conftest.py puts their folder on the path, else relatively: one run a folder.
+    # Tests import helpers by name if the conftest.py on top puts their folder on the path, else relatively.
     for top in (ROOT / "tests", *(folder / "tests" for folder in FOLDERS.values())):
         for folder in sorted({path.parent for path in top.rglob("*.py")}):
-            by_name = (folder / "conftest.py").exists()
+            by_name = (top / "conftest.py").exists()
             session.env["MYPYPATH"] = f"{folder}{os.pathsep}{top}" if by_name else str(folder.parent)
             session.run("mypy", *UNTYPED, *sorted(str(path) for path in folder.glob("*.py")))
 

@@ -1,5 +1,8 @@
 """GPU tests and GPU benchmarks, each in a process of its own, within a stated time. Started by `gpu.sh`.
 
+    step-SYSTEM[-expandable] one step of rank 0 of 8, which only a GPU shows: launches, copies, host time, gaps of the
+                             computation, communication under it, calls of cudaMalloc, memory by stream; a trace and
+                             a snapshot of the allocator
     tests-PACKAGE            pytest -m gpu, verbose; tracebacks are written as they come
     one-rank                 NCCL with one rank: host time and copies, no wire; losses are compared
     real                     NCCL on all GPUs, where there are several
@@ -8,7 +11,6 @@
     memory-...-R-SYSTEM      peak reserved and allocated memory of one system, as rank 0 of R
     longest-LAYERS-SIDE      the longest context of an 8B full fine-tune, tokens/s and peak memory; see below
     rates                    Newton-Schulz, 8-bit AdamW, FP8 and NF4 decoding: TFLOP/s and GB/s; see rates.py
-    profile-R                a step's launches, copies, host time and gaps of the compute stream; traces
     simulated-...-R          one process for rank 0 of R, a wire of 50 GB/s into each rank; in turns with no delay at
                              all, the difference being exposed communication
 
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,13 +45,13 @@ from fsdp_runtime.train.systems import make_system
 from ragged_shard.testing import RankError, run_ranks, shut_down
 
 from . import measure
-from .compare import PARTS, Clock, build_all, footprint, peaks, rounds, summarise
+from .compare import PARTS, Clock, build, footprint, peaks, rounds, summarise
 from .measure import ROOT, launch, mib, table, table_of
 from .rates import measure_rates, rates_table
 from .systems import SYSTEMS as KNOWN
 from .systems import Job
 
-BUDGET = 540.0  # seconds for everything
+BUDGET = 360.0  # seconds of one call
 SYSTEMS = ["plain", "ours", "fsdp2"]
 PEERS = ("ours", "fsdp2")
 WIRE = {"bandwidth": 50e9, "latency": 20e-6}  # one 400 Gb/s port for each GPU
@@ -76,23 +79,29 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
     dense, stacked, experts = sizes
     everyone = ["plain", "ours", "fsdp2", "ddp", "fsdp1"]
     request = {**base, "workload": "tiny" if dry else "gpu-small", "systems": everyone}
-    out = [Piece("one-rank", rounds, 1, request, 110)]
-    if gpus > 1 or dry:
-        request = {**base, "workload": dense, "systems": ["ddp", "ours", "fsdp2", "fsdp1"]}
-        out.append(Piece("real", rounds, 2 if dry else gpus, request, 110))
 
     def world(ranks: int, workload: str, **more: Any) -> dict[str, Any]:
         return {**base, "workload": workload, "simulate": {"ranks": ranks, **WIRE}, **more}
 
+    allocators = (("", ""), ("-expandable", "" if dry else "expandable_segments:True"))
+    out = []
+    for name, settings in allocators:
+        for system in PEERS:
+            step = world(8, dense, system=system, allocator=settings, called=f"{system}{name}")
+            out.append(Piece(f"step-{step['called']}", profiled, 1, step, 50))
+    out.append(Piece("one-rank", rounds, 1, request, 110))
+    if gpus > 1 or dry:
+        request = {**base, "workload": dense, "systems": ["ddp", "ours", "fsdp2", "fsdp1"]}
+        out.append(Piece("real", rounds, 2 if dry else gpus, request, 110))
+
     for system in PEERS:
-        for name, settings in (("", ""), ("-expandable", "" if dry else "expandable_segments:True")):
+        for name, settings in allocators:
             request = world(8, experts, system=system, steps=2 if dry else 100, allocator=settings)
             out.append(Piece(f"unused-{system}{name}", footprint, 1, request, 60))
     for ranks in SIMULATED:
         for system in PEERS:
             request = world(ranks, dense, system=system)
             out.append(Piece(f"memory-{dense}-{ranks}-{system}", footprint, 1, request, 60))
-    out.append(Piece("profile-8", profiled, 1, world(8, dense, systems=list(PEERS)), 90))
     for side in SIDES:
         request = {"device": device, "side": side, "sizes": {**SHAPE, "num_layers": layers}}
         request |= {"least": 1024, "most": 1 << 20, "steps": 3}
@@ -113,44 +122,77 @@ def pieces(gpus: int, dry: bool, layers: int = 32) -> list[Piece]:
 
 
 def profiled(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
-    """For each system a step's launches, copies, host ms, and the share of time that the compute stream is idle."""
+    """One step of a system, alone in its process; its trace and a snapshot of the allocator are files in `out`."""
     job = Job.of(request)
-    trainers, skipped = build_all(request["systems"], job)
-    clock, out = Clock(job), {}
-    for name, trainer in trainers.items():
-        clock.mean_losses(trainer, 3)
-        batch = clock.batch(trainer)
-        torch.accelerator.synchronize() if job.device == "cuda" else None
-        with torch.profiler.profile() as profile:
-            began = time.perf_counter()
-            trainer.train(batch)
-            host = time.perf_counter() - began
-            torch.accelerator.synchronize() if job.device == "cuda" else None
-        trace = Path(request["out"]) / f"trace-{name}.json"
-        profile.export_chrome_trace(str(trace))
-        out[name] = {"host_ms": 1e3 * host, **steps_work(json.loads(trace.read_text())["traceEvents"])}
-    return {"profile": out, "skipped": skipped}
+    on_gpu = job.device == "cuda"
+    if settings := request["allocator"]:  # before anything is allocated
+        torch.cuda.memory._set_allocator_settings(settings)
+    trainer, clock, out = build(request["system"], job), Clock(job), Path(request["out"])
+    clock.mean_losses(trainer, 3)
+    batch = clock.batch(trainer)
+    before = _mallocs() if on_gpu else 0
+    with torch.profiler.profile() as profile:
+        began = time.perf_counter()
+        trainer.train(batch)
+        host = time.perf_counter() - began
+        torch.accelerator.synchronize() if on_gpu else None
+    trace = out / f"trace-{request['called']}.json"
+    profile.export_chrome_trace(str(trace))
+    work = {"host_ms": 1e3 * host, **steps_work(json.loads(trace.read_text())["traceEvents"])}
+    work |= {"mallocs": _mallocs() - before if on_gpu else 0, "by_stream": []}
+    if on_gpu:
+        snapshot = torch.cuda.memory_snapshot()
+        (out / f"snapshot-{request['called']}.json").write_text(json.dumps(snapshot, default=str))
+        by_stream: Counter[int] = Counter()
+        for segment in snapshot:
+            by_stream[segment["stream"]] += segment["total_size"]
+        work["by_stream"] = sorted(by_stream.values(), reverse=True)
+    return {"step": work}
 
 
-def steps_work(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Kernels, copies and launches in a profiler's events, and the idle share of the stream with the most kernels."""
+def _mallocs() -> int:
+    return int(torch.cuda.memory_stats()["num_device_alloc"])
+
+
+def steps_work(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kernels, copies and launches in a profiler's events; how long the stream with the most kernels is idle, and which
+    share of the other streams' work runs while it is busy.
+    """
     launches = sum(event.get("name", "").startswith(("cudaLaunch", "cuLaunch")) for event in events)
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     streams: dict[Any, list[tuple[float, float]]] = {}
     for event in work:
         streams.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
-    compute: list[tuple[float, float]] = max(streams.values(), key=len, default=[])
-    spans = sorted(compute)
-    busy, end = 0.0, spans[0][0] if spans else 0.0
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
+    compute = max(streams, key=lambda stream: len(streams[stream]), default=None)
+    busy = _joined(streams.pop(compute, []))
+    others = _joined([span for spans in streams.values() for span in spans])
+    common = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in busy
+        for other_begin, other_end in others
+    )
     return {
         "kernels": sum(event["cat"] == "kernel" for event in work),
         "copies": sum(event["cat"] == "gpu_memcpy" for event in work),
         "launches": launches,
-        "idle": 1 - busy / (end - spans[0][0]) if spans else 0.0,
+        "idle": 1 - _length(busy) / (busy[-1][1] - busy[0][0]) if busy else 0.0,
+        "overlapped": common / _length(others) if others else 0.0,
     }
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that one of the spans covers, in order, without overlaps."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -216,12 +258,15 @@ def run(
     """Everything that fits into the budget; what each piece gave, also as JSON of its own in `out`."""
     start = time.monotonic()
     work: list[tuple[str, float, Callable[[float], dict[str, Any]]]] = []
-    if not skip_tests:
-        work += [(f"tests-{package}", 200, partial(run_tests, package, out)) for package in TESTED]
     work += [
         (piece.name, piece.limit, partial(run_piece, piece, out))
         for piece in pieces(torch.cuda.device_count(), dry, layers)
     ]
+    first = sum(name.startswith("step-") for name, *_ in work)
+    if not skip_tests:
+        work[first:first] = [
+            (f"tests-{package}", 200, partial(run_tests, package, out)) for package in TESTED
+        ]
     results: dict[str, Any] = {}
     for name, limit, call in work:
         if not name.startswith(tuple(only.split(","))):
@@ -272,9 +317,10 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
         if "start" in piece
     ]
     work = [
-        [KNOWN[system].label, *(w[key] for key in ("kernels", "copies", "launches")), f"{w['host_ms']:.2f}",
-         f"{w['idle']:.1%}"]
-        for system, w in pieces.get("profile-8", {}).get("profile", {}).items()
+        [name.removeprefix("step-"), *(piece["step"][key] for key in ("kernels", "copies", "launches")),
+         f"{piece['step']['host_ms']:.2f}", f"{piece['step']['idle']:.1%}", f"{piece['step']['overlapped']:.1%}",
+         piece["step"]["mallocs"], " + ".join(map(mib, piece["step"]["by_stream"]))]
+        for name, piece in pieces.items() if "step" in piece
     ]  # fmt: skip
     contexts = [context_row(name, p) for name, p in pieces.items() if "trials" in p]
     skipped = {(KNOWN[s].label, why) for p in pieces.values() for s, why in p.get("skipped", {}).items()}
@@ -282,8 +328,9 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
         ("", text, "world; system; step ms; x FSDP2; forward ms; backward ms; optimizer ms; spread", rows),
         (": memory", "One process each; *unused* is reserved and not allocated in the end.",
          "world and system; reserved MiB; allocated MiB; unused MiB; RSS MiB", memory),
-        (": one step", "Host time is without waiting; the stream with the most kernels is idle between them.",
-         "system; kernels; copies; launches; host ms; idle", work),
+        (": one step", "Host time is without waiting. *idle*: the stream with most kernels. *overlapped*: the share of "
+         "the others' work that runs while it is busy. *mallocs*: calls of cudaMalloc.",
+         "system; kernels; copies; launches; host ms; idle; overlapped; mallocs; reserved MiB by stream", work),
         (": the longest context of an 8B full fine-tune", CONTEXT_ABOUT, CONTEXT_HEADER, contexts),
         (": exposed communication", "Step minus the same step with no delay on the wire.",
          "world; system; exposed ms; share of the step", exposed),
@@ -310,7 +357,7 @@ def main_gpu(parser: ArgumentParser, arguments: list[str]) -> int:
     """Run everything; write figures.json and summary.md."""
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU, to try the path")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (540)")
+    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of this call ({BUDGET:.0f})")
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--only", default="", help="pieces whose names begin so; several separated by commas")
     parser.add_argument("--resume", action="store_true", help="keep results that OUT has already")

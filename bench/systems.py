@@ -145,18 +145,28 @@ def _ours(
     return trainer
 
 
+def _ends_apart(system: str, job: Job, model: Any) -> Any:
+    """The model; its head is a unit, and its embedding one which backward does not need."""
+    options = {**job.options, **_block_policy(job)} if system == "ours" else {}
+    shard = partial(fully_shard_of(system), mesh=job.mesh, **options)
+    shard(model.embed, reshard_after_forward=True).set_unshard_in_backward(False)
+    shard(model.head, reshard_after_forward=False)
+    return model
+
+
 def _lean(name: str, job: Job) -> Trainer:
-    """No gathers ahead; the head is a unit of its own, and the embedding one which backward does not need."""
-    from fsdp_runtime import fully_shard
-
-    def ends_apart(model: Any) -> Any:
-        fully_shard(model.embed, mesh=job.mesh, reshard_after_forward=True).set_unshard_in_backward(False)
-        fully_shard(model.head, mesh=job.mesh, reshard_after_forward=False)
-        return model
-
-    trainer = _ours(name, job, wrap=ends_apart)
+    """No gathers ahead, and the ends apart."""
+    trainer = _ours(name, job, wrap=partial(_ends_apart, "ours", job))
     trainer.module.set_prefetch_depth(0)
     return trainer
+
+
+def _fsdp2_apart(name: str, job: Job) -> Trainer:
+    """FSDP2 as compared, and the ends apart."""
+    from fsdp_runtime.train.systems import make_system
+
+    system = make_system(_config(job, "fsdp2"), torch.device(job.device), job.mesh)
+    return _finish(name, job, system, wrap=partial(_ends_apart, "fsdp2", job))
 
 
 def _given_order(name: str, job: Job, *, lcm: bool = False) -> Trainer:
@@ -383,6 +393,7 @@ SYSTEMS = {
     "ours-given-order": System("planner off: given order", _given_order),
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
     "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),
+    "fsdp2-apart": System("FSDP2, ends apart", _fsdp2_apart),
     "fsdp1": System("FSDP1", _fsdp1, _plain_parameters),
     "deepspeed": System("DeepSpeed ZeRO-3", _deepspeed, _deepspeed_can),
 }

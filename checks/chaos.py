@@ -19,13 +19,14 @@ from train_helpers import read_model, text_folder
 
 from checks.launches import Attack, Ended, adopt_orphans, launch
 from checks.page import write_section
-from fsdp_runtime.train.checkpoint import checkpoints_of, find_damage, latest
+from fsdp_runtime.train import TrainError
+from fsdp_runtime.train.checkpoint import CHECKPOINTS, check_files, latest
 from fsdp_runtime.train.report import METRICS, read_metrics
 
 OPTIONS = [
     "--dim", "16", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ff-dim", "24", "--seq-len", "16",
     "--batch", "6", "--steps", "10", "--warmup", "2", "--optimizer", "adamw", "--save-every", "2", "--keep", "3",
-    "--eval-every", "0", "--no-plot", "--device", "cpu", "--timeout", "30", "--late", "20", "--data", "text",
+    "--eval-every", "0", "--no-plot", "--device", "cpu", "--timeout", "30", "--data", "text",
     "--out", "run",
 ]  # fmt: skip
 PATIENCE = 90.0  # seconds until a launch that goes on is called a hang
@@ -34,12 +35,12 @@ PLACES: dict[str, tuple[frozenset[str], int]] = {
     "step": (frozenset({"_train_step", "_optimizer_step", "backward", "_reduce", "_read"}), 60),
     "gather": (frozenset({"all_gather", "all_gather_into_tensor", "gather", "unshard"}), 60),
     "save": (
-        frozenset({"start", "write_data", "fsync", "write_synced", "_digest", "async_save", "finish"}),
+        frozenset({"save", "write_data", "fsync", "_digests", "finish"}),
         60,
     ),
-    "rename": (frozenset({"_publish", "rename", "replace", "_sync_folder", "rmtree"}), 40),
+    "rename": (frozenset({"_publish", "rename", "_sync_folder", "rmtree"}), 40),
     "resume": (
-        frozenset({"newest_intact", "find_damage", "load", "set_state_dict", "read_metadata", "load_bytes"}),
+        frozenset({"check_same_run", "check_files", "load", "set_state_dict", "read_metadata", "load_bytes"}),
         12,
     ),
 }
@@ -153,11 +154,13 @@ class Chaos:
         row.freezes += bool(attack.freeze)
         row.hangs += ended.status is None
         row.left += len(ended.left)
-        for checkpoint in checkpoints_of(run):
+        for checkpoint in (path for path in (run / CHECKPOINTS).glob("step-*") if path.suffix != ".part"):
             row.checkpoints += 1
-            if damage := find_damage(checkpoint):
+            try:
+                check_files(checkpoint)
+            except TrainError as error:
                 row.damaged += 1
-                row.problems.append(f"{checkpoint.name}: {damage[0]}")
+                row.problems.append(str(error))
         if ended.status is None:
             row.problems.append(f"{attack} hung: {ended.said[-300:]}")
         elif attack.freeze and ended.status:

@@ -67,7 +67,8 @@ class Fate:
         if verdict == "wrong":
             return f"**silently wrong**: {len(self.wrong)} weights"
         if verdict == "hangs":
-            return "**hangs**"
+            named = sum("do not agree" in error for error in self.errors if error)
+            return "**hangs**" + (f"; then {named} of {len(self.errors)} names what differs" if named else "")
         raised = sum(error is not None for error in self.errors)
         died = f", {len(self.died)} {self.died[0]}" if self.died else ""
         return f"{raised} of {len(self.errors)} raise, {self.seconds:.0f} s{died}"

@@ -76,7 +76,7 @@ class _Rank:
             logging.disable(logging.NOTSET)
             if attack and attack.victim == int(env["RANK"]) and attack.calls:
                 _attack_at(attack)
-            fsdp_runtime.train.launch.main(args[-1])
+            fsdp_runtime.train.launch.end_process(cli.main([]))
         finally:
             os._exit(70)
 

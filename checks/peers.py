@@ -1,7 +1,7 @@
 """The same faults in the same script with FSDP2 and DCP, with DeepSpeed, and with ours: what the user sees.
 
 `python -m checks.peers` prints the table; `--write` puts it into RELIABILITY.md. Two ranks, forked; rank 1 has the
-fault. Ours is the script with `Watchdog`, `SummingWriter` and `check_finite` in it, which come with the package.
+fault. Ours is the script with `check_finite` and `checkpoint.save` of `fsdp_runtime.train` in it.
 """
 
 import argparse
@@ -49,7 +49,6 @@ class Outcome:
         seconds: from the fault to the first error; without one, to the end.
         wrong: what differs though nobody raised, or "".
         skips: whether that is what a skipped update comes to.
-        report: what our watchdog said first, or "".
     """
 
     lines: tuple[str | None, ...]
@@ -57,7 +56,6 @@ class Outcome:
     died: tuple[str, ...]
     seconds: float
     wrong: str = ""
-    report: str = ""
     skips: bool = False
 
     @property
@@ -74,12 +72,11 @@ class Outcome:
         parts = [f"{len(self.raised)} of {len(self.lines)} raise", f"{self.seconds:.1f} s"]
         parts += ["**the other hangs**"] if self.hung else []
         parts += [f"**{name}**" for name in self.died]
-        parts += ["after a report"] if self.report else []
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        """The outcome with the first error and the first report."""
-        messages = [f"`{cell(message)}`" for message in [*self.raised[:1], self.report] if message]
+        """The outcome with the first error."""
+        messages = [f"`{cell(message)}`" for message in self.raised[:1]]
         return ": ".join([self.summary, *messages])
 
 
@@ -120,9 +117,8 @@ def _judged(folder: Path, found: dict[int, dict], hung: tuple[int, ...], begun: 
     lines = tuple(found.get(rank, {}).get("error") for rank in range(RANKS))
     ends = [entry["at"] for entry in found.values() if entry.get("error")] or [time.time()]
     died = tuple(entry["died"] for entry in found.values() if "died" in entry)
-    reports = [path.read_text().splitlines()[0] for path in sorted(folder.glob("report-*"))]
     silent = wrong if not (any(lines) or hung or died) else ""
-    return Outcome(lines, hung, died, min(ends) - begun, silent, reports[0] if reports else "")
+    return Outcome(lines, hung, died, min(ends) - begun, silent)
 
 
 def _wrong_loss(found: dict[int, dict], wanted: dict[int, dict]) -> str:

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 3 examples/finetune_hf.py --out run --steps 30 --resume
 
 Needs transformers, peft and safetensors. Each rank reads and quantizes its own bytes of the files, so no rank holds the
-whole model. `--out` gets the adapters in peft's own format.
+whole model. `--out` gets the adapters in peft's own format, and the model with the adapters in its weights.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from fsdp_runtime import QuantizationPolicy, clip_grad_norm_, fully_shard, load_safetensors
-from fsdp_runtime.checkpoint import Rename
+from fsdp_runtime import QuantizationPolicy, clip_grad_norm_, fully_shard
+from fsdp_runtime.checkpoint import Rule, load_safetensors, merged_params, save_safetensors
 from fsdp_runtime.quantization import BlockNF4
 
 
@@ -77,14 +77,12 @@ def main() -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters("default", init_lora_weights=True)
-    wrapped = Rename("{module}.base_layer.{kind}", "{module}.{kind}")
+    wrapped = Rule("{module}.base_layer.{kind}", "{module}.{kind}")
     report = load_safetensors(base, folder, rules=[wrapped], strict=False)
     if wrong := [name for name in (*report.missing, *report.unexpected) if "lora_" not in name]:
         raise SystemExit(f"{folder} does not fit its config.json: {wrong}")
 
-    adapters: dict[str, Any] = {
-        name: param for name, param in model.named_parameters() if param.requires_grad
-    }
+    adapters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(adapters.values(), lr=args.lr, weight_decay=0.0)
     first = 0
     if args.resume:  # a checkpoint has the adapters and their optimizer states only
@@ -113,6 +111,7 @@ def main() -> None:
     whole = {name: param.full_tensor().detach().cpu() for name, param in adapters.items()}  # on every rank
     if rank == 0:
         model.save_pretrained(args.out / "adapter", state_dict=whole)  # loads in plain peft
+    save_safetensors(merged_params(model), args.out / "merged")  # loads without peft
     dist.destroy_process_group()
 
 

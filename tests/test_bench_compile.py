@@ -8,6 +8,7 @@ from bench import tracing as compiled
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 
 pytestmark = [
+    pytest.mark.long,  # programs with compiled layers are not
     pytest.mark.skipif(not SUBCLASSES_DTENSOR, reason="torch < 2.12: torch.compile takes no such subclass"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, on importing inductor
     # Dynamo looks at the gradient of every input, also of those that are no leaves.
@@ -16,13 +17,7 @@ pytestmark = [
 eager = functools.cache(lambda system: compiled.train(system, None)["losses"])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        compiled.HOW[1],
-        *(pytest.param(how, marks=pytest.mark.long) for how in compiled.HOW if how != compiled.HOW[1]),
-    ],
-)
+@pytest.mark.parametrize("how", compiled.HOW)
 def test_a_compiled_model_has_the_losses_of_eager_and_the_graphs_of_fsdp2(how):
     ours, fsdp2 = (compiled.train(system, how) for system in ("ours", "fsdp2"))
     assert compiled.agree(ours["losses"], eager("ours"))
@@ -30,7 +25,6 @@ def test_a_compiled_model_has_the_losses_of_eager_and_the_graphs_of_fsdp2(how):
     assert ours["breaks"] == fsdp2["breaks"]
 
 
-@pytest.mark.long
 def test_inductor_gives_the_losses_of_eager():
     found = compiled.train("ours", "blocks, after", "inductor")
     assert compiled.agree(found["losses"], eager("ours"))

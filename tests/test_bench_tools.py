@@ -97,6 +97,16 @@ def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkey
     assert "bad failed" in text
 
 
+def test_idle_and_overlapped_are_shares_of_the_time_that_streams_work():
+    spans = [(7, 0, 6), (7, 6, 10), (7, 12, 20), (9, 5, 8), (11, 7, 15)]
+    events = [
+        {"cat": "kernel", "ts": ts, "dur": end - ts, "args": {"stream": stream}} for stream, ts, end in spans
+    ]
+    work = gpu.steps_work([*events, {"name": "cudaLaunchKernel"}])
+    assert (work["kernels"], work["launches"]) == (5, 1)
+    assert (work["idle"], work["overlapped"]) == (pytest.approx(2 / 20), pytest.approx(8 / 10))
+
+
 @pytest.mark.long
 def test_two_hosts_train_alike_over_a_link_and_quantized_wires_send_a_third_or_less():
     try:

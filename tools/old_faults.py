@@ -33,7 +33,7 @@ def search(folder: Path, system: str, seed: int, count: int, jobs: int) -> tuple
         command = [
             sys.executable,
             "-m",
-            "tests.programs",
+            "checks.programs",
             "--system",
             system,
             "--found",

@@ -33,7 +33,7 @@ SOURCES = (
 )
 # Of the host alone; measurements, which synchronize so that their figures are right; and a copy that `Tensor.to` makes
 # on the host, which the simulated device does not see.
-LEFT_OUT = ("train", "integrations", "watchdog.py", "meter.py", "token_loss.py")
+LEFT_OUT = ("train", "integrations", "meter.py", "token_loss.py")
 TESTS = [
     "packages/dbuffer/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_happens_before.py",

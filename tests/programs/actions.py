@@ -110,9 +110,9 @@ class World:
         self.optimizer = self.make_optimizer(self.named())
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are trained; also frozen ones, unless these are kept as NF4 codes."""
+        """The parameters, frozen ones too, without those that are kept as NF4 codes."""
         codes = self.program.quantized == "nf4"
-        return [(name, param) for name, param in self.params.items() if param.requires_grad or not codes]
+        return [(name, param) for name, param in self.params.items() if not (codes and "frozen.w" in name)]
 
     # -- the trace ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,8 @@ def captured(w: World, index: int) -> None:
     w.model.captures = index % len(w.model.layers)
     w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
-    found.square().mean().backward()
+    if found.requires_grad:
+        found.square().mean().backward()
 
 
 @action(gradients=True, draw=lambda rng: (*layer(rng), *coin(rng)))
@@ -317,8 +318,8 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    if w.program.recompute or w.program.mesh == "tp":
-        return  # torch's tensor parallelism has no right second derivatives
+    if w.program.recompute or w.program.mesh == "tp" or "compiled" in w.program.layers:
+        return  # torch has no right second derivatives through its tensor parallelism, and none of compiled graphs
     w.call("set_reshard_after_backward", False)
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
@@ -526,7 +527,7 @@ def freeze(w: World, part: Any, on: bool) -> None:
 
 @action(draw=lambda rng: (rng.choice(("embed", "head", 0, 1, 2)), *coin(rng)))
 def freeze_between(w: World, part: Any, stays: bool) -> None:
-    """Freeze after a forward whose backward never comes, then unfreeze or not."""
+    """Freeze after a forward whose backward never comes, then unfreeze or not; two steps."""
     module = w.layer(part) if isinstance(part, int) else getattr(w.model, part)
     before = [param.requires_grad for param in module.parameters()]
     if not w.has_gradients() and not w.kept:
@@ -535,6 +536,8 @@ def freeze_between(w: World, part: Any, stays: bool) -> None:
         del loss
         for param, trained in zip(module.parameters(), before, strict=True):
             param.requires_grad_(trained and not stays)
+        for _ in range(2):
+            _one_more_step(w)
 
 
 @action(weight=0.5, fsdp2=False)
@@ -544,8 +547,8 @@ def edit_full(w: World) -> None:
         return
     whole = w.system.api.full_params(w.model) if w.units else contextlib.nullcontext()
     with whole, torch.no_grad():
-        for param in w.model.parameters():
-            if param.requires_grad or w.program.quantized != "nf4":
+        for name, param in w.model.named_parameters():
+            if w.program.quantized != "nf4" or "frozen.w" not in name:
                 param.mul_(1.1)
 
 
@@ -585,7 +588,8 @@ def state_dict(w: World, how: str) -> None:
     """Scaled values are loaded; "and back": assigned for an evaluation, then the ones before are put back."""
     w.rest()
     found = w.model.state_dict()
-    w.note_all("saved", found)
+    codes = w.program.quantized == "nf4"
+    w.note_all("saved", {n: v for n, v in found.items() if not (codes and "frozen.w" in n)})
     scaled_down = {n: v * 0.9 if v.is_floating_point() else v for n, v in found.items()}
     if how == "not strict":
         scaled_down.pop("norm.bias")
@@ -701,7 +705,9 @@ def checkpoint_elsewhere(w: World, where: str) -> None:
         w.note_all("elsewhere", other.params)
         for name, param in other.params.items():
             for key, value in other.optimizer.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                    continue
+                if value.is_floating_point() or not w.program.precision:  # else codes of other values
                     w.note(f"elsewhere {key} {name}", value)
         with torch.no_grad():
             for _, param in other.named():
@@ -716,6 +722,7 @@ def checkpoint_elsewhere(w: World, where: str) -> None:
 def files(w: World, assign: bool = False) -> None:
     """Out to safetensors and in again, after weights were changed in place or assigned."""
     w.rest()
+    w.same_buffers()  # files have the first rank's
     if assign:
         w.optimizer.zero_grad()  # parameters that are assigned come without gradients
     if w.units:
@@ -778,15 +785,14 @@ def add_param_group(w: World) -> None:
 
 @action(weight=0.5)
 def move_to_another_group(w: World) -> None:
-    """Three parameters of the first group go, a step apart, to one of another rate.
+    """Up to three parameters of the first group go, a step apart, to one of another rate.
 
     One process makes its optimizer anew each time: it would have a fault in how groups are followed, too.
     """
     w.rest()
-    for moved in range(3 if len(w.optimizer.param_groups[0]["params"]) > 3 else 0):
-        w.optimizer.zero_grad()
-        w.loss().backward()
-        step(w)
+    for moved in range(min(3, len(w.optimizer.param_groups[0]["params"]) - 1)):
+        if moved == 0:
+            _one_more_step(w)
         first, last = w.optimizer.param_groups[0], w.optimizer.param_groups[-1]
         name, param = first["param_names"].pop(), first["params"].pop()
         if moved == 0:
@@ -797,6 +803,13 @@ def move_to_another_group(w: World) -> None:
             last["params"].insert(0, param)
         if w.system.name == "alone":
             w.optimizer = made_anew(w.optimizer)
+        _one_more_step(w)
+
+
+def _one_more_step(w: World) -> None:
+    w.optimizer.zero_grad()
+    w.loss().backward()
+    step(w)
 
 
 def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -965,7 +978,8 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
     w.optimizer.zero_grad()
     if says and w.system.name == "ours":
         w.model.reset_iter_state()
-    w.optimizer.zero_grad()
+    for param in w.params.values():  # also those that the optimizer does not have
+        param.grad = None
     w.kept.clear()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
@@ -303,6 +304,8 @@ class Compiled(Layer):
 
     def __init__(self, width: int):
         super().__init__()
+        # As torch's error says where a backward keeps its graph.
+        torch._functorch.config.donated_buffer = False
         self.linear = nn.Linear(width, width)
 
     def inner(self, x):

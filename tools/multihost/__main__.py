@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .cases import CASES, LATE, STEPS, TIMEOUT, Bench, Result, one_process
+from .cases import CASES, STEPS, TIMEOUT, Bench, Result, one_process
 from .hosts import obstacle
 
 PAGE = Path(__file__).parents[2] / "packages" / "fsdp-runtime" / "docs" / "RELIABILITY.md"
@@ -21,7 +21,9 @@ _BEGIN, _END = "<!-- multihost -->", "<!-- /multihost -->"
 def main(argv: list[str]) -> int:
     """Run what is asked for. Returns 0 if every case came out as it should."""
     parser = argparse.ArgumentParser(prog="python -m tools.multihost", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)".replace("%", "%%")
+    )
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     options = parser.parse_args(argv)
     unknown = [name for name in options.cases if name not in CASES]
@@ -74,7 +76,7 @@ def write(page: Path, results: list[Result]) -> None:
         f"Written by `nox -s 'nightly(multihost)'` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Hosts are",
         "network namespaces on one machine, joined by a switch in user space; they share one folder. Two gloo ranks a",
         f"host, torchrun with its c10d rendezvous, {STEPS} steps, a checkpoint every 10,",
-        f"`--timeout {TIMEOUT:g} --late {LATE:g}`. Seconds are from the fault (or start) to the end of the last rank.",
+        f"`--timeout {TIMEOUT:g}`. Seconds are from the fault (or start) to the end of the last rank.",
         "Losses are within 1e-4 of one process, and all checkpoints are valid, or the case is marked wrong. Errors",
         "name the collective and the missing ranks.",
         "",

@@ -15,23 +15,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fsdp_runtime.train import TrainError
+from fsdp_runtime.train.checkpoint import check_files
+
 from .hosts import SHARED, Host, Hosts, Process, wait_until
 
-STEPS, TIMEOUT, LATE = 40, 20.0, 5.0  # of the runs
+STEPS, TIMEOUT = 40, 20.0  # of the runs
 _PATIENCE, _START = 240.0, 90.0  # seconds for a launch, and for its first steps, which import torch
 _SETTLED = 1e-4  # relative distance of two curves that are the same
 _FAKETIME = {"LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1", "FAKETIME": "+3600"}
 # torch 2.13 does not tell a host that joins a later round where the ranks' store is if it is shared
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _LINE = re.compile(r"^fsdp-train: .*$", re.MULTILINE)
-_REPORT = re.compile(r"fsdp-train: rank \d+ \(\w+\) has ")  # the watchdog's reports begin so
 
 
 @dataclass(frozen=True)
 class Result:
     """Outcome of a case: seconds from the fault to the end of the last rank.
 
-    `line` is the error, or else a report of the watchdog; `wrong` is "" if the case ended as it should, with the losses
+    `line` is the error; `wrong` is "" if the case ended as it should, with the losses
     of one process and valid checkpoints.
     """
 
@@ -56,7 +58,7 @@ class Bench:
         """Start torchrun on hosts; the first one serves the rendezvous."""
         launch = f"--rdzv-backend c10d --rdzv-endpoint alpha:29400 --rdzv-id {run_id} --nproc-per-node 2"
         launch += f" --nnodes {nodes or len(hosts)} --max-restarts {restarts} -m fsdp_runtime.train"
-        saved = f"--save-every 10 --keep 9 --out {SHARED / 'run'} --timeout {TIMEOUT:g} --late {LATE:g}"
+        saved = f"--save-every 10 --keep 9 --out {SHARED / 'run'} --timeout {TIMEOUT:g}"
         program = [*launch.split(), *options(SHARED / "text", *saved.split(), *more)]
         command = [sys.executable, "-m", "torch.distributed.run", *program]
         return {
@@ -104,15 +106,21 @@ class Bench:
             f"training did not finish: {(matching or ['no error'])[0]}": not expected and not finished,
         }
         wrong = wrong or "; ".join(problem for problem, holds in problems.items() if holds)
-        line = (matching or list(filter(_REPORT.match, _LINE.findall(log))) or [""])[0]
+        line = (matching or [""])[0]
         seconds = time.monotonic() - begin
         return Result(case, finished, seconds, line.removeprefix("fsdp-train: "), wrong)
 
     def _verified(self) -> tuple[int, int]:
-        command = [sys.executable, "-m", "fsdp_runtime.train", "verify", str(self.run)]
-        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
         complete = [path for path in (self.run / "checkpoints").glob("step-*") if path.suffix != ".part"]
-        return sum("as written" in line for line in lines), len(complete)
+        return sum(map(_valid, complete)), len(complete)
+
+
+def _valid(checkpoint: Path) -> bool:
+    try:
+        check_files(checkpoint)
+    except TrainError:
+        return False
+    return True
 
 
 def options(text: Path, *more: str) -> list[str]:
@@ -140,7 +148,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def errors(log: str) -> list[str]:
     """The lines with which ranks ended."""
-    return [line for line in _LINE.findall(log) if not _REPORT.match(line)]
+    return _LINE.findall(log)
 
 
 def ranks_of(host: Host) -> dict[int, int]:
@@ -250,7 +258,7 @@ def _kill_a_rank(host: Host) -> None:
 
 _LOST = r"rank \d \((?:%s)\): .*(?:all_(?:gather|reduce)|reduce_scatter)"
 _FROZEN = rf"{_LOST % 'alpha'}.*ranks 2, 3 \(beta\)"
-_FULL = r"cannot save .*rank [23] \(beta\): No space left on device"
+_FULL = r"cannot save .*: rank [23]: No space left on device"
 _STOP, _GO = _signal(signal.SIGSTOP), _signal(signal.SIGCONT)
 _RUNS = {
     "link of a host down": fault(22, _link(down=True), _LOST % "alpha|beta", 2 * TIMEOUT + 20),

@@ -115,7 +115,14 @@ def run_of(case, layout="plain", mesh_shape=(), **more):
 
 
 CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
-every_kind = pytest.mark.parametrize("case", CASES)
+_LIKE_ANOTHER = (
+    "AdamW fused",
+    "NorMuon",
+    "Shampoo",
+)  # share what these tests are about with AdamW, Muon and SOAP
+every_kind = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LIKE_ANOTHER)) for case in CASES]
+)
 
 
 def make(case, params, **more):

@@ -3,8 +3,6 @@
 None of this has been run where there is no device; the same kernels run in Triton's interpreter in test_kernels.py.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -63,37 +61,3 @@ def test_bad_gradients_are_skipped_and_counted(make):
     assert optimizer.skipped_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
     assert all(int(optimizer.state[p]["step"]) == 4 for p in params)
-
-
-def bandwidth(make, dtype, bytes_per_element, numel=1 << 27):
-    """Share of the device's copy bandwidth that a step reaches."""
-    p = torch.nn.Parameter(torch.zeros(numel // 1024, 1024, dtype=dtype, device="cuda"))
-    p.grad = torch.ones_like(p)
-    optimizer, other = make([("p", p)]), torch.empty_like(p)
-
-    def timed(call):
-        for _ in range(3):
-            call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(20):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 20e3
-
-    copied = 2 * p.numel() * p.element_size() / timed(lambda: other.copy_(p.detach()))
-    return bytes_per_element * p.numel() / timed(lambda: optimizer.step(grad_norm=1.0)) / copied
-
-
-@pytest.mark.skipif(not os.environ.get("BANDWIDTH"), reason="BANDWIDTH=1 prints shares of the copy limit")
-def test_a_step_moves_no_more_bytes_than_a_copy_could():
-    """Prints each share; more than a whole copy would mean bytes counted that did not move."""
-    shares = {}
-    shares["AdamW fused fp32"] = bandwidth(lambda n: AdamW(n, fused=True), torch.float32, 28)
-    for block in (Elements(256), Tile(32, 32), Tile(128, 128)):
-        for dtype, nbytes in ((torch.float32, 16), (torch.bfloat16, 10)):
-            share = bandwidth(lambda n, b=block: AdamW8bit(n, block=b), dtype, nbytes)
-            shares[f"AdamW8bit {block} {dtype}"] = share
-    print(*(f"{name}: {share:.2f}" for name, share in shares.items()), sep="\n")
-    assert all(0 < share < 1.1 for share in shares.values())

@@ -6,13 +6,13 @@ import pytest
 from runs import held_runs
 
 from block_optim.core.assign import Job, assign, loads, lower_bound, moved
-from block_optim.muon.assignment import AssignedMatrix, Assignment, assign_domain
-from block_optim.muon.matrices import Matrix, matrices_of
+from block_optim.muon.assignment import AssignedMatrix, assign_domain
+from block_optim.muon.matrices import matrices_of
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
-jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+jobs_of = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
 def spread(flops, num_ranks, rng):
@@ -103,32 +103,14 @@ def llama_8b(num_ranks):
 @pytest.mark.parametrize(("num_ranks", "most"), [(64, 1.10), (128, 1.15)])
 def test_a_model_of_8b_is_balanced_within_four_thirds_of_the_bound(num_ranks, most):
     found = assign_domain(llama_8b(num_ranks), num_ranks, 32 << 20)
-    assert max(found.loads) * 3 <= 4 * found.bound
-    assert found.imbalance <= most
+    jobs = [Job(m.flops, m.nbytes, m.holders) for m in found.matrices]
+    assert max(found.loads) * 3 <= 4 * lower_bound(jobs, num_ranks)
+    assert 1 <= found.imbalance <= most
     in_buckets = [
         sum(m.nbytes for m in found.matrices if m.owner == 3 and m.bucket == b)
         for b in range(found.num_buckets)
     ]
     assert max(in_buckets) <= max(32 << 20, 14336 * 4096 * 2)
-
-
-def test_an_assignment_prints_owners_bytes_and_flops_in_as_many_lines_as_asked():
-    matrix = Matrix(4, 6, 0)
-    holding = held_runs((0, 18, 24))
-    matrices = [AssignedMatrix("blocks.0.wq", 0, 0, matrix, holding.holders(matrix.range), 2000)]
-    text = str(Assignment((assign_domain(matrices, 2, 100),)))
-    assert text.splitlines() == [
-        "Muon assignment",
-        "1 matrices, 2 ranks, 1 bucket: 2.00 kFLOP a step, imbalance 2.000, 24 B moved a step",
-        "    rank  matrices      FLOP   owned B  received B",
-        "       0         1    2.00 k       48          12 ",
-        "       1         0        0         0           0 ",
-        "  matrix               shape  bucket  owner  holds      FLOP   moved B",
-        "  blocks.0.wq            4x6       0      0    75%    2.00 k       24 ",
-    ]
-    long = assign_domain(llama_8b(64), 64, 32 << 20).describe(10)
-    assert "... and 54 more ranks" in long
-    assert "... and 214 more matrices" in long
 
 
 # ------------------------------------------------------------------ matrices of a tensor

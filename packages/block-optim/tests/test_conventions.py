@@ -123,16 +123,6 @@ def test_what_applies_of_torchs_state_dict_is_taken_and_what_it_does_not_know_st
         assert found.equal(expected)
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-def test_maximize_none_asks_for_nothing_as_in_torch(kind):
-    optimizer = kind([parameter()], maximize=None)
-    optimizer.add_param_group({"params": [parameter()], "maximize": None})
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["maximize"] = None
-    optimizer.load_state_dict(saved)
-    assert [group["maximize"] for group in optimizer.param_groups] == [False, False]
-
-
 @every_kind
 def test_its_own_state_dict_without_some_options_keeps_the_optimizers(case):
     run, other = run_of(case).steps(0, 1), run_of(case)
@@ -161,28 +151,6 @@ def test_hooks_of_steps_and_state_dicts_are_called(case):
     assert saved["mine"] == 1
     o.load_state_dict(saved)
     assert calls == ["before step", "after step", "before saving", "before loading", "after loading"]
-
-
-@every_kind
-def test_torchs_schedulers_drive_it(case):
-    run, twin = run_of(case), run_of(case)
-    scheduler = schedulers.SequentialLR(
-        run.optimizer,
-        [
-            schedulers.LinearLR(run.optimizer, 0.5, total_iters=2),
-            schedulers.CosineAnnealingLR(run.optimizer, 4),
-        ],
-        [2],
-    )
-    for step in range(4):
-        for group in twin.optimizer.param_groups:
-            group["lr"] = float(run.optimizer.param_groups[0]["lr"])
-        run.step(step)
-        twin.step(step)
-        scheduler.step()
-    for a, b in zip(run.params, twin.params, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    copy.deepcopy(run).step(9)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "Mixed"])
@@ -279,21 +247,6 @@ def test_grad_scaler_divides_narrow_gradients_in_fp32(case, dtype):
         for p, other in zip(run.params, twin.params, strict=True):
             assert torch.equal(p.grad, other.grad.to(dtype))
     same(run.result(), twin.result())
-
-
-@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
-def test_grad_scaler_gives_fp16_weights_the_step_of_torchs_fused_adamw(make):
-    ours, theirs = (torch.nn.Parameter(torch.ones(8, dtype=torch.float16)) for _ in range(2))
-    for p, optimizer in (
-        (ours, make([ours], lr=0.1)),
-        (theirs, torch.optim.AdamW([theirs], lr=0.1, fused=True)),
-    ):
-        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-        scaler.scale(torch.ones(()))
-        p.grad = torch.full_like(p, 2e-8 * 65536)
-        scaler.step(optimizer)
-    assert torch.equal(ours, theirs)
-    assert (ours < 0.95).all()
 
 
 def test_8_bit_states_of_parameters_without_names_are_told_once(caplog):

@@ -6,11 +6,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from runs import CASES, KINDS, every_kind, full, run_of, same, tensors
+from runs import CASES, KINDS, every_kind, run_of, same, tensors
 
-from block_optim import AdamW, AdamW8bit, Mixed, local_of
+from block_optim import AdamW, AdamW8bit, Mixed
 from layout_planner import Elements, Tile
-from ragged_shard.testing import on_ranks, record_collectives
 
 
 def rebuild(run, case, **options):
@@ -20,11 +19,10 @@ def rebuild(run, case, **options):
     return run
 
 
-def frozen(case, *numbers, layout="plain"):
-    """A run in which some parameters do not train."""
-    run = run_of(case, layout)
-    for number in numbers:
-        run.params[number].requires_grad_(False)
+def frozen(case):
+    """A run whose second parameter does not train."""
+    run = run_of(case)
+    run.params[1].requires_grad_(False)
     return rebuild(run, case)
 
 
@@ -33,7 +31,7 @@ def frozen(case, *numbers, layout="plain"):
 
 @every_kind
 def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(case):
-    run, idle = frozen(case, 1), run_of(case)
+    run, idle = frozen(case), run_of(case)
     for step in range(2):
         for some in (run, idle):
             some.step(step, without=(1,))
@@ -46,29 +44,9 @@ def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(c
     assert sum(run.optimizer.state_bytes().values()) > before
 
 
-@pytest.mark.parametrize("case", ["AdamW", "Muon", "Shampoo", "SOAP", "Mixed"])
-@on_ranks(3)
-def test_unfreezing_on_ranks_gives_the_bits_of_one_process(case):
-    results = []
-    for layout in ("plain", "elements"):
-        run = frozen(case, 1, 2, layout=layout)
-        assert len(run.optimizer.state) == 1
-        assert case != "Muon" or len(run.optimizer.assignment.domains[0].matrices) == 1
-        for step in range(4):
-            run.params[1].requires_grad_(step >= 2)
-            run.step(step, without=(1, 2) if step < 2 else (2,))
-        run.give(4, without=(2,))
-        with record_collectives() as record:
-            run.optimizer.step()
-        assert run.params[2] not in run.optimizer.state
-        results.append({name: full(p.detach()) for name, p in run.module.named_parameters()})
-    same(*results[::-1])
-    assert case != "AdamW" or record.kinds == ["all_reduce"]
-
-
 @every_kind
 def test_state_dicts_lack_frozen_parameters_and_bring_states_to_those_that_have_some(case):
-    trained, fresh = run_of(case).steps(0, 3), frozen(case, 1)
+    trained, fresh = run_of(case).steps(0, 3), frozen(case)
     assert fresh.params[1] not in fresh.optimizer.state
     fresh.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
     fresh.module.load_state_dict(trained.module.state_dict())
@@ -168,16 +146,6 @@ def test_a_state_that_does_not_fit_is_refused_until_it_is_put_back_or_removed(ed
     assert run.optimizer.state[run.params[0]]["step"] == 1
 
 
-@on_ranks(3)
-def test_removed_states_begin_again_on_ranks():
-    run, twin = (run_of("AdamW", "elements").steps(0, 2) for _ in range(2))
-    for mine, theirs in zip(run.params[:2], twin.params[:2], strict=True):
-        run.optimizer.state[mine].clear()
-        for value in twin.optimizer.state[theirs].values():
-            local_of(value).zero_()
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
-
-
 # ---------------------------------------------------------------- parameters of groups
 
 
@@ -218,57 +186,6 @@ def test_a_parameter_may_be_replaced_and_keep_its_state_as_when_points_are_prune
         return p.detach()
 
     assert torch.equal(trained(AdamW), trained(lambda *a, **o: torch.optim.AdamW(*a, foreach=False, **o)))
-
-
-@every_kind
-def test_groups_may_be_added_removed_and_parameters_moved_between_them(case):
-    run = run_of(case).steps(0, 1)
-    groups = run.optimizer.param_groups
-    options = {k: v for k, v in groups[-1].items() if k not in ("params", "param_names", "lr")}
-    moved, name = groups[-1]["params"].pop(), groups[-1]["param_names"].pop()
-    groups.append({"params": [moved], "param_names": [name], "lr": 0.0, "weight_decay": 0.0, **options})
-    before = moved.detach().clone()
-    run.step(1)
-    assert torch.equal(before, moved)
-    groups[-1]["lr"] = 0.1
-    run.step(2)
-    assert not torch.equal(before, moved)
-    groups.pop()
-    before = moved.detach().clone()
-    run.step(3)
-    assert torch.equal(before, moved)
-
-
-def two_groups(case, *numbers):
-    """A run whose parameters with these numbers are in a group of larger steps, before the others'."""
-    run = run_of(case)
-    kind, own = (Mixed, {"algorithm": "muon"}) if case == "Mixed" else KINDS[case]
-    named = list(run.module.named_parameters())
-    groups = [
-        {
-            "params": [p for i, p in enumerate(named) if (i in numbers) == first],
-            "lr": lr,
-            "weight_decay": lr,
-            **own,
-        }
-        for first, lr in ((True, 0.1), (False, 0.001))
-    ]
-    if case in ("Muon", "NorMuon", "Mixed"):
-        groups[0] |= {"momentum": 0.5, "nesterov": False}
-    run.optimizer = kind(groups, **({"fused": True} if case == "AdamW fused" else {}))
-    return run
-
-
-@every_kind
-def test_a_parameter_that_moves_to_a_group_that_is_there_takes_its_options_at_once(case):
-    run, twin = two_groups(case, 0).steps(0, 2), two_groups(case, 0, 1)
-    twin.module.load_state_dict(run.module.state_dict())
-    saved = copy.deepcopy(run.optimizer.state_dict()["state"])
-    twin.optimizer.load_state_dict({**twin.optimizer.state_dict(), "state": saved})
-    larger, smaller = run.optimizer.param_groups
-    for key in ("params", "param_names"):
-        larger[key].append(smaller[key].pop(0))
-    same(run.steps(2, 4).result(), twin.steps(2, 4).result())
 
 
 def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():

@@ -3,22 +3,18 @@
 `pytest -s` on this file prints the table of block-optim's page on FSDP2.
 """
 
-import copy
 import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from runs import Run, cut_twice, full, put, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -219,7 +215,7 @@ def trained(layout, kind):
 
 
 CUT_TWICE = {"tensor parallel": [cut_twice], "expert parallel": [cut_twice]}
-USUAL = (("Shard(0)", 3), ("tensor parallel", 4), ("DDP", 3))
+USUAL = (("Shard(0)", 3), ("tensor parallel", 4))
 
 
 def all_trained(layout):
@@ -245,63 +241,6 @@ def test_on_torchs_fully_shard_every_optimizer_has_the_bits_of_one_process(layou
             different = [n for n, p in expected.items() if not torch.equal(p, result[kind][n])]
             assert not different, (kind, number, different)
         print(f"\n| {kind} | {layout} | {world_size} ranks | equal |", end="")
-
-
-@on_ranks(2)
-def test_a_deep_copy_of_the_states_has_their_values_and_shapes_and_separate_memory():
-    for layout in ("shard", "replicate"):
-        run = Run(AdamW, layout, shapes=((8, 6), (), (4,), ()), lr=0.1).steps(0, 1)
-        states = run.optimizer.state_dict()["state"]
-        copied = copy.deepcopy(states)
-        before = {
-            (i, name): full(value).clone() for i, state in states.items() for name, value in state.items()
-        }
-        run.step(1)
-        assert before.keys() == {(i, name) for i, state in copied.items() for name in state}
-        assert all(torch.equal(full(copied[i][name]), value) for (i, name), value in before.items())
-        assert [copied[i]["exp_avg"].shape for i in range(4)] == [p.shape for p in run.params]
-        assert [p.shape for p in run.params] == list(run.shapes)
-
-
-def narrow_by_columns(model):
-    return AdamW8bit(named(model), lr=0.02, block=Tile(1, 24), **MATRICES_ONLY)
-
-
-def saved(folder):
-    model = tensor_parallel(Model())
-    optimizer = narrow_by_columns(model)
-    steps(model, optimizer, (0, 1))
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-
-
-def loaded(folder):
-    model = rows(Model())
-    optimizer = narrow_by_columns(model)
-    states = get_state_dict(model, optimizer)
-    both: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
-    dcp.load(both, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
-    steps(model, optimizer, (2,))
-    return {name: full(p.detach()) for name, p in model.named_parameters()}
-
-
-def test_8bit_states_saved_under_tensor_parallelism_load_on_three_ranks_of_rows(tmp_path):
-    run_ranks(4, saved, tmp_path)
-    expected = Model()
-    steps(expected, narrow_by_columns(expected), (0, 1, 2))
-    for result in run_ranks(3, loaded, tmp_path):
-        assert all(torch.equal(p, result[name]) for name, p in expected.named_parameters())
-
-
-@on_ranks(3)
-def test_8bit_states_under_tensor_parallelism_over_all_ranks():
-    model, expected = tensor_parallel(Model(), (1, 3)), Model()
-    for each in (model, expected):
-        steps(each, AdamW8bit(named(each), lr=0.02, block=Tile(1, 4), **MATRICES_ONLY), (0, 1))
-    assert all(
-        torch.equal(full(p), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-    )
 
 
 CHOSEN: dict[Any, Any] = {  # of tensors on three ranks, by shape and placement
@@ -344,7 +283,9 @@ def test_auto_takes_blocks_that_no_share_cuts_from_global_shapes():
         assert scales == Grid(shape, block).scale_shape
 
 
-@pytest.mark.parametrize("layout", ["shard", "rows", "replicate"])
+@pytest.mark.parametrize(
+    "layout", ["rows", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("shard", "replicate"))]
+)
 @on_ranks(3)
 def test_8_bit_states_of_the_default_blocks_load_from_one_process_and_back(layout):
     def run(where):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs import MATRICES, STACKS, SmallBuckets, tensors
+from runs import MATRICES, STACKS, tensors
 
 from block_optim import Muon
 from block_optim.muon.bucket import lr_ratio
@@ -211,25 +211,6 @@ def test_parameters_without_gradient_stay_as_torch_leaves_them():
             optimizer.step()
     assert equal(params, twins)
     assert not ours.state[params[-1]]["momentum_buffer"].any()
-
-
-def test_parameters_added_later_are_assigned_and_updated():
-    params = parameters(((6, 4), (4, 6)))
-    twins = copies(params)
-    ours, theirs = Muon(params[:1]), Muon(twins)
-    ours.add_param_group({"params": params[1:]})
-    step_all((params, ours), (twins, theirs), seed=1)
-    assert equal(params, twins)
-    assert len(ours.assignment.domains[0].matrices) == 2
-
-
-def test_small_buckets_change_nothing():
-    params = parameters(MATRICES + STACKS)
-    twins = copies(params)
-    small, large = SmallBuckets(params), Muon(twins)
-    for step in range(3):
-        step_all((params, small), (twins, large), seed=step)
-    assert equal(params, twins)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from torch import nn
 
 from block_optim import Muon, Recipe
 from block_optim.core.policy import BlockRequest, fit_requests
-from block_optim.muon.matrices import block_of_matrices
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole, plan
 
 
@@ -73,17 +72,6 @@ def test_with_units_matrices_are_kept_whole_only_where_padding_stays_small(world
     if world_size == 64:
         assert kept == []
         assert everything > 5
-
-
-def test_more_padding_allows_more_whole_matrices():
-    shapes = {name: tuple(p.shape) for name, p in Layer().named_parameters()}
-    requests = [
-        BlockRequest(name, shape, block_of_matrices(name, shape, "auto")) for name, shape in shapes.items()
-    ]
-    granted = [fit_requests(requests, 5, allowance) for allowance in (0.0, 0.3, 10.0)]
-    kept = [sum(block is not None for block in blocks.values()) for blocks in granted]
-    assert kept == sorted(kept)
-    assert kept[-1] == 7
 
 
 def test_blocks_that_an_optimizer_requires_are_never_given_up():

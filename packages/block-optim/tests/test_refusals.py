@@ -31,7 +31,6 @@ from block_optim import (
     Shampoo,
     mixed_optimizer_for,
 )  # fmt: skip
-from block_optim.core import device as devices
 from block_optim.muon.newton_schulz import steps_of
 from layout_planner import Elements, Rows, Tile
 from ragged_shard import held_boxes
@@ -127,7 +126,8 @@ def stepped(optimizer, **options):
 
 def captured(call):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "is_capturing", lambda: True)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         call()
 
 

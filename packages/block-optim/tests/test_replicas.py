@@ -3,18 +3,16 @@
 `pytest -s` on this file prints bytes of state and what a step sends, next to sharded parameters.
 """
 
-import copy
 import logging
-import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import SHAPES, Mix, Run, run_of
+from runs import run_of
 
 from layout_planner import Elements
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 WIDE = ((64, 32), (32, 64))
 ELEMENTS = 2 * 64 * 32
@@ -64,26 +62,3 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_every_rank(name):
     with pytest.raises(ValueError, match="p1: some ranks have a gradient and others none"):
         run.step(2, without=(1,) if dist.get_rank() == 2 else ())
     assert all(map(torch.equal, before, run.params))
-
-
-@pytest.mark.parametrize("name", ["NorMuon", "Shampoo", "SOAP"])
-@on_ranks(3)
-def test_copies_and_pickles_go_on_alike(name):
-    run = run_of(name, "replicas").steps(0, 1)
-    twins = [
-        copy.deepcopy((run.params, run.optimizer)),
-        pickle.loads(pickle.dumps((run.params, run.optimizer))),
-    ]
-    run.give(1)
-    run.optimizer.step()
-    for params, optimizer in twins:
-        for p, q in zip(params, run.params, strict=True):
-            p.grad = q.grad.clone()
-        optimizer.step()
-        assert all(map(torch.equal, params, run.params))
-
-
-@on_ranks(3)
-def test_muon_in_mixed_divides_the_work_too():
-    run = Run(Mix(("muon", {"replicate_mesh": rank_mesh(3)})), shapes=SHAPES).steps(0, 1)
-    assert run.optimizer.optimizers["muon"].replicate_mesh == rank_mesh(3)

@@ -98,17 +98,3 @@ def test_a_huge_dimension_has_a_diagonal_factor():
         weight = weight - 0.1 * (rows + 1e-6 * rows.norm()).pow(-0.25)[:, None] * g @ root
     train([param], [grads], optimizer)
     close(param.detach(), weight)
-
-
-def test_groups_have_options_of_their_own():
-    grads, params = gradients((6, 4)), [parameter((6, 4)), parameter((6, 4))]
-    groups: list[dict[str, Any]] = [
-        {"params": [params[0]], "grafting": "none"},
-        {"params": [params[1]], "grafting": "rmsprop", "max_preconditioner_dim": 3},
-    ]
-    train(params, [grads, grads], Shampoo([dict(g) for g in groups], lr=0.01, precondition_frequency=2))
-    singles = [parameter((6, 4)), parameter((6, 4))]
-    for param, group in zip(singles, groups, strict=True):
-        options = {k: v for k, v in group.items() if k != "params"}
-        train([param], [grads], Shampoo([param], lr=0.01, precondition_frequency=2, **options))
-    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(params, singles, strict=True))

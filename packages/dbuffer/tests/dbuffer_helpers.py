@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbuffer import DBuffer
+from dbuffer._order import watched
 from dbuffer._torch_compat import CAN_SWAP
 from dbuffer.encodings import BlockQuantizedTensor, RowRun
 from dbuffer.transport.peer.handshake import connect
@@ -50,7 +51,10 @@ LAYOUTS = {"planned": layout_for, "split": split_layout}
 def mesh_of(*shape, names=None):
     shape = shape or (dist.get_world_size(),)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return rank_mesh(*shape, names=names or ("replicate", "shard")[-len(shape) :], device=device)
+    mesh = rank_mesh(*shape, names=names or ("replicate", "shard")[-len(shape) :], device=device)
+    for group in mesh.get_all_groups():
+        watched.pop(group, None)  # by another test on these ranks
+    return mesh
 
 
 def make(layout="planned", *, mesh=None, dtype=torch.float32, align=8, **options):

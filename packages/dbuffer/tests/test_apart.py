@@ -14,11 +14,10 @@ from dbuffer_helpers import (
     full_tensors,
     load,
     make,
-    mesh_of,
     zero,
 )
 
-from dbuffer import AllReduce, Gather, ReduceScatter
+from dbuffer import Gather, ReduceScatter
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 PAIRS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
@@ -42,16 +41,6 @@ def test_shards_on_another_device_gather_and_reduce_the_same_values(world_size, 
             ReduceScatter([buffer], op="sum", divide=2).start(accumulate=accumulate).wait()
             assert_locals_equal(buffer, {name: t * times / 2 for name, t in total.items()})
         buffer.release()
-
-
-@on_ranks(4)
-def test_shards_on_another_device_reduce_over_replicas():
-    buffer = make("planned", mesh=mesh_of(2, 2), shard_device="cpu:0")
-    each = [full_tensors(seed=r + 1) for r in range(4)]
-    fill_views(buffer, each[dist.get_rank()])
-    ReduceScatter([buffer], op="sum").start().wait()
-    AllReduce([buffer], op="sum").start().wait()
-    assert_locals_equal(buffer, {name: sum(one[name] for one in each) for name in each[0]})
 
 
 def shrink_and_gather(layout, dtype, full_dtype, size):

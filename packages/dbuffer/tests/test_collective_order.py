@@ -1,261 +1,176 @@
-"""Ranks tell each other the order of their collectives, each order once."""
+"""Each rank predicts its next collective, and ranks that differ start none."""
 
+from collections import Counter
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from dbuffer_helpers import make
 
-from dbuffer import _order
-from dbuffer._order import CollectiveOrder, DisagreementError
+from dbuffer import watch_order
+from dbuffer._order import CollectiveOrder, DisagreementError, compare_mode
+from ragged_shard.device import device_layer
+from ragged_shard.testing import on_ranks
 
-hypothesis = pytest.importorskip("hypothesis")
-given, st = hypothesis.given, hypothesis.strategies
-# A loaded machine is no failure.
-unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-
-
-class Layer:
-    """A device that is behind its host until it is let go on."""
-
-    capturing = False
-
-    def __init__(self):
-        self.done = True
-
-    def has_completed(self, event):
-        return event is None or self.done
-
-    def wait_on_host(self, event):
-        assert self.has_completed(event)
+LAYER = device_layer("cpu")
+FORWARD, BACKWARD = ("gather a", "gather b"), ("gather b", "reduce b", "reduce a")
 
 
-def ranks_of(count):
-    store = dist.HashStore()
-    return [CollectiveOrder([10 + rank for rank in range(count)], rank, store) for rank in range(count)]
+def order_of(seconds=30.0) -> CollectiveOrder:
+    order = watch_order(dist.new_group(timeout=timedelta(seconds=seconds)))
+    assert order is not None
+    return order
 
 
-def start(order, titles):
-    """As `Handle.launch` does."""
-    for title in titles:
-        order.titles.append(title)
-        order.number += 1
-        if tuple(order.titles) != order.expected[: len(order.titles)]:
-            order.depart(Layer())
+def run(order, *passes):
+    for titles in passes:
+        for title in titles:
+            order.start(title, LAYER)
+        order.end_pass(LAYER)
 
 
-def run(order, titles, event=None):
-    """Start these collectives and wait for them."""
-    start(order, titles)
-    order.completed = (order.number, event)
+def costs_of(order, steps):
+    """(departures, comparisons, requests of the store) of each step, which is a list of passes."""
+    costs = []
+    for step in steps:
+        counts: Counter[str] = Counter()
+
+        def counted(name, call, counts=counts):
+            def wrapper(*args):
+                counts[name] += 1
+                return call(*args)
+
+            return wrapper
+
+        store = mock.Mock(wraps=order._store)
+        with (
+            mock.patch.object(order, "compare", counted("compare", order.compare)),
+            mock.patch.object(order, "_depart", counted("depart", order._depart)),
+            mock.patch.object(order, "_store", store),
+        ):
+            run(order, *step)
+        costs.append((counts["depart"], counts["compare"], len(store.method_calls)))
+    return costs
 
 
-def pass_of_all(ranks, layer, *titles):
-    """Each rank's collectives, which all have started when one has completed; each rank's error."""
-    for order, mine in zip(ranks, titles, strict=True):
-        start(order, mine)
-    errors = []
-    for order in ranks:
-        order.completed = (order.number, None)
-        try:
-            order.compare(layer)
-        except RuntimeError as error:
-            errors.append(str(error))
-        else:
-            errors.append("")
-    return errors
+@on_ranks(2)
+def test_a_repeated_program_costs_no_request_and_no_collective():
+    for step in ([FORWARD, BACKWARD], [FORWARD, FORWARD, BACKWARD], [FORWARD] * 4 + [BACKWARD]):
+        assert costs_of(order_of(), [step] * 6)[-1] == (0, 0, 0)
 
 
-def test_an_error_names_the_first_difference_and_the_ranks_of_the_job():
-    ranks, layer = ranks_of(2), Layer()
-    for _ in range(2):
-        assert pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a", "gather b"]) == ["", ""]
-    one, two = pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather b", "gather a"])
-    assert "as number 1 of a pass rank 10 starts gather a, rank 11 gather b" in one
-    assert "rank 11 starts gather b, and not all of ranks [10, 11] do so" in two
+@on_ranks(2)
+def test_a_switch_between_known_programs_departs_at_most_once_a_pass():
+    order, train = order_of(), [FORWARD, BACKWARD]
+    costs = costs_of(order, [train, train, [FORWARD], train, train, [FORWARD], train, train])
+    departures, comparisons = ([cost[kind] for cost in costs[3:]] for kind in (0, 1))
+    assert sum(comparisons) == 0
+    assert max(departures) <= 2
 
 
-def test_ranks_that_announce_different_collectives_raise_before_they_start_them(monkeypatch):
-    monkeypatch.setattr(_order, "_ASKING", 0.0)
-    one, two, three = ranks_of(3)
-    for order, title in zip((one, two, three), "aba", strict=True):
-        start(order, [f"gather {title}"])
-        order.check_waiting()
-    for order, other in ((one, "rank 11 started gather b"), (two, "rank 10 started gather a")):
-        with pytest.raises(DisagreementError, match=other):
-            order.meet()
+@on_ranks(3)
+def test_a_new_program_is_compared_and_its_ranks_go_on():
+    order = order_of()
+    run(order, *[FORWARD, BACKWARD] * 3)
+    for _ in range(3):
+        run(order, ("gather c", *FORWARD), BACKWARD)
+    assert costs_of(order, [[("gather c", *FORWARD), BACKWARD]]) == [(0, 0, 0)]
 
 
-def test_ranks_that_depart_to_different_known_orders_all_raise():
-    ranks, layer = ranks_of(3), Layer()
-    orders = [["gather a", "gather b"], ["gather b", "gather a"], ["gather c", "gather a"]]
-    for titles in [*orders, orders[0], orders[0]]:
-        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
-    for error in pass_of_all(ranks, layer, *orders):
-        assert "do not agree" in error
+@on_ranks(3)
+def test_ranks_that_differ_in_a_first_pass_all_raise_and_name_both():
+    order, last = order_of(), dist.get_rank() == 2
+    order.start("gather a", LAYER)
+    named = r"as number 2 of a pass rank . starts gather ., rank . gather [bc]\."
+    with pytest.raises(DisagreementError, match=named):
+        order.start("gather c" if last else "gather b", LAYER)
 
 
-def test_a_rank_that_ends_a_known_shorter_order_is_seen_by_the_end_of_the_longer_one():
-    ranks, layer = ranks_of(2), Layer()
-    for titles in (
-        ["gather a"],
-        ["gather a", "gather b"],
-        ["gather a", "gather b"],
-        ["gather a", "gather b"],
+@on_ranks(3)
+def test_a_rank_that_departs_alone_raises_before_it_starts_anything():
+    order, last = order_of(seconds=1.0), dist.get_rank() == 2
+    run(order, *[FORWARD, BACKWARD] * 3)
+    if last:
+        with pytest.raises(DisagreementError, match="starts gather b where gather a was expected"):
+            order.start("gather b", LAYER)
+    else:
+        order.start("gather a", LAYER)
+
+
+@on_ranks(3)
+def test_ranks_that_depart_to_different_collectives_name_each_other():
+    order, rank = order_of(), dist.get_rank()
+    run(order, *[FORWARD, BACKWARD] * 3)
+    with pytest.raises(DisagreementError, match=rf"rank {rank} starts gather {rank}, rank [^{rank}] gather"):
+        order.start(f"gather {rank}", LAYER)
+
+
+@on_ranks(2)
+def test_a_rank_whose_pass_ends_early_raises():
+    order, first = order_of(seconds=1.0), dist.get_rank() == 0
+    run(order, *[FORWARD, BACKWARD] * 3)
+    for title in FORWARD if first else FORWARD[:1]:
+        order.start(title, LAYER)
+    if first:
+        order.end_pass(LAYER)
+    else:
+        with pytest.raises(DisagreementError, match="the end of a pass where gather b was expected"):
+            order.end_pass(LAYER)
+
+
+@on_ranks(2)
+def test_after_an_exception_on_all_ranks_they_go_on_and_after_one_on_one_rank_it_raises():
+    order = order_of(seconds=1.0)
+    run(order, *[FORWARD, BACKWARD] * 3)
+    order.start(FORWARD[0], LAYER)
+    order.cut_off()
+    run(order, *[FORWARD, BACKWARD] * 3)
+    assert costs_of(order, [[FORWARD, BACKWARD]]) == [(0, 0, 0)]
+    for title in FORWARD:
+        order.start(title, LAYER)
+    if dist.get_rank() == 0:
+        order.cut_off()
+        with pytest.raises(DisagreementError, match="gather a, after an exception"):
+            run(order, FORWARD)
+
+
+@on_ranks(2)
+def test_the_store_does_not_grow_with_departures():
+    order, sizes = order_of(), []
+    programs: list[Any] = [[FORWARD, BACKWARD], [FORWARD[::-1], BACKWARD], [FORWARD]]
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        run(order, *programs[int(torch.randint(3, (), generator=chance))])
+        dist.barrier()
+        sizes.append(dist.group.WORLD.get_group_store().num_keys())
+        dist.barrier()
+    assert max(sizes[8:]) == max(sizes[:8])
+
+
+@on_ranks(2)
+def test_all_titles_are_compared_where_that_is_asked_and_none_where_it_is_refused(monkeypatch):
+    for mode, comparisons in (("always", 5), ("never", 0)):
+        monkeypatch.setenv("DBUFFER_COMPARE", mode)
+        assert costs_of(order_of(), [[FORWARD, BACKWARD]] * 4)[-1] == (0, comparisons, 0)
+
+
+@on_ranks(2)
+def test_ranks_that_compare_in_different_ways_refuse_to_share_a_buffer(monkeypatch):
+    monkeypatch.setenv("DBUFFER_COMPARE", "always" if dist.get_rank() else "never")
+    with pytest.raises(
+        ValueError, match=r"DBUFFER_COMPARE (always|never) here, .*DBUFFER_COMPARE (always|never) there"
     ):
-        assert not any(pass_of_all(ranks, layer, titles, titles))
-    assert pass_of_all(ranks[1:], layer, ["gather a"]) == [""]
-    start(ranks[1], ["gather a"])  # its next pass
-    (error,) = pass_of_all(ranks[:1], layer, ["gather a", "gather b"])
-    assert "as number 2 of a pass rank 10 starts gather b, rank 11 nothing" in error
+        make()
+    dist.barrier()
+    monkeypatch.setenv("DBUFFER_COMPARE", "sometimes" if dist.get_rank() else "")
+    with pytest.raises((ValueError, RuntimeError), match="DBUFFER_COMPARE is 'sometimes'"):
+        make()
 
 
-def test_orders_that_alternate_on_all_ranks_do_not_fill_the_store():
-    ranks, layer = ranks_of(3), Layer()
-    sizes = []
-    for step in range(40):
-        titles = ["gather a", "gather b"] if step % 3 % 2 else ["gather b", "gather a"]
-        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
-        sizes.append(ranks[0]._store.num_keys())
-    assert sizes[6] == sizes[-1]
-
-
-def test_after_a_failed_pass_of_one_rank_only_unknown_orders_disagree():
-    ranks, layer = ranks_of(2), Layer()
-    gathers, reduces = ["gather a", "gather b"], ["reduce a", "reduce b"]
-    for titles in [gathers, reduces] * 3:
-        assert not any(pass_of_all(ranks, layer, titles, titles))
-    for order in ranks:
-        start(order, gathers)
-    ranks[1].discard()
-    ranks[0].completed = (ranks[0].number, None)
-    ranks[0].compare(layer)
-    for titles in [gathers, reduces, gathers, gathers, reduces, gathers, reduces]:
-        assert not any(pass_of_all(ranks, layer, titles, titles))
-    assert all(pass_of_all(ranks, layer, gathers, reduces))
-
-
-def test_a_rank_that_leaves_a_failed_pass_first_agrees_with_others_later():
-    ranks, layer = ranks_of(2), Layer()
-    assert not any(pass_of_all(ranks, layer, ["reduce a"], ["reduce a"]))
-    for order in ranks:
-        start(order, ["reduce a"])
-    for order in ranks:
-        order.discard()
-        order.compare(layer)  # a forward without a collective of this group
-    for titles in (["reduce b"], ["reduce a"], ["reduce b"]):
-        assert not any(pass_of_all(ranks, layer, titles, titles))
-
-
-def test_a_rank_that_starts_one_less_is_named():
-    ranks, layer = ranks_of(2), Layer()
-    one, _ = pass_of_all(ranks, layer, ["gather a", "gather b"], ["gather a"])
-    assert "as number 2 of a pass rank 10 starts gather b, and not all of ranks [10, 11] do so" in one
-
-
-def test_nothing_is_said_before_a_later_collective_has_completed_on_the_device():
-    one, two = ranks_of(2)
-    layer = Layer()
-    layer.done = False  # the device has not got there; rank 11 may be behind
-    for number, title in enumerate(["gather a", "reduce a", "gather a"]):
-        run(one, [title], f"event {number}")
-        one.compare(layer)
-    layer.done = True
-    with pytest.raises(RuntimeError, match="do not agree"):
-        one.compare(layer)
-    assert two.titles == []
-
-
-def test_an_order_that_was_agreed_for_one_model_is_not_for_the_next():
-    ranks, layer, titles = ranks_of(2), Layer(), ["gather a", "gather b"]
-    for model in "123":
-        for order in ranks:
-            order.begin(model)
-        errors = pass_of_all(ranks, layer, titles, titles[::-1] if model == "3" else titles)
-        assert all(("as number 1 of a pass" in error) == (model == "3") for error in errors)
-
-
-def test_a_model_whose_order_is_new_in_each_pass_does_not_fill_the_store(caplog):
-    ranks, layer = ranks_of(2), Layer()
-    sizes = []
-    for step in range(300):
-        assert not any(pass_of_all(ranks, layer, [f"gather {step}"], [f"gather {step}"]))
-        sizes.append(ranks[0]._store.num_keys())
-    assert sizes[255] == sizes[-1] > sizes[254]
-    assert len(ranks[0]._scopes[""].agreed) == 256
-    assert "new orders are no longer compared" in caplog.text
-
-
-def test_a_store_that_fails_ends_the_comparison_with_a_warning(caplog):
-    class Broken(dist.Store):
-        def set(self, key, value):
-            raise RuntimeError("gone")
-
-        def check(self, keys):
-            raise RuntimeError("gone")
-
-    order = CollectiveOrder([0, 1], 0, dist.HashStore())
-    order._store = Broken()  # type: ignore[assignment]
-    layer: Any = Layer()
-    for titles in (["gather a"], ["reduce a"]):
-        run(order, titles)
-        order.compare(layer)
-    assert "the store failed: gone" in caplog.text
-
-
-@unhurried
-@given(st.lists(st.lists(st.sampled_from("abc"), max_size=4), max_size=6), st.integers(2, 4))
-def test_ranks_that_run_the_same_never_disagree(segments, count):
-    ranks, layer = ranks_of(count), Layer()
-    for titles in segments:
-        assert not any(pass_of_all(ranks, layer, *[titles] * count))
-
-
-@unhurried
-@given(
-    st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=1, max_size=6),
-    st.integers(0, 5),
-    st.lists(st.sampled_from("abcd"), min_size=1, max_size=4),
-)
-def test_a_rank_that_runs_what_no_other_has_run_raises_by_the_next_segment(segments, at, other):
-    ranks, layer = ranks_of(3), Layer()
-    segments = segments[: at + 1]
-    if other in segments:
-        return
-    errors = [pass_of_all(ranks, layer, titles, titles, titles) for titles in segments[:-1]]
-    errors.append(pass_of_all(ranks, layer, segments[-1], other, segments[-1]))
-    errors.append(pass_of_all(ranks, layer, *[["end"]] * 3))
-    assert any(second for _, second, _ in errors)
-
-
-@unhurried
-@given(
-    st.lists(st.lists(st.sampled_from("abc"), min_size=2, max_size=4), min_size=1, max_size=6),
-    st.lists(st.sampled_from("abcd"), min_size=2, max_size=4),
-)
-def test_every_rank_raises_at_the_end_of_the_pass_in_which_one_leaves_all_orders(segments, other):
-    ranks, layer = ranks_of(3), Layer()
-    if any(titles[: len(other)] == other for titles in segments):
-        return
-    for titles in [*segments, segments[-1]]:
-        assert not any(pass_of_all(ranks, layer, titles, titles, titles))
-    usual = (segments[-1] * 2)[: len(other)] if len(segments[-1]) < len(other) else segments[-1]
-    if tuple(usual) not in ranks[0]._scopes[""].published:
-        return
-    assert all("do not agree" in error for error in pass_of_all(ranks, layer, usual, other, usual))
-
-
-def test_a_rank_that_is_ahead_in_an_order_that_is_new_to_all_is_no_error():
-    one, two = ranks_of(2)
-    layer = Layer()
-    assert pass_of_all((one, two), layer, ["gather a"], ["gather a"]) == ["", ""]
-    start(one, ["gather a"])
-    start(two, ["gather a"])
-    two.completed = (two.number, None)
-    two.compare(layer)
-    start(two, ["gather b"])  # its next pass
-    one.completed = (one.number, None)
-    one.compare(layer)
-    start(one, ["gather b"])
-    for order in (one, two):
-        order.completed = (order.number, None)
-        order.compare(layer)
+def test_an_unknown_mode_is_refused(monkeypatch):
+    monkeypatch.setenv("DBUFFER_COMPARE", "sometimes")
+    with pytest.raises(ValueError, match="'sometimes'; expected one of first, always, never"):
+        compare_mode()

@@ -1,9 +1,7 @@
 """Ranks that make different calls: all of them raise, and groups of the same ranks do not meet."""
 
-import time
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from dbuffer_helpers import build_large, error_of, load, zero
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
-from dbuffer import DBuffer, Gather, HandleState, ReduceScatter, _order, _patient_calls, watch_order
+from dbuffer import DBuffer, Gather, ReduceScatter
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
@@ -91,49 +89,3 @@ def test_where_one_of_several_ranks_disagrees_all_raise(size, what, transport):
             assert buffer.views["w"].unique().tolist() == [0.0 if buffer is a else 1.0]
     dist.barrier()
     assert raised
-
-
-@pytest.mark.parametrize("kind", [Gather, ReduceScatter])
-@pytest.mark.parametrize("what", ["order", "size"])
-@on_ranks(3)
-def test_ranks_that_start_different_collectives_of_torch_all_raise_and_live(kind, what):
-    """With torch's collectives: buffers of another size, or the same ones in another order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    watch_order(mesh.get_group())
-    rows = {"order": (16, 16), "size": (16, 32)}[what]
-    buffers = [
-        DBuffer(
-            plan([TensorSpec("w", (size * count, 4))], size), mesh, name=name, transport="collectives",
-            dtype=torch.float32,
-        )
-        for name, count in zip("ab", rows, strict=True)
-    ]  # fmt: skip
-    for buffer in buffers:
-        buffer.materialize()
-    with mock.patch.object(_patient_calls, "_DOUBT", 0.2), mock.patch.object(_order, "_ASKING", 0.2):
-        for _ in range(2):
-            kind([buffers[0]]).start().wait()
-            watch_order(mesh.get_group()).compare(buffers[0].layer)
-        message = error_of(lambda: kind([buffers[rank == size - 1]]).start().wait())
-    assert "the ranks do not agree on the order of collectives" in message
-
-
-@pytest.mark.parametrize("kind", [Gather, pytest.param(ReduceScatter, marks=pytest.mark.long)])
-@on_ranks(3)
-def test_a_timeout_of_several_buffers_is_the_collectives_failure_and_names_it(kind):
-    """With torch's collectives, of two buffers in one call that rank 0 never starts."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
-    watch_order(mesh.get_group())
-    layout = plan([TensorSpec("w", (16, 4))], dist.get_world_size())
-    options: Any = {"transport": "collectives", "dtype": torch.float32}
-    buffers = [DBuffer(layout, mesh, name=name, **options) for name in "ab"]
-    for buffer in buffers:
-        buffer.materialize()
-    if dist.get_rank() == 0:
-        time.sleep(3.0)
-        return
-    with mock.patch.object(_order, "_MEETING", 0.0):
-        handle = kind(buffers).start()
-    assert " of a, b failed: " in error_of(handle.wait)
-    assert handle.state is HandleState.FAILED

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dbuffer_helpers import make
 from torch.distributed.device_mesh import DeviceMesh
 
-from dbuffer import Gather, HandleState
+from dbuffer import Gather
 from ragged_shard.testing import on_ranks
 
 
@@ -21,10 +21,10 @@ def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(wor
     for act in (buffer.release, Gather([buffer]).start, buffer.forget_neighbors):
         with pytest.raises(RuntimeError, match="under way; call wait"):
             act()
-    states = [handle.state]
+    states = [handle.completed]
     handle.wait()
     handle.wait()
-    assert [*states, handle.state] == [HandleState.STARTED, HandleState.COMPLETED]
+    assert [*states, handle.completed] == [False, True]
     busy = [buffer.in_flight]
     buffer.wait()
     Gather([buffer]).start()
@@ -35,16 +35,19 @@ def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(wor
 
 
 @on_ranks(2)
-def test_a_collective_that_fails_says_which_and_of_which_buffer_each_time():
+def test_a_collective_that_fails_says_which_and_of_which_buffers_each_time():
     group = dist.new_group(timeout=timedelta(seconds=2))  # its own, so that what breaks is not used again
-    buffer = make(mesh=DeviceMesh.from_group(group, "cpu"), name="layers.7")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    buffers = [make(mesh=mesh, name=name) for name in ("layers.7", "layers.8")]
     if dist.get_rank() == 1:
         return
-    handle = Gather([buffer]).start()
+    handle = Gather(buffers).start()
     errors = []
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"all_gather of layers\.7 failed") as caught:
+        with pytest.raises(RuntimeError, match=r"all_gather of layers\.7, layers\.8 failed") as caught:
             handle.wait()
         errors.append(caught.value)
     assert errors[0] is errors[1]
-    buffer.release()
+    assert not handle.completed
+    for buffer in buffers:
+        buffer.release()

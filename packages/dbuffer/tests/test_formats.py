@@ -10,7 +10,7 @@ import torch
 
 from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun
 
-SHAPES = [(300, 270), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
+SHAPES = [(140, 150), (128, 64), (1000,), (3, 70, 50), (2, 64, 33), (1, 1), (5, 3, 4, 6), (40, 128), ()]
 FORMATS: list[Any] = [
     BlockFP8(),
     BlockFP8(scale="fp32"),
@@ -60,16 +60,19 @@ def bits(values):
     return values.view({4: torch.int32, 2: torch.int16}[values.element_size()])
 
 
+def assert_as_reference(fmt, values):
+    codes, scales = quantize(fmt, values)
+    want_codes, want_scales = expected(fmt, values)
+    assert np.array_equal(scales.numpy(), want_scales), (fmt, values.shape, values.dtype)
+    assert np.array_equal(codes.numpy(), want_codes.reshape(-1)), (fmt, values.shape, values.dtype)
+    return codes, scales
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_codes_and_scales_are_those_of_the_reference(fmt, dtype):
     for shape in SHAPES:
-        values = values_of(shape, dtype)
-        codes, scales = quantize(fmt, values)
-        want_codes, want_scales = expected(fmt, values)
-        assert np.array_equal(scales.numpy(), want_scales), shape
-        assert np.array_equal(codes.numpy(), want_codes.reshape(-1)), shape
-        assert whole(fmt, shape).num_scales == want_scales.size
+        assert_as_reference(fmt, values_of(shape, dtype))
 
 
 def test_all_256_codes_are_read_back_exactly_in_every_dtype():
@@ -102,23 +105,9 @@ def test_the_error_bound_holds_on_a_million_values(scale):
     assert kept.equal(exact) == (scale == "pow2")  # fp32 scales round a second time
 
 
-def test_codes_are_those_of_torchaos_weight_quantizer():
-    """torchao 0.18, prototype/blockwise_fp8_training/kernels.py, torch_blockwise_scale_weight_quant.
-
-    Its scales come from an fp64 quotient, which rounds to the same fp32 number; a block of zeros is clamped to 1e-12.
-    """
-    values = torch.randn(512, 640)
-    blocks = values.view(4, 128, 5, 128)
-    scale = (448.0 / blocks.abs().amax((1, 3), keepdim=True).double().clamp(min=1e-12)).float()
-    want = (blocks * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes, scales = quantize(BlockFP8(scale="fp32"), values)
-    assert codes.equal(want.reshape(-1))
-    assert scales.equal((1.0 / scale).view(-1))
-
-
 @pytest.mark.parametrize("fmt", ALL, ids=str)
 def test_codes_do_not_depend_on_the_division_into_whole_bands(fmt):
-    for shape in SHAPES:
+    for shape in (*SHAPES, (0, 8), (8, 0), (0,), (2, 0, 5)):
         values = values_of(shape, seed=1)
         more = {"noise": Noise(1, 2, 3)} if fmt.needs_noise else {}
         want_codes, want_scales = quantize(fmt, values, **more)
@@ -182,28 +171,18 @@ def test_a_tile_with_a_bad_number_is_read_back_as_nan_and_no_other(fmt, pattern)
 def test_zeros_denormals_and_huge_numbers():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     values = torch.tensor([0.0, -0.0, tiny, -tiny, 2.0**-130, -(2.0**-127), huge, -huge, 1.0, -1.0])
-    tall = [BlockFP8((1, 2), scale) for scale in ("pow2", "fp32")]
-    for fmt in (*tall, BlockInt8(2), BlockFP8((1, 10)), BlockInt8(10)):
-        codes, scales = quantize(fmt, values)
-        want_codes, want_scales = expected(fmt, values)
-        assert codes.equal(torch.from_numpy(want_codes).view(-1))
-        assert np.array_equal(scales.numpy(), want_scales)
+    for fmt in (
+        *(BlockFP8((1, 2), s) for s in ("pow2", "fp32")),
+        BlockInt8(2),
+        BlockFP8((1, 10)),
+        BlockInt8(10),
+    ):
+        codes, scales = assert_as_reference(fmt, values)
         found = dequantize(fmt, values.shape, codes, scales)
-        assert (
-            found[[0, 1, 2, 3, 4, 5, 8, 9]].isfinite().all()
-        )  # fp32's largest may be rounded up to infinity
+        assert found[[*range(6), 8, 9]].isfinite().all()  # fp32's largest may be rounded up to infinity
         assert not found.isnan().any()
     codes, scales = quantize(BlockFP8((1, 2)), values)
-    assert codes[:2].tolist() == [0, 0x80]
-    assert scales[0] == 1.0
-
-
-@pytest.mark.parametrize("fmt", ALL, ids=str)
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,), (2, 0, 5)], ids=str)
-def test_tensors_without_elements_are_served(fmt, shape):
-    codes, scales = quantize(fmt, torch.empty(shape))
-    assert (codes.numel(), scales.numel()) == (0, 0)
-    dequantize(fmt, shape, codes, scales)
+    assert (codes[:2].tolist(), float(scales[0])) == ([0, 0x80], 1.0)
 
 
 def test_nf4_takes_the_nearest_level_and_its_error_is_bounded():
@@ -267,12 +246,8 @@ def test_random_bits_belong_to_element_step_rank_and_seed():
 def test_random_bits_go_on_where_the_index_passes_32_bits():
     fmt, values = BlockInt8(64, "stochastic"), torch.randn(2, 64)
     grid, first = fmt.grid((2, 64)), (1 << 32) - 64
-    scales, both, one = (
-        torch.zeros(2),
-        torch.zeros(128, dtype=torch.uint8),
-        torch.zeros(64, dtype=torch.uint8),
-    )
-    noise = Noise(0, 0, 0)
+    both, one = torch.zeros(128, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    scales, noise = torch.zeros(2), Noise(0, 0, 0)
     fmt.quantize([RowRun(grid, 0, 2, element=first)], values.view(-1), both, scales, noise=noise)
     fmt.quantize([RowRun(grid, 1, 2, element=1 << 32)], values[1], one, scales, noise=noise)
     assert both[64:].equal(one)

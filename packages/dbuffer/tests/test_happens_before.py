@@ -50,21 +50,6 @@ def test_collectives_on_another_stream_start_after_the_current_one(transport):
         buffer.shard[0].mul_(2.0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_collective_has_completed_when_the_device_says_so(transport):
-    done: list[None] = []
-    with SimulatedDevice(completes=lambda: bool(done)) as found, simulated_ranks(4):
-        handle = Gather([load(make(mesh=mesh_of(4), transport=transport), full_tensors())]).start()
-        completed = [handle.completed]
-        done.append(None)
-        completed.append(handle.completed)
-        handle.wait()
-        done.clear()
-        completed.append(handle.completed)  # waited for
-    assert completed == [False, True, True]
-    assert found.accesses
-
-
 class Watched(Collectives):
     """Notes the stream on which each collective is started."""
 
@@ -148,8 +133,10 @@ def test_memory_goes_back_after_its_last_use_where_storages_cannot_exchange_thei
 def test_dropped_memory_goes_back_to_its_pool_after_its_last_use():
     with device() as found:
         recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-        recycler.home = found.new_stream()
-        recycler.allocate(storage, NBYTES)
+        side = found.new_stream()
+        with found.on(side):
+            recycler.allocate(storage, NBYTES)
+        found.wait(found.record(side))
         bytes_in(storage).zero_()
         recycler.drop(storage)
         with pytest.raises(KeyError):  # it is not lent any more

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from dbuffer_helpers import (
     storage_bytes,
 )
 
-from dbuffer import DebugRecycler, Gather, Recycler, ReduceScatter, shared_recycler
+from dbuffer import Gather, Recycler, ReduceScatter, shared_recycler
 from dbuffer.encodings import BlockInt8, BlocksOnWire, CastReduction
-from ragged_shard.testing import on_ranks, run_ranks
+from dbuffer.memory import huge_pages
+from ragged_shard import RaggedDTensor
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 
 @pytest.mark.parametrize("layout", ["planned", "split"])
@@ -238,18 +241,50 @@ def test_threads_share_a_recycler_and_get_memory_of_the_size_that_they_ask_for()
     assert recycler.stats.lent_bytes == 0
 
 
+class Watching(Recycler):
+    """Fills parked blocks with a pattern, which must still be there when they are used again or given back."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.parked = {}
+
+    def recycle(self, storage):
+        address, size = storage.data_ptr(), storage.nbytes()
+        super().recycle(storage)
+        ctypes.memset(address, 0xA5, size)
+        self.parked[address] = size
+
+    def allocate(self, storage, nbytes):
+        super().allocate(storage, nbytes)
+        self.check(storage.data_ptr())
+
+    def trim(self):
+        for address in list(self.parked):
+            self.check(address)
+        super().trim()
+
+    def check(self, address):
+        size = self.parked.pop(address, 0)
+        assert ctypes.string_at(address, size) == b"\xa5" * size
+
+
 @can_swap
-def test_the_debug_recycler_finds_a_write_after_release():
-    recycler, storage = DebugRecycler("cpu"), torch.UntypedStorage(0)
-    recycler.allocate(storage, 4096)
-    kept = torch.frombuffer((ctypes.c_ubyte * 4096).from_address(storage.data_ptr()), dtype=torch.uint8)
-    recycler.recycle(storage)
-    recycler.check()
-    kept[17:20] = 0
-    with pytest.raises(
-        RuntimeError, match=r"3 of 4096 bytes at .* were written after .* the first at offset 17"
-    ):
-        recycler.trim()
+@pytest.mark.parametrize("transport", ["collectives", "peer_memory"])
+@on_ranks(3)
+def test_released_memory_is_not_written_to(transport):
+    recycler, mesh = Watching("cpu"), mesh_of()
+    buffers = [
+        make(mesh=mesh, full_dtype=torch.bfloat16, transport=transport, recycler=recycler) for _ in range(3)
+    ]
+    gather, reduce = Gather(buffers[:2]), ReduceScatter(buffers[2:], op="sum")
+    for _ in range(3):
+        gather.start().wait()
+        buffers[2].materialize()
+        fill_views(buffers[2], full_tensors())
+        reduce.start().wait()
+        for buffer in buffers:
+            buffer.release()
+    recycler.trim()
 
 
 def test_memory_of_a_storage_that_died_while_lent_is_not_counted():
@@ -280,3 +315,48 @@ def test_a_shard_given_away_belongs_to_those_who_hold_it():
     assert buffer.local_views[name].data_ptr() != kept.data_ptr()
     assert_locals_equal(buffer, {n: 3 * value for n, value in full_tensors(seed=5).items()})
     buffer.release()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@on_ranks("shape")
+def test_ragged_tensors_are_the_shard_itself(shape):
+    """An optimizer step on the ragged tensors is in the next gather, with nothing copied back."""
+    buffer = make(mesh=mesh_of(*shape))
+    load(buffer, full_tensors())
+    with record_collectives() as record:
+        tensors = buffer.ragged_tensors(requires_grad=True)
+    assert record.kinds == []
+    shards = {shard.untyped_storage().data_ptr() for shard in buffer.shard}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, RaggedDTensor)
+        assert tuple(tensor.shape) == tuple(buffer.layout.spec(name).shape)
+        assert tensor.to_local().untyped_storage().data_ptr() in shards
+        tensor.grad = torch.ones_like(tensor)
+    torch.optim.SGD(tensors.values(), lr=1.0).step()
+    Gather([buffer]).start().wait()
+    for name, want in full_tensors().items():
+        assert buffer.views[name].equal(want - 1), name
+        assert tensors[name].full_tensor().equal(want - 1), name
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel has no transparent huge pages",
+)
+def test_the_kernel_has_noted_that_large_memory_of_a_recycler_wants_huge_pages():
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
+    recycler.allocate(storage, 4 * huge_pages.SMALLEST)
+    assert "hg" in _flags_of(storage.data_ptr() + huge_pages.SMALLEST)
+
+
+def _flags_of(address):
+    """The flags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError(f"no mapping holds {address:#x}")

@@ -8,58 +8,36 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dbuffer_helpers import SIZE, error_of, load, mesh_of, peers_of, swap, transport_lines
+from dbuffer_helpers import SIZE, load, mesh_of, peers_of, swap
 
 import dbuffer
 from dbuffer import DBuffer
 from dbuffer.transport import transport_of
 from dbuffer.transport.peer import handshake
 from dbuffer.transport.peer.handshake import connect
-from dbuffer.transport.peer.peer_memory import PeerMemory
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(3)
-def test_where_one_rank_may_not_map_all_use_collectives_and_log_why():
-    """Rank 1 is refused to map the others' memory, as a security module would."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    refused = mock.Mock(side_effect=OSError(1, "Operation not permitted"))
-    full, mine = torch.zeros(size << 18), torch.full((1 << 18,), float(rank))
-    transport = transport_of(dist.new_group(), "auto")
-    peer_file = refused if rank == 1 else handshake.peer_file
-    with transport_lines() as lines, mock.patch.object(handshake, "peer_file", peer_file):
-        for _ in range(2):
-            transport.all_gather([(full, mine)], "x").wait()
-    assert transport.name == "collectives"
-    assert torch.equal(full, torch.arange(float(size)).repeat_interleave(1 << 18))
-    assert lines == [
-        "collectives; no peer memory: rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"
-    ]
+REFUSED = mock.Mock(side_effect=OSError(1, "Operation not permitted"))
+TROUBLES = [  # what a rank alone has instead of a function of the handshake
+    (1, "peer_file", REFUSED, "rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"),
+    (2, "machine", lambda: "another", "rank 2 is on another machine than rank 0"),
+    (0, "_listener", lambda name, usual=handshake._listener: usual(name + "x"),
+     "rank 1: cannot reach rank 0 by a local socket (Connection refused): another machine or another network "
+     "namespace"),
+]  # fmt: skip
 
 
 @on_ranks(3)
-def test_ranks_of_another_machine_are_not_waited_for():
-    machine = (lambda: "another") if dist.get_rank() == 2 else handshake.machine
-    with mock.patch.object(handshake, "machine", machine):
-        connected = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    assert connected == ({}, "rank 2 is on another machine than rank 0")
-
-
-@on_ranks(3)
-def test_where_one_rank_cannot_be_reached_all_agree_and_say_why():
-    """Rank 0's socket is not there for the others, as in another network namespace."""
-    usual = handshake._listener
-    listener = (lambda name: usual(name + "x")) if dist.get_rank() == 0 else usual
-    with mock.patch.object(handshake, "_listener", listener), mock.patch.object(handshake, "PATIENCE", 0.5):
-        peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    assert peers == {}
-    assert trouble == (
-        "rank 1: cannot reach rank 0 by a local socket (Connection refused): another machine or another network "
-        "namespace"
-    )
+def test_where_one_rank_cannot_connect_all_agree_and_say_why():
+    """A security module refuses to map memory, a rank is on another machine, or in another network namespace."""
+    for rank, name, obstacle, trouble in TROUBLES:
+        function = obstacle if dist.get_rank() == rank else getattr(handshake, name)
+        with mock.patch.object(handshake, name, function), mock.patch.object(handshake, "PATIENCE", 0.5):
+            assert connect(dist.group.WORLD) == ({}, trouble)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -146,28 +124,6 @@ def test_a_call_with_very_many_buffers_completes(count):
         assert all(bool((b.shard[0] == index).all()) for index, b in enumerate(buffers))
         for buffer in buffers:
             buffer.release()
-
-
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_where_a_message_means_nothing_nobody_waits_for_the_thread():
-    peers, trouble = connect(dist.group.WORLD)  # type: ignore[arg-type]
-    assert not trouble
-    if dist.get_rank() == 1:
-        dist.barrier()
-        peers[0].socket.send(b"abc")
-    else:
-        memory = PeerMemory(peers, 30.0)
-        work = swap(memory, torch.zeros(4), [torch.zeros(4)])
-        dist.barrier()
-        assert error_of(work.wait) == "rank 1 of the group sent 3 bytes that mean nothing"
-        closed = "the connections of this rank to the others of the group are closed; y needs them"
-        assert error_of(lambda: memory.exchange("y", {}, {}).wait()) == closed
-    dist.barrier()
-    for peer in peers.values():
-        peer.socket.close()
 
 
 @on_ranks(2)

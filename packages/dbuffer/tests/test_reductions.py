@@ -8,8 +8,9 @@ import torch.distributed as dist
 from dbuffer_helpers import SPECS, assert_locals_equal, fill_views, make, mesh_of, random_tensors
 
 import dbuffer
-from dbuffer import Recycler, ReduceScatter
-from dbuffer.encodings import CastReduction
+from dbuffer import DBuffer, Recycler, ReduceScatter
+from dbuffer.encodings import BlockInt8, BlockReduction, CastReduction
+from layout_planner import Rows, TensorSpec, plan
 from ragged_shard.testing import on_ranks, record_collectives
 
 BF16 = CastReduction()
@@ -59,17 +60,6 @@ def test_contributions_are_cast_once_and_summed_in_fp32_in_the_order_of_ranks(la
 
 
 @on_ranks(3)
-def test_a_reduction_can_add_to_the_shard():
-    size = dist.get_world_size()
-    buffer = make(full_dtype=torch.bfloat16, reduction=BF16)
-    for _ in range(2):
-        fill_views(buffer, gradients(dist.get_rank()))
-        ReduceScatter([buffer], op="sum").start(accumulate=True).wait()
-    once = expected(size, torch.bfloat16, torch.bfloat16, 1.0)
-    assert_locals_equal(buffer, {name: one + one for name, one in once.items()})
-
-
-@on_ranks(3)
 def test_several_buffers_travel_in_one_all_to_all_with_memory_of_the_recycler():
     mesh, recycler = mesh_of(), Recycler("cpu")
     buffers = [
@@ -95,9 +85,6 @@ def test_several_buffers_travel_in_one_all_to_all_with_memory_of_the_recycler():
 
 @on_ranks(3)
 def test_large_rows_go_from_rank_to_rank():
-    from dbuffer import DBuffer
-    from layout_planner import TensorSpec, plan
-
     size = dist.get_world_size()
     layout = plan([TensorSpec("w", (1 << 10, 1 << 10))], size)
     mine = [torch.randn(1 << 20, generator=torch.Generator().manual_seed(r)) for r in range(size)]
@@ -115,3 +102,53 @@ def test_large_rows_go_from_rank_to_rank():
         total = total + one.bfloat16().float()
     start, stop = layout.local_range("w", dist.get_rank())
     assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
+
+
+# -- integer codes -----------------------------------------------------------------------------------------------------
+
+ROWS = (
+    TensorSpec("matrix", (37, 300)),
+    TensorSpec("stack", (3, 5, 40)),
+    TensorSpec("bias", (513,), Rows(513)),
+)
+
+
+def gradients_of(rank):
+    return random_tensors({spec.name: spec.shape for spec in ROWS}, rank)
+
+
+def of_rows(form, specs=ROWS):
+    layout = plan(specs, dist.get_world_size(), align=16)
+    return DBuffer(layout, mesh_of(), dtype=torch.float32, reduction=form, name="g", alias=False)
+
+
+@on_ranks(2)
+def test_int8_in_blocks_of_256_takes_26_percent_of_fp32():
+    buffer = of_rows(BlockReduction(BlockInt8(256, rounding="stochastic")), (TensorSpec("w", (512, 1024)),))
+    row = buffer.reduction.row_bytes(buffer.geometry, torch.float32)
+    assert row / (4 * len(buffer.shard[0])) < 0.26
+    assert row == len(buffer.shard[0]) * (1 + 4 / 256)
+
+
+@on_ranks(3)
+def test_codes_and_casts_go_in_one_all_to_all():
+    """A buffer of codes and one of casts in one call, with odd sizes in front of the second."""
+    buffers = [
+        of_rows(BlockReduction(BlockInt8(64))),
+        of_rows(CastReduction(None)),
+        of_rows(BlockReduction(BlockInt8(64))),
+    ]
+    for buffer in buffers:
+        buffer.materialize()
+        for name, view in buffer.views.items():
+            view.copy_(gradients_of(dist.get_rank())[name])
+    with record_collectives() as record:
+        dbuffer.ReduceScatter(buffers, op="avg").start().wait()
+    assert record.kinds == ["all_to_all"]
+    for name, exact in buffers[1].local_views.items():
+        assert buffers[0].local_views[name].equal(buffers[2].local_views[name])
+        torch.testing.assert_close(buffers[0].local_views[name], exact, rtol=0, atol=4 / 127)
+        start, stop = buffers[1].layout.local_range(name, dist.get_rank())
+        size = dist.get_world_size()
+        total = sum(gradients_of(rank)[name].reshape(-1)[start:stop] for rank in range(size))
+        torch.testing.assert_close(exact.reshape(-1), total / size)

@@ -1,9 +1,10 @@
-"""Lets tests, and the ranks they start, import the helpers beside them by name."""
+"""Lets tests, and the ranks they start, import the helpers of all folders by name."""
 
 import sys
 from pathlib import Path
 
 from ragged_shard.testing import preload
 
-sys.path.insert(0, str(Path(__file__).parent))
+for folder in ("train", "parity", "parallel", "conformance", ""):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 preload("fsdp_runtime", "fsdp_runtime.train.trainer", "torch.distributed.pipelining")

@@ -1,7 +1,6 @@
 """A small model and a training step that several test modules use. Everything here also runs on ranks."""
 
 import importlib.util
-import random
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,6 +141,11 @@ def step_of(model, optimizer, step=0, rank=None, **options):
     return loss.detach()
 
 
+def of_values(record):
+    """The collectives that move parameters and gradients: without the exchange of the parameters that were used."""
+    return [event for event in record.events if event.kind != "all_reduce" or event.bytes_sent >= 128]
+
+
 def plain_backward(model, step=0, ranks=None):
     """Backward of the mean over the batches of all ranks, or of `ranks`, in one process; returns the model."""
     ranks = dist.get_world_size() if ranks is None else ranks
@@ -253,14 +257,9 @@ class Watch(torch.autograd.Function):
         return grad, None
 
 
-COMPLETES = {"at once": lambda: True, "late": lambda: False, "at random": None}
-
-
 @contextmanager
-def device(completes="at once", device="cpu", ranks=4, rank=1):
-    chance = random.Random(0)
-    answers = COMPLETES[completes] or (lambda: chance.random() < 0.5)
-    with SimulatedDevice(device, answers) as found, simulated_ranks(ranks, rank=rank):
+def device(device="cpu", ranks=4, rank=1):
+    with SimulatedDevice(device) as found, simulated_ranks(ranks, rank=rank):
         yield found
     assert found.accesses > 0, "nothing was checked"
 

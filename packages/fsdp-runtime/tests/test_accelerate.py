@@ -1,4 +1,4 @@
-"""Accelerate's own functions on models that we have sharded, next to FSDP2 in the same trainer.
+"""Accelerate's own functions on models that we have sharded, compared with FSDP2 in the same trainer.
 
 Accelerate takes DistributedDataParallel on CPU. The tests tell its state that the ranks are FSDP's, as on GPUs.
 """
@@ -82,30 +82,6 @@ def train(accelerator, model, optimizer, steps=range(4)):
         found += [float(loss.detach()), float(norm)]
         reductions.append(sum("reduce_scatter" in kind for kind in record.kinds))
     return found, reductions
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def emptied(path):
-    torch.save({}, path)
-
-
-def add_custom(path):
-    path.with_name("custom_checkpoint_1.pkl").touch()
-
-
-@on_ranks(2)
-def test_full_state_dicts_and_saved_models_are_the_models(tmp_path):
-    from safetensors.torch import load_file
-
-    accelerator, model, _ = prepared("ours")
-    found, expected = accelerator.get_state_dict(model), llama().state_dict()
-    accelerator.save_model(model, str(tmp_path))
-    dist.barrier()
-    for state in (load_file(tmp_path / "model.safetensors"), found if dist.get_rank() == 0 else expected):
-        assert_same_values(state, expected)
 
 
 @on_ranks(3)

@@ -2,40 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime_helpers import assert_same_gradients, loss_of, seeded, shard, tokens
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
-from fsdp_runtime.quantization import BlockNF4
-from ragged_shard import RaggedDTensor
-from ragged_shard.testing import on_ranks, record_collectives
-
-
-def all_sharded(model):
-    return all(isinstance(param, RaggedDTensor) for param in model.parameters())
-
-
-def gathers_of(call):
-    with record_collectives() as record:
-        call()
-    return record.kinds.count("all_gather")
-
-
-@on_ranks(2)
-def test_what_stays_gathered_serves_the_next_forward_unless_it_was_written_to():
-    model = shard(seeded())
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    loss_of(model, tokens()).backward()
-    again = gathers_of(lambda: loss_of(model, tokens()).backward())
-    with torch.no_grad():
-        model.blocks[0].weight.add_(1)
-    assert again == 0
-    assert gathers_of(lambda: loss_of(model, tokens()).backward()) == 1
-    with torch.no_grad():
-        model.head.weight.fill_(2)
-    model.unshard()
-    assert model.head.weight.eq(2).all()
+from dbuffer import Collectives
+from dbuffer._torch_compat import CAN_SWAP
+from fsdp_runtime import block_policies, fully_shard
+from ragged_shard.testing import on_ranks, rank_mesh
 
 
 class ThroughPointers(torch.optim.Optimizer):
@@ -68,52 +43,6 @@ def test_after_a_step_that_torch_does_not_count_every_rank_gathers_what_was_kept
     torch.testing.assert_close(model(torch.ones(1, 3)), alone(torch.ones(1, 3)))
 
 
-@pytest.mark.parametrize("way", ["no backward", "unshard"])
-@on_ranks(2)
-def test_an_edit_of_gathered_parameters_is_an_error_when_they_are_freed(way):
-    model = shard(seeded())
-    if way == "no backward":
-        kept = loss_of(model, tokens())  # noqa: F841  a backward may come
-    else:
-        model.unshard()
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    with pytest.raises(
-        RuntimeError, match=r"gathered parameters were changed in place.*model.reshard\(\) first"
-    ):
-        model.reshard() if way == "unshard" else loss_of(model, tokens()).backward()
-    model.reshard()
-    assert all_sharded(model)
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    loss_of(model, tokens()).backward()
-
-
-@pytest.mark.parametrize("holds", ["the loss", "nothing"])
-@on_ranks(2)
-def test_settings_made_after_a_forward_without_backward_are_kept(holds):
-    """Freezing, unfreezing and attributes, set through the module while it may hold gathered parameters."""
-    model, alone = seeded(), seeded()
-    for each in (model, alone):
-        each.embed.requires_grad_(False)
-    shard(model)
-    loss = loss_of(model, tokens(rank=0))
-    if holds == "nothing":
-        del loss
-    for each in (model, alone):
-        each.requires_grad_(True)
-        each.head.weight.requires_grad_(False)
-        each.head.weight.scale = 2
-    for _ in range(2):
-        for each in (model, alone):
-            each.zero_grad()
-            loss_of(each, tokens(rank=0)).backward()
-        assert_same_gradients(model, alone)
-    assert all_sharded(model)
-    assert model.head.weight.scale == 2
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
-
-
 def set_data(param):
     param.data = param.data * 2
 
@@ -142,17 +71,41 @@ def test_changes_of_gathered_parameters_that_would_be_lost_raise(change, then):
     assert_same_gradients(model, alone)
 
 
+# -- a gather that cannot start ----------------------------------------------------------------------------------------
+
+
+class FailsOnce(Collectives):
+    """Collectives of which one all-gather does not start."""
+
+    remaining = 0
+
+    def all_gather(self, pairs, label):
+        """The second call since `remaining` was set to 2 raises."""
+        FailsOnce.remaining -= 1
+        if FailsOnce.remaining == 0:
+            raise RuntimeError("no memory for a connection")
+        return super().all_gather(pairs, label)
+
+
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot give a buffer other memory after a failure")
+@pytest.mark.parametrize("by_hand", [True, False])
 @on_ranks(2)
-def test_codes_that_are_unfrozen_while_gathered_raise_in_the_next_forward():
-    model = seeded(nn.Linear, in_features=64, out_features=64)
-    model.weight.requires_grad_(False)
-    at_rest = QuantizationPolicy(at_rest=BlockNF4(64), select=lambda name, *_: name == "weight")
-    fully_shard(model, quantization_policy=at_rest)
-    loss = model(torch.ones(1, 64)).sum()
-    model.requires_grad_(True)
-    del loss
-    with pytest.raises(ValueError, match=r"weight requires a gradient .*requires_grad_\(False\)"):
-        model(torch.ones(1, 64))
-    model(torch.ones(1, 64)).sum().backward()
-    assert not model.weight.requires_grad
-    assert model.bias.grad is not None
+def test_after_a_gather_that_could_not_start_the_next_one_brings_all_parameters(by_hand):
+    first = rank_mesh()
+    second = DeviceMesh.from_group(dist.new_group(), "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(
+        model,
+        mesh=first,
+        shard_placement_fn=lambda param: second if param.ndim == 1 else None,
+        transport=FailsOnce,
+    )
+    FailsOnce.remaining = 2
+    with pytest.raises(RuntimeError, match="could not start: no memory for a connection"):
+        model.unshard() if by_hand else model(torch.ones(2, 8))  # type: ignore[operator]
+    assert all(hasattr(param, "placements") for param in model.parameters())
+    model.unshard()  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        assert param.equal(wanted[name]), name

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_runtime import get_full_state_dict
 from fsdp_runtime.checkpoint import convert_checkpoint
-from fsdp_runtime.checkpoint.convert import Reader, main
+from fsdp_runtime.checkpoint.convert import main
+from fsdp_runtime.checkpoint.reader import Reader
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -95,6 +96,28 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match="chunks of w have 0 elements; expected 4096"):
         convert_checkpoint(holed, tmp_path / "e")
     assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "cut", "two", "holed"}
+
+
+@alone
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda about: setattr(about.state_dict_metadata["w"].properties, "dtype", 1.5),
+            "w has the dtype 1.5",
+        ),
+        (lambda about: setattr(about.state_dict_metadata["w"], "properties", "x"), "w has the dtype None"),
+        (lambda about: setattr(about, "planner_data", "x"), "planner_data is 'x'"),
+        (lambda about: about.planner_data.update(w="x"), "planner_data of w is 'x'"),
+    ],
+)
+def test_metadata_of_wrong_types_is_refused_by_name(change, message, tmp_path):
+    folder = saved(tmp_path / "dcp", {"w": torch.ones(2, 2)})
+    metadata = Reader(folder).read_metadata()
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, tmp_path / "files")
 
 
 @alone

@@ -11,10 +11,8 @@ from extended_tensors import Halved, Wrapper, extend
 from runtime_helpers import BrokenTransport
 from torch import nn
 
-import block_optim
-from fsdp_runtime import MixedPrecisionPolicy, block_policies, fully_shard
-from ragged_shard import RaggedDTensor, distribute_like
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from fsdp_runtime import fully_shard
+from ragged_shard.testing import on_ranks, run_ranks
 
 
 def placed(values, out):
@@ -106,10 +104,6 @@ def train(kind, rounded, sizes, options, steps=3):
         assert torch.equal(p.full_tensor(), q)
 
 
-def halves(weight):
-    return weight.bfloat16().float()
-
-
 UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; and 8 of 2 elements, all on one
 
 
@@ -120,7 +114,6 @@ UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; a
         (
             3,
             [
-                (Halved, halves, UNEVEN, {"reshard_after_forward": True}),
                 (Scaled, rows_in_codes, UNEVEN, {"transport": "collectives"}),
                 (Scaled, rows_in_codes, UNEVEN, {"transport": "peer_memory"}),
                 (Packed, signs, (8, 16, 8, 8, 16), {"reshard_after_forward": True}),
@@ -131,23 +124,6 @@ UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; a
 )
 def test_extended_parameters_train_as_plain_ones_that_are_rounded(ranks, cases):
     run_ranks(ranks, train_all, cases)
-
-
-@on_ranks(2)
-def test_what_travels_is_what_pre_returned_in_one_call_with_the_plain_parameters():
-    sizes = (64, 64, 32)
-    model = extend(linears(*sizes), Packed)
-    fully_shard(model)
-    model.unshard()
-    model.reshard()
-    with record_collectives() as record:
-        model.unshard()
-    kinds = [event.kind for event in record.events]
-    assert kinds == ["all_reduce"] * (len(sizes) - 1) + ["all_gather"]  # the scales, then one for the unit
-    biases = sum(-(-n // (8 * dist.get_world_size())) * 8 for n in sizes[1:])
-    codes = sum(a * b // 8 // dist.get_world_size() for a, b in itertools.pairwise(sizes))
-    sent = record.events[-1].bytes_sent
-    assert sent == (dist.get_world_size() - 1) * (codes + 4 * biases), (sent, codes, biases)
 
 
 @on_ranks(2)
@@ -165,71 +141,6 @@ def test_what_travels_must_stay_as_it_was():
             model(torch.randn(2, 8))
     finally:
         Halved.sent = torch.bfloat16
-
-
-@on_ranks(2)
-def test_state_dicts_load_full_and_sharded_in_place_and_assigned():
-    model = extend(linears(8, 13), Halved)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    state = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    whole = {key: value.full_tensor() for key, value in state.items()}
-    assert torch.equal(whole["0.weight"], linears(8, 13)[0].weight)
-    for values in (state, whole):
-        for assign in (False, True):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.zero_()
-            model.load_state_dict({key: value.clone() for key, value in values.items()}, assign=assign)
-            model(torch.randn(2, 8))
-            model.reshard()
-            assert type(model[0].weight) is RaggedDTensor
-            assert type(model[0].weight.local) is Halved
-            assert torch.equal(model[0].weight.full_tensor(), whole["0.weight"])
-
-
-@on_ranks(2)
-def test_writes_through_the_subclass_are_seen_where_parameters_stay_gathered():
-    model = extend(linears(8, 8), Halved)
-    fully_shard(model, reshard_after_forward=False)
-    before = model(torch.ones(1, 8)).detach()
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-        model[0].bias.zero_()
-    assert not torch.equal(model(torch.ones(1, 8)), before)
-
-
-@on_ranks(2)
-def test_an_inner_unit_takes_extended_parameters_from_an_outer_one():
-    model: Any = nn.Sequential(extend(linears(8, 8), Halved), extend(linears(8, 8), Halved))
-    fully_shard(model)
-    fully_shard(model[0])
-    weight: Any = model[0].get_parameter("0.weight")
-    assert type(weight.local) is Halved
-    assert torch.equal(weight.full_tensor(), linears(8, 8)[0].weight)
-    model(torch.randn(2, 8)).sum().backward()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon"])
-@on_ranks(2)
-def test_block_optimizers_write_into_the_subclass(name):
-    """One optimizer on extended weights and on plain ones, with the same gradients."""
-    model, twin = extend(linears(32, 48, 64), Halved), linears(32, 48, 64)
-    block_policy = block_policies.rows(16)
-    pairs = []
-    for one in (model, twin):
-        fully_shard(one, block_policy=block_policy)
-        matrices = [p for p in one.parameters() if p.ndim == 2]
-        pairs.append((matrices, getattr(block_optim, name)(matrices, lr=1e-2)))
-    for step in range(2):
-        for matrices, optimizer in pairs:
-            for p in matrices:
-                local: Any = p
-                values = torch.linspace(-1, 1 + step, p.numel()).view(p.shape)
-                p.grad = distribute_like(values, local.with_local(local.local.to(torch.float32, copy=True)))
-            optimizer.step()
-    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
-        assert torch.equal(p.full_tensor(), q.full_tensor())
-    assert not torch.equal(pairs[0][0][0].full_tensor(), linears(32, 48, 64)[0].weight)
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
-"""How gradients are copied, scaled and reduced."""
+"""How gradients are scaled and reduced, and which ones."""
 
+import gc
 import itertools
 import random
 import time
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import (
     BF16,
-    Ops,
     assert_same_gradients,
     full,
     loss_of,
@@ -24,87 +24,12 @@ from runtime_helpers import (
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
+from dbuffer import DBuffer, ReduceScatter
 from dbuffer.transport import Collectives
-from fsdp_runtime import fully_shard
+from fsdp_runtime import block_policies, fully_shard
 from fsdp_runtime._grads.scaling import ReduceOptions, scaling
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
-
-
-class Terms(nn.Module):
-    """As many small parameters as asked, then a large one, whose gradient comes first."""
-
-    def __init__(self, small=6, large=0):
-        super().__init__()
-        self.small = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(small)])
-        self.large = nn.Parameter(torch.ones(8 * large, 8)) if large else None
-
-    def forward(self, x):
-        for term in self.small:
-            x = x + term
-        return x if self.large is None else (x @ self.large.T).sum(-1, keepdim=True) + x
-
-
-def copies_of(model):
-    def note(op, args):
-        if op is torch.ops.aten._foreach_copy_.default:
-            copies.append([t.numel() for t in args[0]])
-        elif op is torch.ops.aten.copy_.default and args[0].shape in ((8,), (800, 8)):
-            copies.append(args[0].numel())
-
-    model(torch.ones(2, 8)).sum().backward()
-    copies: list[Any] = []
-    with Ops(note):
-        model(torch.ones(2, 8)).sum().backward()
-    return copies
-
-
-@pytest.fixture
-def ranks():
-    with simulated_ranks(4):
-        yield
-
-
-def test_small_gradients_are_copied_in_one_call_and_a_large_one_when_it_comes(ranks):
-    assert copies_of(fully_shard(Terms(6))) == [[8] * 6]
-    assert copies_of(fully_shard(Terms(6, large=100))) == [6400, [8] * 6]
-
-
-@on_ranks(3)
-def test_gradients_are_those_of_one_rank_also_where_they_accumulate():
-    for accumulate in (1, 3):
-        torch.manual_seed(0)
-        models: list[Any] = [Terms(5, large=90), Terms(5, large=90)]
-        plain, model = models[0], fully_shard(models[1])
-        for step in range(accumulate):
-            model.set_requires_gradient_sync(step == accumulate - 1)
-            for one in models:
-                one(torch.full((2, 8), step + 1.0)).sum().backward()
-        for theirs, mine in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
-
-
-def outcome(how, shards, replicas, gradient=1.0):
-    """What one element becomes if every rank has the same gradient."""
-    one = gradient * how.before
-    inside = one if how.op == "avg" else one * shards / (how.divide or 1)
-    return inside if how.replica_op == "avg" else inside * replicas / (how.replica_divide or 1)
-
-
-DTYPES, FACTORS = (torch.float32, torch.bfloat16, torch.float16), (None, 1.0, 3.0, 128.0)
-
-
-@pytest.mark.parametrize(("shards", "replicas"), [(1, 1), (4, 1), (3, 2), (64, 16)])
-def test_the_sum_is_divided_by_the_factor_and_what_replicas_have_in_common_stays(shards, replicas):
-    ranks = shards * replicas
-    for case in itertools.product(DTYPES, (False, True), FACTORS):
-        dtype, force_sum, factor = case
-        how = scaling(ReduceOptions(divide_factor=factor, force_sum=force_sum), dtype, shards, replicas)
-        assert outcome(how, shards, replicas) == pytest.approx(ranks / (factor or ranks)), case
-        if force_sum:
-            assert {how.op, how.replica_op} == {"sum"}, case
-        if factor is None:
-            assert how.replica_op == "avg" or how.replica_divide == replicas, case
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 
 
 def test_fp16_gradients_are_divided_in_two_halves():
@@ -117,6 +42,9 @@ def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(
     for async_op in (False, True):
         model, alone = shard(seeded()), seeded()
         model.set_manual_backward_finalization(True)
+        with record_collectives() as record:
+            model.finalize_backward()
+        assert record.kinds == []  # no step has begun
         model.set_requires_gradient_sync(False)
         with record_collectives() as record:
             for step in range(3):
@@ -130,30 +58,6 @@ def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process(
             if async_op:
                 handle.wait()
         assert record.kinds.count("reduce_scatter") == 4
-        assert_same_gradients(model, alone)
-
-
-@on_ranks(2)
-def test_ending_a_step_by_hand_does_nothing_where_none_has_begun():
-    model = shard(seeded())
-    model.set_manual_backward_finalization(True)
-    with record_collectives() as record:
-        model.finalize_backward()
-    assert record.kinds == []
-    assert all(p.grad is None for p in model.parameters())
-
-
-@on_ranks(4)
-def test_partial_sums_that_the_last_backward_does_not_reach_are_summed_in_it():
-    mesh = rank_mesh(2, 2, names=("replicate", "shard"))
-    for ends_each in (True, False):
-        model, alone = shard(seeded(), mesh=mesh), seeded()
-        for step, order in enumerate(([0, 1], [1, 2], [2])):
-            model.set_requires_all_reduce(step == 2)
-            model.set_is_last_backward(ends_each or step == 2)
-            loss_of(model, tokens(step), order=order).backward()
-            for rank in range(4):
-                (loss_of(alone, tokens(step, rank=rank), order=order) / 4).backward()
         assert_same_gradients(model, alone)
 
 
@@ -186,7 +90,7 @@ def test_a_step_that_runs_out_of_memory_in_any_gather_or_reduction_can_be_made_a
                 loss_of(model, tokens()).backward()
                 break
             except torch.OutOfMemoryError:
-                pass
+                model.zero_grad()  # of units that were reduced before
     assert room > 10
     assert recycler.stats.quarantined_bytes == quarantined
     again = [param.grad.to_local() for param in model.parameters()]
@@ -340,3 +244,55 @@ def test_a_hook_that_communicates_is_called_at_one_place_whatever_completes_firs
     found: list[Any] = [None] * 4
     dist.all_gather_object(found, events)
     assert found.count(events) == 4
+
+
+# -- parameters that are frozen or unfrozen after sharding -------------------------------------------------------------
+
+
+def freeze(model, trained):
+    for name, param in model.named_parameters():
+        param.requires_grad_(trained(name))
+
+
+def is_bias(name):
+    return name.endswith("bias")
+
+
+def train_biases(policy, late):
+    """All, then only the biases, then all but the head, then all again."""
+    model, alone = shard(seeded(width=16), block_policy=policy), seeded(width=16)
+    model.set_copy_gradients_late(late)
+    reduced = []
+    for step, trained in enumerate(
+        (lambda n: True, is_bias, is_bias, lambda n: "head" not in n, lambda n: True)
+    ):
+        for each in (model, alone):
+            freeze(each, trained)
+            each.zero_grad()
+        with record_collectives() as record:
+            loss_of(model, tokens(step=step)).backward()
+        reduced.append(sum(e.bytes_sent for e in record.events if e.kind == "reduce_scatter"))
+        assert_same_gradients(model, plain_backward(alone, step), atol=1e-7)
+        for name, param in model.named_parameters():
+            assert param.grad is None or param.grad.placements == param.placements, name
+    return reduced
+
+
+@on_ranks(3)
+def test_what_is_frozen_after_sharding_is_not_reduced():
+    for policy, late in ((None, False), (block_policies.rows(4), True), (block_policies.whole(), False)):
+        everything, biases, again, most, at_last = train_biases(policy, late)
+        assert biases == again <= everything / 4
+        assert biases <= most <= everything == at_last
+
+
+@on_ranks(2)
+def test_memory_of_gradients_is_freed_when_other_parameters_are_trained():
+    model = fully_shard(seeded())
+    counts = []
+    for step in range(6):
+        freeze(model, lambda name, step=step: f"blocks.{step % 2}" in name or name == "norm.weight")
+        loss_of(model, tokens(step=step)).backward()
+        gc.collect()
+        counts.append(sum(isinstance(item, (DBuffer, ReduceScatter)) for item in gc.get_objects()))
+    assert counts[3] == counts[-1], counts

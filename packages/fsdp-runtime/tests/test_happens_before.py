@@ -10,7 +10,6 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from runtime_helpers import (
     BF16,
-    COMPLETES,
     Net,
     Watch,
     device,
@@ -35,7 +34,8 @@ from fsdp_runtime import (
     offload,
     reload,
 )
-from fsdp_runtime.memory import gathered_memory
+from fsdp_runtime._schedule.model import member_of
+from fsdp_runtime.memory import unit_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.device import device_layer
 from ragged_shard.testing import RaceError, SimulatedDevice
@@ -153,18 +153,11 @@ def live(model):
         reload(model, optimizer)
 
 
-# Completions at random moments find most; the two others are long.
-MOMENTS = [
-    moment if moment == "at random" else pytest.param(moment, marks=pytest.mark.long) for moment in COMPLETES
-]
-
-
-@pytest.mark.parametrize("completes", MOMENTS)
 @pytest.mark.parametrize("case", CASES)
-def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case, completes):
+def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case):
     (options, methods), ranks = CASES[case], 1 if case == "on one rank" else 4
     options = {"shape": (4,), **options}
-    with device(completes, ranks=ranks, rank=ranks // 4) as found:
+    with device(ranks=ranks, rank=ranks // 4) as found:
         model = shard(seeded(Net, width=16), mesh=mesh_of(*options.pop("shape")), **options)
         for method, value in methods.items():
             getattr(model, method)(value)
@@ -182,9 +175,8 @@ class TestNoRace:
             offload(model)
             assert calls == [1]
 
-    @pytest.mark.parametrize("completes", MOMENTS)
-    def test_with_partial_sums_of_replicas_that_are_divided(self, completes):
-        with device(completes):
+    def test_with_partial_sums_of_replicas_that_are_divided(self):
+        with device():
             model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
             for step in range(4):
                 model.set_requires_all_reduce(step % 2 == 1)
@@ -203,7 +195,7 @@ class TestNoRace:
 
     @pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.long), (2, 2)])
     def test_with_shards_in_cpu_memory(self, shape):
-        with device("at random", device="cpu:0"):
+        with device(device="cpu:0"):
             for options in ({"mp_policy": BF16}, {"shard_placement_fn": vectors_on(mesh_of(2, 2))}):
                 offload = CPUOffloadPolicy()
                 model = shard(seeded(Net), mesh=mesh_of(*shape), offload_policy=offload, **options)
@@ -211,7 +203,7 @@ class TestNoRace:
                 train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
     def test_when_shards_in_cpu_memory_are_changed_after_an_evaluation_or_a_reshard(self):
-        with device("late", device="cpu:0"):
+        with device(device="cpu:0"):
             model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=CPUOffloadPolicy())
             for pass_of in (lambda: model(tokens()), lambda: (model.unshard(), model.reshard())):
                 with torch.no_grad():
@@ -233,7 +225,7 @@ class TestNoRace:
     # With nothing but replicas, reductions read the memory of the next gradients.
     @pytest.mark.parametrize(("shape", "offload"), [((4, 1), OffloadPolicy()), ((4,), CPUOffloadPolicy())])
     def test_after_an_exception_in_forward_or_in_backward(self, shape, offload):
-        with device("late", device="cpu:0"):
+        with device(device="cpu:0"):
             model = shard(seeded(Net), mesh=mesh_of(*shape), offload_policy=offload)
             train(model, steps=1)
             model.fails = True
@@ -255,7 +247,7 @@ class TestNoRace:
 
     @pytest.mark.parametrize("where", ["forward", "backward", "unshard", "a step that goes on"])
     def test_when_a_model_dies_with_collectives_under_way(self, where):
-        with device("late") as found:
+        with device() as found:
             for _ in range(2):
                 model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
                 train(model, steps=2)
@@ -303,9 +295,8 @@ class TestNoRace:
                 model.zero_grad()
                 loss.backward()
 
-    def test_when_released_memory_is_watched_and_blocks_are_recomputed_in_backward(self, monkeypatch):
-        monkeypatch.setenv("DBUFFER_DEBUG_MEMORY", "1")
-        with device("at random"):
+    def test_when_blocks_are_recomputed_in_backward(self):
+        with device():
             train(shard(seeded(Net, recompute=True), mesh=mesh_of(2, 2), mp_policy=BF16), steps=2)
 
     def test_when_a_step_is_ended_by_hand(self):
@@ -353,14 +344,98 @@ def test_a_device_on_which_nothing_waits_races(monkeypatch):
             train(model)
 
 
-def test_gathered_memory_and_activations_share_one_pool():
+def test_gathered_memory_has_the_pool_of_its_stream_which_does_not_grow():
     with device() as found:
         model = shard(seeded(Net, width=32), mesh=mesh_of(4), mp_policy=BF16)
+        train(model, steps=2)  # with the optimizer's state
+        peaks = dict(found.pools.peak)
+        train(model, steps=3)
+        assert found.pools.peak == peaks
+        used, gathered, computed = sorted(peaks.values())
+        assert used <= sum(1 for _ in model.parameters())  # a byte for each that was used
+        assert computed == peaks["the default stream"]
+        sizes = [sum(unit_memory(unit).gathered) for unit in (model, *model.blocks)]
+        assert gathered <= sizes[0] + 2 * max(sizes[1:])  # the root, and one block beside the next
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_optimizer_in_the_gradients_hooks_is_ordered_before_later_gathers(shape, waits):
+    with device():
+        model = shard(seeded(Net), mesh=mesh_of(*shape))
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=False) for p in model.parameters()}
+
+        def update(param):
+            optimizers[param].step()
+            param.grad = None
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(update)
+        for step in range(4):
+            model.set_is_last_backward(waits or step % 2 == 1)
+            loss_of(model, tokens(step)).backward()
+        assert all(param.grad is None for param in model.parameters())
+
+
+class Lanes(Collectives):
+    """Notes how much of the computation each gather waits for."""
+
+    known: ClassVar[list[int]] = []
+
+    def all_gather(self, pairs, label):
+        self.known.append(device_layer("cpu").current_stream().clock.get(1, 0))
+        return super().all_gather(pairs, label)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_the_first_gather_of_backward_waits_for_the_computation_only_if_shards_were_written(written):
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(4), transport=Lanes)
         train(model, steps=2)
-        assert found.pools.peak.keys() == {"the default stream"}
-        # Blocks of their own pool would add the gathered memory's peak to the activations'.
-        gathered = gathered_memory(model).peak_bytes
-        assert gathered > 0.1 * found.pools.reserved
+        loss = loss_of(model, tokens())
+        if written:
+            with torch.no_grad():
+                for param in model.blocks.parameters():
+                    param.to_local().add_(0.0)
+        before = found.current_stream().clock[1]
+        Lanes.known.clear()
+        loss.backward()
+        assert (Lanes.known[0] >= before) is written
+
+
+class Sums(Collectives):
+    """Notes for each reduce-scatter whether it waits for an all-reduce over replicas of the same backward."""
+
+    started: ClassVar[dict[int, int]] = {}
+    waits: ClassVar[list[bool]] = []
+
+    def reduce_scatter(self, pairs, op, label):
+        clock = device_layer("cpu").current_stream().clock
+        self.waits.append(any(clock.get(stream, 0) >= time for stream, time in self.started.items()))
+        return super().reduce_scatter(pairs, op, label)
+
+    def all_reduce(self, tensors, op, label):
+        work = super().all_reduce(tensors, op, label)
+        stream = device_layer("cpu").current_stream()
+        self.started.setdefault(stream.number, stream.clock.get(stream.number, 0) + 1)  # what comes after it
+        return work
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_replicas_are_summed_under_the_next_units_reduction(together, monkeypatch):
+    with device() as found:
+        model = shard(seeded(Net), mesh=mesh_of(2, 2), transport=Sums)
+        train(model, steps=1)
+        if together:  # the control: one stream for both
+            streams = member_of(model).passes.streams
+            monkeypatch.setattr(streams, "replicate", streams.reduce)
+        Sums.waits.clear()
+        loss = loss_of(model, tokens())
+        Sums.started.clear()
+        loss.backward()
+        assert len(Sums.waits) == len(model.blocks) + 1
+        assert any(Sums.waits) is together
+        found.synchronize()
 
 
 class Watched(Collectives):
@@ -374,15 +449,16 @@ class Watched(Collectives):
         return super()._start(call, calls, **options)
 
 
-def test_gathers_and_reductions_have_a_stream_each_beside_the_one_that_computes():
+def test_each_kind_of_collective_has_a_stream_beside_the_one_that_computes():
     Watched.streams.clear()
     with device() as found:
         model = shard(seeded(Net), mesh=mesh_of(2, 2), transport=Watched)
         train(model, steps=1)
         computing = found.current_stream().name
     gathers, reductions = Watched.streams["gathers"], Watched.streams["reductions"]
-    assert len(gathers) == len(reductions) == 1
-    assert len({computing} | gathers | reductions) == 3
+    assert len(gathers) == 1
+    assert len(reductions) == 2  # over shards, and over replicas
+    assert len({computing} | gathers | reductions) == 4
 
 
 def test_a_capture_of_a_unit_raises():

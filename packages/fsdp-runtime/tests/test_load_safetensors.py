@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,15 @@ from runtime_helpers import (
 )
 from torch import nn
 
-from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, load_safetensors
-from fsdp_runtime.checkpoint import Fused, Rename, Split, read_safetensors
+from dbuffer import DBuffer
+from fsdp_runtime import (
+    QuantizationPolicy,
+    block_policies,
+    fully_shard,
+    load_safetensors,
+    set_full_state_dict,
+)
+from fsdp_runtime.checkpoint import Rule, loading, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from layout_planner import Rows
@@ -78,9 +86,9 @@ def mapped_bytes(path):
 def test_pages_of_a_file_that_a_box_does_not_touch_are_not_read(tmp_path):
     path = tmp_path / "m.safetensors"
     write(path, {"a": torch.ones(64, 1 << 16)})  # 16 MiB
-    stored = Checkpoint(path).tensors["a"]
+    tensor = Checkpoint(path).tensors["a"]
     before = mapped_bytes(path)
-    assert stored.tensor[8:16].sum() == 8 << 16
+    assert tensor[8:16].sum() == 8 << 16
     assert (2 << 20) <= mapped_bytes(path) - before <= (6 << 20)  # whole pages, of up to 2 MiB
 
 
@@ -205,12 +213,12 @@ class Fusing(nn.Module):
         self.w = nn.ParameterList([nn.Parameter(torch.zeros(2, 6)) for _ in range(3)])
 
 
-RULES: list[Any] = [
-    Rename("norm", "model.norm.weight"),
-    Fused("qkv", ("q", "k", "v")),
-    Split("gate_up", ("gate", "up")),
-    Fused("experts", ("experts.{index}.gate", "experts.{index}.up")),
-    Split("stacked", ("w.{index}",)),
+RULES = [
+    Rule("norm", "model.norm.weight"),
+    Rule("qkv", ("q", "k", "v")),
+    Rule(("gate", "up"), "gate_up"),
+    Rule("experts", ("experts.{index}.gate", "experts.{index}.up")),
+    Rule("w.{index}", "stacked"),
 ]
 
 
@@ -239,12 +247,14 @@ def test_rules_rename_fuse_split_and_stack(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": None}, r"qkv is made of 3 tensors, of which k is missing"),
-        ({"k": (2, 6)}, r"\['q', 'k', 'v'\] have 9 together along dimension 0; qkv expects 10"),
-        ({"k": (3, 5)}, r"k has shape \(3, 5\); qkv expects \(3, 6\)"),
-        ({"gate_up": (7, 6)}, r"gate of shape \(5, 6\) is a slice of gate_up of shape \(7, 6\); expected \(8, 6\)"),
-        ({"stacked": (2, 2, 6)}, r"w.2 of shape .* is a slice of stacked"),
-        ({"experts.1.up": None}, r"experts is made of 6 tensors, of which experts.1.up is missing"),
+        ({"k": None}, r"qkv is made of 3 tensors, and the files have no k"),
+        ({"k": (2, 6)}, r"qkv \(10, 6\) of the model cannot be q \(4, 6\), k \(2, 6\), v \(3, 6\) of the files"),
+        ({"k": (3, 5)}, r"qkv \(10, 6\) of the model cannot be .*k \(3, 5\)"),
+        ({"gate_up": (7, 6)}, r"gate \(5, 6\), up \(3, 6\) of the model cannot be gate_up \(7, 6\)"),
+        ({"gate_up": (6, 8)}, r"gate \(5, 6\), up \(3, 6\) of the model cannot be gate_up \(6, 8\)"),
+        ({"stacked": (2, 2, 6)}, r"element 2 of w.2 \(2, 6\) of the model cannot be stacked \(2, 2, 6\)"),
+        ({"experts.1.up": None}, r"experts is made of 6 tensors, and the files have no experts.1.up"),
+        ({"experts.1.up": (4, 3)}, r"element 1 of experts \(3, 8, 6\) of the model cannot be .*up \(4, 3\)"),
     ],
 )  # fmt: skip
 def test_a_rule_that_does_not_fit_is_an_error_by_name(change, message, tmp_path):
@@ -292,7 +302,7 @@ def refuse(path, message):
 def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_path):
     for number, (value, message) in enumerate((
         (None, r"missing \['norm.bias'\], unexpected \[\]"),
-        (torch.zeros(9), r"norm.bias has shape \(9,\); norm.bias expects \(8,\)"),
+        (torch.zeros(9), r"norm.bias \(8,\) of the model cannot be norm.bias \(9,\) of the files"),
         (torch.zeros(8).int(), "norm.bias is torch.int32; norm.bias expects"),
         (torch.zeros(8).to(torch.float8_e4m3fn), "and there is no norm.bias_scale_inv"),
     )):  # fmt: skip
@@ -323,6 +333,49 @@ def test_a_problem_of_one_rank_is_raised_by_all(tmp_path):
     other = seeded().to(torch.bfloat16).state_dict()
     write_once(tmp_path / "other" / "m.safetensors", dict(reversed(other.items())))
     refuse(tmp_path / "other" if rank == 1 else whole, "ranks do not agree on the checkpoint at")
+
+
+@on_ranks(2)
+def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(tmp_path):
+    weights = seeded().state_dict()
+    write_once(tmp_path / "m.safetensors", weights)
+    for load in (lambda model: load_safetensors(model, tmp_path), lambda m: set_full_state_dict(m, weights)):
+        model, allocate = on_meta(), DBuffer._allocate
+        model.blocks[0].bias.requires_grad_(False)  # two groups, the first of which gets none
+        shard(model)
+        calls: list[DBuffer] = []
+
+        def fail(buffer, pin, allocate=allocate, calls=calls):
+            calls.append(buffer)
+            if dist.get_rank() == 1 and len(calls) == 2:
+                raise MemoryError("none left")
+            allocate(buffer, pin)
+
+        with (
+            mock.patch.object(DBuffer, "_allocate", fail),
+            pytest.raises(RuntimeError, match="on rank 1: MemoryError: none left"),
+        ):
+            load(model)
+
+
+@on_ranks(2)
+def test_a_read_that_fails_on_one_rank_after_the_checks_is_an_error_on_every_rank(tmp_path):
+    write_once(tmp_path / "m.safetensors", seeded().state_dict())
+    model, read = shard(on_meta()), loading._Plan._read
+
+    def fail(plan, piece, *arguments):
+        if dist.get_rank() == 1 and piece.file == "head.weight":
+            raise OSError("input/output error")
+        return read(plan, piece, *arguments)
+
+    with mock.patch.object(loading._Plan, "_read", fail):
+        message = (
+            r"on rank 1: head.weight could not be loaded from .*m.safetensors,.*OSError: input/output error"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            load_safetensors(model, tmp_path)
+    load_safetensors(model, tmp_path)
+    assert_values(model, seeded().state_dict())
 
 
 def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(tmp_path):
@@ -357,10 +410,17 @@ def test_an_index_that_lies_is_refused(index, message, tmp_path):
 def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
     tensors = {name: value for name, value in seeded().state_dict().items() if name != "norm.bias"}
     write(tmp_path / "m.safetensors", {**tensors, "more": torch.zeros(2)})
-    model = seeded(seed=1)
+    model = seeded(seed=1).to(torch.bfloat16)
+    model.head.float()
     model.norm.bias.data.fill_(5)
+    model.register_buffer("table", torch.zeros(2, device="meta"), persistent=False)
+    with pytest.raises(
+        ValueError, match=r"missing .*norm.*unexpected .*more.*buffers without values .*table"
+    ):
+        load_safetensors(model, tmp_path)
     report = load_safetensors(model, tmp_path, strict=False)
-    assert (report.missing, report.unexpected) == (("norm.bias",), ("more",))
+    assert (report.missing, report.unexpected, report.empty) == (("norm.bias",), ("more",), ("table",))
+    assert {*report.cast} == {name for name in tensors if not name.startswith("head.")}
     assert model.norm.bias.eq(5).all()
     assert model.head.weight.equal(seeded().head.weight)
     with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):

@@ -5,9 +5,19 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import BF16, llama, tokens
 from test_weights_at_rest import NF4, whole
+from vllm_contract import interface
 
 from dbuffer.encodings import BlockQuantizedTensor
-from fsdp_runtime import QuantizationPolicy, full_params, fully_shard
+from fsdp_runtime import (
+    QuantizationPolicy,
+    full_params,
+    fully_shard,
+    iter_full_params,
+    merged_params,
+    save_safetensors,
+)
+from fsdp_runtime.checkpoint import read_safetensors
+from fsdp_runtime.integrations.vllm import weight_source
 from ragged_shard.testing import on_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -165,3 +175,103 @@ def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes()
                 assert param.local.codes.equal(before[name]) == (
                     "base_layer" not in name or not param.local.numel()
                 )
+
+
+# -- exports that are merged on the way --------------------------------------------------------------------------------
+
+
+def in_many_ways():
+    """LoRA on a linear layer, DoRA on another, on an embedding, on a parameter, and a module that is trained whole."""
+    import peft
+
+    model = llama(hidden_size=64, intermediate_size=128)
+    model.model.experts = torch.nn.Module()
+    model.model.experts.register_parameter("stack", torch.nn.Parameter(torch.randn(3, 6, 5)))
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "embed_tokens"],
+        target_parameters=["experts.stack"],
+        modules_to_save=["lm_head"],
+    )
+    model = peft.get_peft_model(model, config)
+    for name, param in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    return model
+
+
+def dora():
+    import peft
+
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["v_proj"], use_dora=True))
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.uniform_(param)
+    return model
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_merged_params_are_those_that_peft_merges_in_one_process(ranks, tmp_path):
+    for make in (in_many_ways, dora):
+        model = make()
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        before = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        wanted = make().merge_and_unload().state_dict()
+        for bucket in (1, 1 << 30):
+            found = dict(iter_full_params(merged_params(model), bucket_bytes=bucket))
+            assert found.keys() == wanted.keys()
+            assert all(found[name].equal(value) for name, value in wanted.items())
+        halves = dict(iter_full_params(merged_params(model), dtype=torch.bfloat16, ranks=[1]))
+        assert bool(halves) == (dist.get_rank() == 1)
+        assert all(value.equal(wanted[name].bfloat16()) for name, value in halves.items())
+        save_safetensors(merged_params(model), tmp_path)
+        files = read_safetensors(tmp_path)
+        assert files.keys() == wanted.keys()
+        assert all(value.equal(wanted[name]) for name, value in files.items())
+        assert all(p.full_tensor().equal(before[name]) for name, p in model.named_parameters())
+
+
+@on_ranks(2)
+def test_merged_params_of_a_base_of_codes_are_merged_values():
+    model, plain = sharded(adapted()), adapted()
+    for name, param in plain.named_parameters():
+        if not param.requires_grad and "layers" in name and param.ndim == 2:
+            param.data = whole(NF4, param)[2]
+    wanted = plain.merge_and_unload().state_dict()
+    with interface():
+        source = weight_source(merged_params(model), dtype=torch.bfloat16)
+    assert {meta.name: meta.shape for meta in source.metadata} == {
+        n: tuple(v.shape) for n, v in wanted.items()
+    }
+    for _ in range(2):
+        found = dict(source.iter_full())
+        assert found.keys() == wanted.keys()
+        assert all(found[name].equal(value.bfloat16()) for name, value in wanted.items())
+    late = source.iter_full()
+    with torch.no_grad():
+        model.model.model.layers[1].mlp.down_proj.lora_B["default"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was written to since iter_full"):
+        list(late)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("IA3Config", {"feedforward_modules": []}, r"IA3Model.*full_params"),
+        (
+            "LoraConfig",
+            {"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"},
+            r"layers\.0\.self_attn\.v_proj: ",
+        ),
+    ],
+)
+def test_adapters_that_merged_params_cannot_merge_are_refused_by_name(kind, options, words):
+    import peft
+
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(target_modules=["v_proj"], **options))
+    with pytest.raises(NotImplementedError, match=words):
+        merged_params(model)

@@ -16,7 +16,7 @@ from fsdp_runtime import fully_shard
 from fsdp_runtime.memory import activations
 from fsdp_runtime.memory.activations import OffloadActivations
 from ragged_shard.device import device_layer
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, simulated_ranks
 
 
 class Block(nn.Module):
@@ -127,7 +127,30 @@ def trained(model):
         step(model, number, optimizer)
 
 
-RUNS = (accumulated, two_forwards_at_a_time, the_graph_twice, other_orders, without_gradients, trained)
+def failed(model):
+    def fail(x):
+        raise KeyError("on purpose")
+
+    net = getattr(model, "model", model)
+    net.between = fail
+    with pytest.raises(KeyError):
+        model(tokens())
+    net.between = lambda x: x
+    step(model, 0)
+
+
+def evaluated_between(model):
+    for number in range(2):
+        loss = loss_of(model, tokens(number))
+        with torch.inference_mode():
+            model(tokens())
+        loss.backward()
+
+
+RUNS = (
+    accumulated, two_forwards_at_a_time, the_graph_twice, other_orders, without_gradients, failed, evaluated_between,
+    trained,
+)  # fmt: skip
 
 
 def values_of(model):
@@ -143,21 +166,25 @@ def values_after(run, **options):
 
 @pytest.mark.parametrize("ahead", [1, pytest.param(8, marks=pytest.mark.long)])
 def test_parameters_and_gradients_are_the_same_bits_and_no_access_is_a_race(ahead):
-    with device("at random"):
-        plain, model = build(None), build(ahead)
-        moved = 0
+    expected = []
+    with simulated_ranks(4, rank=1):
+        plain = build(None)
         for run in RUNS:
             run(plain)
+            expected.append([value.clone() for value in values_of(plain)])
+    with device():
+        model, moved = build(ahead), 0
+        for run, wanted in zip(RUNS, expected, strict=True):
             run(model)
             assert model.offload.bytes_out > moved, run
             moved = model.offload.bytes_out
-            assert same_bits(values_of(model), values_of(plain)), run
+            assert same_bits(values_of(model), wanted), run
         assert model.offload.bytes_in > 0
 
 
 @pytest.mark.parametrize("kind", [pytest.param("reentrant", marks=pytest.mark.long), "not reentrant"])
 def test_of_a_checkpoint_the_inputs_move(kind):
-    with device("late"):
+    with device():
         expected, _ = values_after(trained, ahead=None, recompute=kind)
         values, model = values_after(trained, recompute=kind)
         assert same_bits(values, expected)
@@ -196,7 +223,7 @@ def test_a_tensor_moves_once_although_several_operations_save_it():
 
 
 def test_a_graph_that_ends_while_copies_are_in_flight_frees_memory_after_them():
-    with device("late") as found:
+    with device() as found:
         model = build()
         loss = loss_of(model, tokens())
         del loss
@@ -252,37 +279,6 @@ def test_on_a_cpu_nothing_moves():
     with offload:
         loss_of(model, tokens()).backward()
     assert offload.bytes_out == 0
-
-
-def test_after_a_failed_forward_the_next_step_has_the_same_bits():
-    def fail_first(model):
-        def fail(x):
-            raise KeyError("on purpose")
-
-        model.model.between = fail
-        with pytest.raises(KeyError):
-            model(tokens())
-        model.model.between = lambda x: x
-        trained(model)
-
-    with device("late"):
-        expected, _ = values_after(trained, ahead=None)
-        values, _ = values_after(fail_first)
-        assert same_bits(values, expected)
-
-
-def test_an_evaluation_in_inference_mode_between_forward_and_backward_changes_no_bit():
-    def evaluated_between(model):
-        for number in range(2):
-            loss = loss_of(model, tokens(number))
-            with torch.inference_mode():
-                model(tokens())
-            loss.backward()
-
-    with device("late"):
-        expected, _ = values_after(evaluated_between, ahead=None)
-        values, _ = values_after(evaluated_between)
-        assert same_bits(values, expected)
 
 
 class OnMesh(nn.Linear):

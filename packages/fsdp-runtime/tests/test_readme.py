@@ -123,10 +123,14 @@ class Engine:
 
 
 @on_ranks(2)
-def test_the_examples_of_weights_for_an_engine_and_of_updates_inside_backward_run():
+def test_the_example_of_weights_for_an_engine_runs():
     engine = Engine()
     run("WEIGHTS", "Weights for an inference engine", model=shard(seeded()), engine=engine)
     for name, value in seeded().state_dict().items():
         assert engine.loaded[name].equal(value.bfloat16()), name
+
+
+@on_ranks(2)
+def test_the_example_of_updates_inside_backward_runs():
     model = run("guide", "Updates inside backward")["model"]
     assert [param.grad for param in model.parameters()] == [None] * 4

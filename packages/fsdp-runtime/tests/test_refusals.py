@@ -1,11 +1,11 @@
 """Refusals: each call raises this error, which names key and remedy, on every rank; a refused unit is as before.
 
-Each number of ranks is one launch. Further refusals: `conformance`, `parity/test_adversarial.py` (arguments of a unit),
-`train/test_train_refusals.py`.
+Each number of ranks is one launch. Further refusals: `conformance`, `train/test_train_refusals.py`.
 """
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,14 +26,13 @@ from dbuffer.encodings import BlockFP8
 from fsdp_runtime import (
     MixedPrecisionPolicy,
     QuantizationPolicy,
-    Watchdog,
     block_policies,
     fully_shard,
     iter_full_params,
 )
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.token_loss import TokenLoss
-from layout_planner import Rows
+from layout_planner import Rows, Tile
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import rank_mesh, run_ranks
 
@@ -47,8 +46,12 @@ FP8, IN_BF16 = (
 def wrap(model: Any, **options: Any) -> None:
     """Shard a model, which a refusal must leave as it was."""
 
-    def state() -> list[tuple[type, list[int]]]:
-        return [(type(each), [id(p) for p in each._parameters.values()]) for each in model.modules()]
+    def state() -> list[tuple[Any, ...]]:
+        return [
+            (type(each), [id(p) for p in each._parameters.values()], set(each.__dict__), len(each._forward_hooks),
+             len(each._forward_pre_hooks), len(each._state_dict_hooks))
+            for each in model.modules()
+        ]  # fmt: skip
 
     before = state()
     try:
@@ -166,6 +169,13 @@ def full_optimizer_states() -> Call:
     return lambda: step_of(model, optimizer)
 
 
+def trains_on_some_ranks() -> Call:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    model = shard(seeded(), mesh=mesh)
+    model.blocks[1].bias.requires_grad_(dist.get_rank() != 1)
+    return lambda: loss_of(model, tokens())
+
+
 def skippable_alone() -> object:
     model: Any = fully_shard(nn.Linear(3, 3), skippable=True)
     return model(torch.ones(1, 3))
@@ -176,10 +186,10 @@ def skippable_alone() -> object:
 
 def late_unit_averages() -> Call:
     model = seeded()
-    for unit in (*model.blocks[:2], model):
+    for unit in model.blocks:
         fully_shard(unit)
     loss = TokenLoss(model)
-    fully_shard(model.blocks[2])
+    fully_shard(model)
     return lambda: loss.step([1])
 
 
@@ -213,12 +223,6 @@ def names_differ() -> None:
     chosen(lambda hybrid, rank: hybrid if rank else other)
 
 
-def inner_unit_on_another_mesh() -> Call:
-    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(outer, mesh=rank_mesh(4, names=("fsdp",)))
-    return lambda: fully_shard(outer[0], mesh=rank_mesh(2, 2, names=("copies", "cut")))
-
-
 def cut_twice_over_one_mesh() -> None:
     world, model = rank_mesh(2, 2, names=("efsdp", "ep")), nn.Linear(6, 8)
     cut = distribute_tensor(model.weight.detach(), world["ep"], [Shard(0)], src_data_rank=None)
@@ -246,13 +250,28 @@ REFUSED: dict[int, list[Row]] = {
         ("weights of fp64", lambda: wrap(linear(dtype=torch.float64), quantization_policy=FP8), ValueError,
          r"0\.weight was selected: torch\.float64 cannot be quantized"),
         ("norm_type", lambda: shard(seeded()).clip_grad_norm_(1.0, 0.0), ValueError, r"norm_type is 0\.0"),
-        ("watchdog", lambda: Watchdog(Any, 0, 2, after=0), ValueError, "expected more than 0"),  # type: ignore[arg-type]
-        ("watchdog, every", lambda: Watchdog(Any, 0, 2, after=1, every=-1), ValueError, "more than 0"),  # type: ignore[arg-type]
         ("subclasses that stay", keeps_subclasses, NotImplementedError, "set_keep_unsharded_storage: "),
         ("dtype by parameter", dtype_by_parameter, NotImplementedError, "param_dtype_override_fn is not supported"),
         ("grad_dtype", no_grad_dtype, ValueError, "parameter bias has grad_dtype None"),
     ],
     2: [
+        ("a number", lambda: wrap(linear(), block_policy=lambda name, p: 3 if p.ndim == 2 else None), ValueError,
+         r"0\.weight.*3"),
+        ("tiles of a vector", lambda: wrap(linear(), block_policy=lambda name, p: Tile(2, 2)), ValueError, r"0\.bias"),
+        ("a block", lambda: wrap(linear(), block_policy=Rows(2)), (TypeError, ValueError), "block_policy"),
+        ("a policy that raises", lambda: wrap(linear(), block_policy=lambda name, p: 1 // 0),
+         (ZeroDivisionError, ValueError), ""),
+        ("the second group", lambda: wrap(double_norm(), block_policy=lambda name, p: 3 if "norm.b" in name else None),
+         ValueError, r"norm\.bias.*3"),
+        ("complex", lambda: wrap(linear(torch.ones(8, 8, dtype=torch.complex64))), (TypeError, ValueError),
+         r"0\.weight.*complex64"),
+        ("shapes differ", lambda: wrap(linear(torch.ones(8 + dist.get_rank(), 8))), ValueError, r"0\.weight"),
+        ("blocks differ", lambda: wrap(linear(), block_policy=block_policies.rows(2 + dist.get_rank())), ValueError,
+         r"0\.(weight|bias)"),
+        ("mp_policy", lambda: wrap(linear(), mp_policy=torch.bfloat16), (TypeError, ValueError), "mp_policy"),
+        ("mesh", lambda: wrap(linear(), mesh=dist.group.WORLD), (TypeError, ValueError), "mesh"),
+        ("ignored by name", lambda: wrap(linear(), ignored_params={"weight"}), (TypeError, ValueError),
+         "ignored_params"),
         ("two inside", lambda: extended(TwoInside), NotImplementedError,
          r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)"),
         ("unmarked", lambda: extended(Unmarked), NotImplementedError, "0.weight is a Unmarked without fsdp_pre_all_g"),
@@ -275,8 +294,10 @@ REFUSED: dict[int, list[Row]] = {
         ("a gather of one rank", first_gather_fails, (RuntimeError, OverflowError), "no such scale"),
     ],
     3: [
-        ("late unit", late_unit_averages, RuntimeError, r"blocks\.2: .*divide factor is None.*after the last"),
+        ("late unit", late_unit_averages, RuntimeError, "Body: .*divide factor is None.*after the last"),
         ("divide factor", other_divide_factor, RuntimeError, r"divide factor is 3\.0"),
+        ("trained differs", trains_on_some_ranks, RuntimeError,
+         r"blocks\.1, which trains (weight, bias.*blocks\.1, which trains weight[;,]|weight[;,].*trains weight, bias)"),
         ("no unit", lambda: TokenLoss(seeded()), ValueError, "units are sharded over 0 sets of ranks"),
     ],
     4: [
@@ -291,9 +312,8 @@ REFUSED: dict[int, list[Row]] = {
         ("axes differ", names_differ, ValueError, "do not agree on the mesh of weight"),
         ("meshes differ", lambda: chosen(lambda mesh, rank: mesh if rank == 2 else None), ValueError,
          "do not agree on the mesh of weight"),
-        ("inner unit", inner_unit_on_another_mesh, ValueError, "weight was cut over .*fsdp.* by the unit Sequential"),
         ("cut twice", cut_twice_over_one_mesh, ValueError, "weight is already a DTensor on the mesh"),
-        ("tied", tied_on_two_meshes, ValueError, r"embed\.weight was cut over .*always the same"),
+        ("tied", tied_on_two_meshes, ValueError, r"head\.weight was cut over .* by the unit Embedding.*same mesh"),
         ("four of two", lambda: wrap(nn.Linear(16, 16), mesh=rank_mesh(4), reshard_after_forward=4,
          shard_placement_fn=lambda p: rank_mesh(2, 2, names=("copies", "cut")) if p.ndim == 1 else None),
          ValueError, "reshard_after_forward=4: parameter bias is cut over 2 ranks"),

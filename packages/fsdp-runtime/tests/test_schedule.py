@@ -1,6 +1,5 @@
 """The order of units and collectives, and which gathers run ahead by it."""
 
-import random
 from typing import Any
 
 import pytest
@@ -9,18 +8,18 @@ from runtime_helpers import Watch, loss_of, seeded, shard, tokens
 from torch import nn
 
 from fsdp_runtime import fully_shard
-from fsdp_runtime._params.unit import UnitState
+from fsdp_runtime._grads.buffer import Full
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, simulated_ranks
 
 
 def one_hybrid_mesh(meshes):
-    return shard(seeded(blocks=6), mesh=meshes["hybrid"])
+    return shard(seeded(blocks=4), mesh=meshes["hybrid"])
 
 
 def meshes_of_units(meshes):
     """A unit after the other on another mesh."""
-    model = seeded(blocks=6)
+    model = seeded(blocks=4)
     for index, block in enumerate(model.blocks):
         mesh = (meshes["hybrid"], meshes["flat"], meshes["other way"]["shard"])[index % 3]
         fully_shard(block, mesh=mesh)
@@ -30,16 +29,12 @@ def meshes_of_units(meshes):
 def meshes_in_units(meshes):
     """Matrices of each unit on all ranks, vectors with replicas."""
     choose = lambda param: meshes["hybrid"] if param.ndim == 1 else None  # noqa: E731
-    return shard(seeded(blocks=6), mesh=meshes["flat"], shard_placement_fn=choose)
+    return shard(seeded(blocks=4), mesh=meshes["flat"], shard_placement_fn=choose)
 
 
 def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False):
-    """Which mesh axis each collective of some steps is on, and its bytes, while completions come at random moments."""
-    chance = random.Random(rank)
-    with (
-        SimulatedDevice(completes=lambda: chance.random() < 0.5),
-        simulated_ranks(4, rank=rank) as simulation,
-    ):
+    """Which mesh axis each collective of some steps is on, and its bytes."""
+    with SimulatedDevice(), simulated_ranks(4, rank=rank) as simulation:
         meshes = {
             name: rank_mesh(*shape, names=names)
             for name, shape, names in (
@@ -56,7 +51,7 @@ def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False):
         model.set_prefetch_depth(depth)
         model.set_reduce_scatter_max_input_buffers(buffers)
         start = len(simulation.calls)
-        for step in range(4):
+        for step in range(3):
             model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
             loss_of(model, tokens(step, rank=rank)).backward()
     return [(axes[group], nbytes) for group, nbytes in simulation.calls[start:]]
@@ -82,7 +77,7 @@ def test_gathers_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(
 
 def gathered(block):
     """Whether all parameters of a block are gathered or on their way."""
-    return member_of(block).unit.state in (UnitState.UNSHARDED, UnitState.GATHERING)
+    return member_of(block).unit.full is not Full.EMPTY
 
 
 def ahead(model, **options):

@@ -201,3 +201,16 @@ def test_functional_call_with_other_tensors_raises_and_leaves_the_weights():
     with refused:
         around(x)
     torch.testing.assert_close(call(model, dict(model.named_parameters()), x), alone(x))
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused_by_name():
+    model = seeded()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    loss = loss_of(fully_shard(model), tokens())
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match=r"of Body under compiled autograd: .*Turn it off"),
+    ):
+        loss.backward()

@@ -241,10 +241,6 @@ def nothing(model, *, parallel_dims):
     return model
 
 
-def failing(model, *, parallel_dims):
-    return 1 / 0
-
-
 @on_ranks(2)
 def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(tmp_path):
     from torch.distributed.fsdp import fully_shard as of_torch
@@ -257,8 +253,6 @@ def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(t
     weight = trainer.model_parts[0].layers["0"].feed_forward.w1.weight
     assert sorted(weight.placements[0].local_units) == [0, 1]
     assert shared.fully_shard is of_torch
-    with pytest.raises(ValueError, match="got mesh, which torchtitan passes"):
-        ours.parallelize_fn(nothing, mesh=None)
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "world_size": 2}
     for change, backend, message in (
         ({"dp_shard": 2}, "full_dtensor", '"full_dtensor"'),
@@ -272,8 +266,6 @@ def test_options_reach_every_unit_the_name_is_put_back_and_the_rest_is_refused(t
             dims.spmd_backend = backend
         with pytest.raises(ValueError, match=message):
             ours.parallelize_fn(nothing)(torch.nn.Linear(2, 2), parallel_dims=dims)
-    with pytest.raises(ZeroDivisionError):
-        ours.parallelize_fn(failing)(torch.nn.Linear(2, 2), parallel_dims=dims)
     assert shared.fully_shard is of_torch
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from runtime_helpers import assert_same_values, example_script, llama, with_examples
 from test_accelerate import fresh_state
 
-from fsdp_runtime import FSDPModule, block_policies
+from fsdp_runtime import block_policies
 from fsdp_runtime.integrations import transformers as ours
 from ragged_shard import RaggedDTensor
 from ragged_shard.state_dict import full_state_dict
@@ -97,22 +97,6 @@ def test_a_compiled_model_is_trained_evaluated_and_saved(tmp_path):
 
 
 @on_ranks(2)
-def test_training_goes_on_from_both_kinds_of_checkpoints_here_and_in_fsdp2(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        path = tmp_path / kind
-        trainer = trainer_for("ours", path, llama(), kind, **saving)
-        trainer.train()
-        expected = history(trainer)
-        trainer = trainer_for("ours", path, llama(seed=5), kind, **saving)
-        trainer.train(resume_from_checkpoint=str(path / "checkpoint-2"))
-        assert history(trainer) == expected
-        theirs = trainer_for("fsdp2", path, llama(seed=5), kind)
-        theirs.train(resume_from_checkpoint=str(path / "checkpoint-2"))
-        assert history(theirs) == pytest.approx(expected, rel=1e-5)
-
-
-@on_ranks(2)
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     from safetensors.torch import load_file
 
@@ -146,16 +130,6 @@ def test_evaluation_needs_no_training_before_it_and_options_reach_fully_shard(tm
     assert found[-8:] == pytest.approx(history(theirs), rel=1e-5)
     with pytest.raises(ValueError, match="a model and optimizer must be passed together"):
         trainer_for("fsdp2", tmp_path, llama()).evaluate()
-
-
-@on_ranks(2)
-def test_without_fsdp_the_mixin_changes_nothing(tmp_path):
-    trainer = trainer_for("ours", tmp_path, llama(), kind=None)
-    trainer.train()
-    assert not isinstance(trainer.model, FSDPModule)
-    theirs = trainer_for("fsdp2", tmp_path, llama(), kind=None)
-    theirs.train()
-    assert history(trainer) == history(theirs)
 
 
 @with_examples

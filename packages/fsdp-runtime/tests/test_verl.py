@@ -1,6 +1,6 @@
-"""verl's FSDP engine on models that we have sharded, next to the same engine with FSDP2.
+"""verl's FSDP engine on models that we have sharded, compared with the same engine with FSDP2.
 
-The tests give verl a platform of their own for the CPU, which verl lets anyone do.
+The tests register a platform for the CPU with verl.
 """
 
 import copy
@@ -19,7 +19,7 @@ pytest.importorskip("verl", reason="verl is not installed (the extra `verl`)")
 
 
 def on_cpu():
-    """Tell verl that the CPU is its device."""
+    """Make the CPU verl's device."""
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
@@ -130,32 +130,15 @@ def test_losses_and_norms_are_fsdp2s_in_the_same_engine(tmp_path):
 
 
 @on_ranks(4)
-def test_whole_tensors_and_deltas_are_exported_with_replicas(tmp_path):
+def test_whole_tensors_are_exported_with_replicas_and_deltas_are_refused(tmp_path):
     import transformers
-    from verl.workers.engine.utils import prime_delta_snapshots
 
     engine = engine_of(tmp_path, "ours", fsdp_size=2)
     whole = transformers.LlamaForCausalLM.from_pretrained(saved_model(tmp_path, False)).state_dict()
-    sent, _ = engine.get_per_tensor_param()
-    for name, value in sent:
+    for name, value in engine.get_per_tensor_param()[0]:
         assert value.equal(whole[name]), name
-    engine._delta_shard_snap = {}
-    prime_delta_snapshots(engine.get_per_tensor_param_shard()[0], engine._delta_shard_snap, pin=False)
-    before = {name: value.bfloat16() for name, value in whole.items()}
-    train(engine, range(1))
-    changed, _ = engine.get_per_tensor_param_delta_shard()
-    after = {name: value.bfloat16() for name, value in engine.get_per_tensor_param()[0]}
-    names = 0
-    for slots, _, _, indices, values, group in changed:
-        ((name, _),) = [slot[:2] for slot in slots]
-        parts: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, (indices, values), group=group)
-        for where, what in parts:
-            before[name].view(-1)[where] = what
-        names += 1
-    assert names == len(whole)
-    if engine.device_mesh.get_coordinate()[0] == 0:  # replicas send nothing
-        assert all(before[name].equal(after[name]) for name in after)
+    with pytest.raises(NotImplementedError, match="delta sync"):
+        engine.get_per_tensor_param_shard()
 
 
 @on_ranks(2)
@@ -164,12 +147,12 @@ def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
     from torch.distributed.fsdp import fully_shard
     from verl.workers.engine.base import EngineRegistry
 
-    engine = engine_of(tmp_path, "ours")
+    engine_of(tmp_path, "ours")
     assert theirs.fully_shard is fully_shard
     with pytest.raises(ValueError, match='strategy="fsdp"; expected "fsdp2"'):
         engine_of(tmp_path, "ours", strategy="fsdp")
-    with pytest.raises(ValueError, match="got mesh, which verl passes"):
-        ours.engine_class(type(engine), mesh=None)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'mesh'"):
+        engine_of(tmp_path, "ours", options={"mesh": None})
     before = copy.deepcopy(EngineRegistry._engines)
     try:
         ours.register(block_policy=block_policies.whole())
@@ -178,8 +161,6 @@ def test_engines_are_registered_beside_verls_and_the_rest_is_refused(tmp_path):
         assert (
             EngineRegistry.get_engine_cls("value_model", "fsdp2").__name__ == "RaggedFSDPEngineWithValueHead"
         )
-        with pytest.raises(ValueError, match=r"language_model .* already; call register once"):
-            ours.register()
     finally:
         EngineRegistry._engines = before
 

@@ -79,12 +79,7 @@ def test_a_model_with_other_tensors_than_metadata_is_refused():
         source = weight_source(model)
     assert source.metadata
     model.register_buffer("added", torch.zeros(1))
-    with pytest.raises(RuntimeError, match="has 11 tensors and metadata 10; make a new weight_source"):
-        source.iter_full()
-    model.router_bias = torch.zeros(5)
-    with pytest.raises(
-        RuntimeError, match=r"router_bias torch.float32 \(5,\) comes where metadata has router_bias"
-    ):
+    with pytest.raises(RuntimeError, match="differ from metadata; make a new weight_source"):
         source.iter_full()
 
 

@@ -1,7 +1,6 @@
 """What units are made of: block policies, groups, meshes, and refusals that change nothing."""
 
 import pickle
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,11 +10,9 @@ from runtime_helpers import (
     Body,
     assert_same_gradients,
     check_training,
-    locals_of,
     loss_of,
     on_meta,
     plain_backward,
-    same_bits,
     seeded,
     shard,
     tokens,
@@ -31,7 +28,7 @@ from fsdp_runtime import block_policies as bp
 from fsdp_runtime._plan.mesh import DataMesh
 from fsdp_runtime.memory import unit_memory
 from layout_planner import Elements, Rows, Tile, Whole
-from ragged_shard.testing import on_ranks, rank_mesh, simulated_ranks
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
 
 MATRIX, STACK, VECTOR, SCALAR = torch.empty(6, 4), torch.empty(3, 6, 4), torch.empty(4), torch.empty(())
 
@@ -76,64 +73,37 @@ def snapshot(model):
     ]
 
 
-class TwoDtypes(nn.Module):
-    """Two groups of parameters, planned one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.second = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        return self.second(self.first(x).bfloat16()).float().sum()
-
-
-def planner_that_refuses(refuses, specs, ranks, *, align):
-    if refuses(specs):
-        raise ArithmeticError("refused")
-    return layout_planner.plan(specs, ranks, align=align)
-
-
 @on_ranks(2)
-def test_a_module_whose_second_group_is_refused_can_be_sharded_again():
-    refusing = partial(planner_that_refuses, lambda specs: specs[0].name == "second.weight")
-    wrong = lambda name, param: "no block" if name == "second.weight" else None  # noqa: E731
-    for options in ({"block_policy": wrong}, {"planner": refusing}):
-        model, reference = seeded(TwoDtypes), seeded(TwoDtypes)
-        before = snapshot(model)
-        with pytest.raises((TypeError, ValueError, ArithmeticError)):
-            fully_shard(model, **options)
-        assert snapshot(model) == before
-        fully_shard(model)
-        x = torch.ones(2, 4)
-        torch.testing.assert_close(model(x), reference(x), rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_a_refusal_inside_of_a_unit_changes_nothing_and_leaves_it_gathered():
-    refusing = False
-
+def test_a_refusal_changes_nothing():
     def planner(specs, ranks, *, align):
-        return planner_that_refuses(lambda _: refusing, specs, ranks, align=align)
+        raise ArithmeticError("refused")
 
+    model, reference = seeded(tied=True), seeded(tied=True)
+    fully_shard(model.embed)
     for gathered in (False, True):
-        refusing = False
-        model, reference = fully_shard(seeded(), planner=planner), seeded()
-        values = locals_of(model)
         if gathered:
-            model.unshard()
-        before, refusing = snapshot(model), True
-        with pytest.raises(ArithmeticError, match="refused"):  # the outer unit cannot lay out what it keeps
-            fully_shard(model.blocks[1])
-        assert snapshot(model) == before
-        assert gathered or same_bits(locals_of(model), values)
-        refusing = False
+            model.embed.unshard()
+        before = snapshot(model)
+        with pytest.raises(ArithmeticError, match="refused"):
+            fully_shard(model, planner=planner)
         with pytest.raises((TypeError, ValueError)):
-            fully_shard(model.blocks[1], block_policy=lambda name, param: "no block")  # type: ignore[arg-type, return-value]
+            fully_shard(model, block_policy=lambda name, param: "no block")  # type: ignore[arg-type, return-value]
         assert snapshot(model) == before
-        fully_shard(model.blocks[1])
-        torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
+    fully_shard(model)
+    torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
+
+
+@on_ranks(2)
+def test_a_planner_of_the_callers_packs_every_group():
+    seen = []
+
+    def planner(tensors, world_size, *, align):
+        seen.append([spec.name for spec in tensors])
+        return layout_planner.plan(tensors, world_size, align=4 * align)
+
+    model = shard(seeded(blocks=2), planner=planner)  # of equal blocks too
+    loss_of(model, tokens()).backward()
+    assert seen == [["weight", "bias"]] * 2 + [["embed.weight", "norm.weight", "norm.bias", "head.weight"]]
 
 
 class Layer(nn.Module):
@@ -172,6 +142,26 @@ def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad
         each = [unit_memory(fully_shard(block.out, block_policy=policy)) for block in alone.blocks]
         assert (together.parameters, together.padding) == (3 * 8 * 32, 2 * 4 * 32)
         assert sum(unit.padding for unit in each) == 3 * 2 * 4 * 32
+
+
+@on_ranks(4)
+def test_a_unit_on_several_meshes_gathers_and_reduces_once_for_each():
+    """Matrices on all ranks, vectors with replicas."""
+    hybrid = rank_mesh(2, 2, names=("copies", "cut"))
+    model = shard(
+        seeded(width=16),
+        mesh=rank_mesh(4, names=("fsdp",)),
+        shard_placement_fn=lambda param: hybrid if param.ndim == 1 else None,
+    )
+    for _ in range(4):
+        with record_collectives() as record:
+            loss_of(model, tokens()).backward()
+    # 4 units of two meshes each: gathered in forward, 3 again in backward; replicas are reduced for one of the two.
+    # Which parameters were used: over the ranks of one mesh, and the two axes of the other.
+    counts = [record.kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert counts == [14, 8, 4 + 3]
+    memory = unit_memory(model.blocks[0])
+    assert (memory.shards, memory.padding) == ((64, 8), 0)  # a quarter of the matrix, half of the vector
 
 
 def of_each_seed(shape):

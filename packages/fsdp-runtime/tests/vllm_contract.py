@@ -1,6 +1,6 @@
 """The classes of vLLM 0.33.0 that its trainer's side takes, as its `weight_transfer` documents them.
 
-From `vllm/distributed/weight_transfer/base.py` and `sparse_nccl_engine.py`, for machines without vLLM.
+From `vllm/distributed/weight_transfer/base.py`, for machines without vLLM.
 """
 
 import importlib.util
@@ -51,22 +51,13 @@ class WeightSource(ABC):
         raise NotImplementedError
 
 
-@dataclass
-class SparseWeightPatch:
-    name: str
-    indices: torch.Tensor
-    values: torch.Tensor
-    full_shape: tuple[int, ...]
-
-
 @contextmanager
 def interface():
     """Inside, imports of vLLM find it, or modules with the classes of this file where it is not installed."""
     modules: dict[str, Any] = {}
     if importlib.util.find_spec("vllm") is None:
-        base, sparse = f"{FOLDER}.base", f"{FOLDER}.sparse_nccl_engine"
-        modules = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", FOLDER, base, sparse)}
+        base = f"{FOLDER}.base"
+        modules = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", FOLDER, base)}
         modules[base].__dict__.update(ParamMeta=ParamMeta, WeightSource=WeightSource)
-        modules[sparse].__dict__.update(SparseWeightPatch=SparseWeightPatch)
     with mock.patch.dict(sys.modules, modules):
         yield

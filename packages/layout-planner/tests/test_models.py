@@ -15,45 +15,10 @@ PUBLISHED = {  # parameters, exact
 }
 
 
-# Some tensors of layers, by the number of their group; -2 is the last kind of layer, before the head.
-TENSORS: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {
-    ("llama-3-8b", 0): {"embed_tokens.weight": (128256, 4096)},
-    ("llama-3-8b", -1): {"norm.weight": (4096,), "lm_head.weight": (128256, 4096)},
-    ("gpt-oss-120b", -2): {
-        "mlp.experts.gate_up_proj": (128, 5760, 2880),
-        "mlp.experts.down_proj_bias": (128, 2880),
-        "mlp.router.bias": (128,),
-        "self_attn.sinks": (64,),
-        "self_attn.o_proj.weight": (2880, 4096),
-    },
-    ("deepseek-v3", 1): {"mlp.up_proj.weight": (18432, 7168)},
-    ("deepseek-v3", -2): {
-        "self_attn.q_b_proj.weight": (128 * 192, 1536),
-        "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-        "self_attn.kv_b_proj.weight": (128 * 256, 512),
-        "mlp.shared_experts.up_proj.weight": (2048, 7168),
-        "mlp.gate.e_score_correction_bias": (256,),
-    },
-    ("kimi-k2", -2): {
-        "mlp.experts.down_proj": (384, 7168, 2048),
-        "self_attn.o_proj.weight": (7168, 64 * 128),
-    },
-    ("qwen3-235b-a22b", -2): {"self_attn.q_norm.weight": (128,)},
-}
-
-
 def test_every_known_model_has_the_published_parameters_and_names_them_once():
     assert {name: load_model(name).numel for name in model_names()} == PUBLISHED
     for group in (group for name in PUBLISHED for group in load_model(name).groups):
         assert len({entry.name for entry in group.tensors}) == len(group.tensors)
-
-
-def test_layers_have_the_tensors_of_the_published_models():
-    for (model, number), wanted in TENSORS.items():
-        found = {entry.name: entry.shape for entry in load_model(model).groups[number].tensors}
-        assert wanted.items() <= found.items(), model
-    (experts,) = (e for e in load_model("gpt-oss-120b").groups[-2].tensors if e.name.endswith("gate_up_proj"))
-    assert experts.experts == 128
 
 
 def test_alike_layers_are_one_group_with_a_count():

@@ -5,10 +5,7 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from layout_planner import (
@@ -22,9 +19,6 @@ from layout_planner import (
     parse_block,
     plan,
 )
-from layout_planner._cli import main
-from layout_planner.baselines import in_given_order
-from layout_planner.models import load_model
 
 from .slow_checker import blocks_of, check
 
@@ -65,15 +59,19 @@ def groups(draw):
 WORLD_SIZES = st.one_of(st.integers(1, 16), st.sampled_from([31, 64, 97, 256, 1000, 1024, 4096]))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(groups(), WORLD_SIZES, st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([0, 64, 1 << 19]))
-def test_any_plan_is_contiguous_aligned_equal_and_cuts_no_block(group, world_size, align, segment_cost):
-    layout = plan(group, world_size, align=align, segment_cost=segment_cost)
-    check(layout)
-    assert Layout.from_json(layout.to_json()) == layout
+@pytest.mark.parametrize("examples", [80, pytest.param(600, marks=pytest.mark.long)])
+def test_any_plan_is_contiguous_aligned_equal_and_cuts_no_block(examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(groups(), WORLD_SIZES, st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([0, 64, 1 << 19]))
+    def each(group, world_size, align, segment_cost):
+        layout = plan(group, world_size, align=align, segment_cost=segment_cost)
+        check(layout)
+        assert Layout.from_json(layout.to_json()) == layout
+
+    each()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(tensors("t"))
 def test_a_block_grid_is_the_ends_of_the_blocks(spec):
     blocks = blocks_of(spec.shape, str(spec.block))
@@ -204,19 +202,3 @@ def test_fingerprints_tell_layouts_apart():
 def test_blocks_read_back_what_they_print():
     for block in (Rows(3), Elements(7), Tile(2, 5), Whole()):
         assert parse_block(str(block)) == block
-
-
-def test_nothing_here_draws_random_numbers(capsys):
-    states = random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
-    group = load_model("gpt-oss-20b").groups[1]
-    for block in (Rows(16), Tile(32, 32)):
-        layout = plan(group.specs(block), 24, segment_cost=1000)
-        assert Layout.from_json(layout.to_json()).to_svg()
-    in_given_order(group.specs(Rows(1)), 8)
-    assert main(["sweep", "--model", "llama-3-8b", "--world-size", "8,24"]) == 0
-    with tempfile.TemporaryDirectory() as folder:
-        assert (
-            main(["draw", "--model", "llama-3-8b", "--world-size", "8", "-o", str(Path(folder) / "x.svg")])
-            == 0
-        )
-    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()) == states

@@ -7,15 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.format_utils
-import torch.nn as nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
@@ -147,80 +140,6 @@ def test_offsets_are_computed_without_communication():
                 assert view.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     with pytest.raises(ValueError, match="is not exactly one of"):
         tensors["matrix"].__get_tensor_shard__(MetadataIndex("matrix", torch.Size([0, 1])))
-
-
-def build(kind, fill):
-    module = nn.Module()
-    for name, value in state(kind, True).items():
-        if value.dtype == torch.float32 and value.numel():
-            setattr(module, name, nn.Parameter(value))
-    if fill:
-        with torch.no_grad():
-            for name, param in module.named_parameters():
-                param.copy_(state(kind, False)[name])
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-
-def gathered(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def train(module, optimizer, kind):
-    for step in range(2):
-        grads = state(kind, False)
-        for name, param in module.named_parameters():
-            param.grad = grads[name] * (step + 1)
-        optimizer.step()
-
-
-def save_training(kind, folder):
-    module, optimizer = build(kind, True)
-    train(module, optimizer, kind)
-    full_state = {
-        "model": get_model_state_dict(module),
-        "optim": get_optimizer_state_dict(module, optimizer),
-    }
-    dcp.save(full_state, checkpoint_id=folder)
-
-
-def load_training(kind, folder):
-    reference, reference_optimizer = build("plain", True)
-    train(reference, reference_optimizer, "plain")
-    module, optimizer = build(kind, False)
-    found: dict = {
-        "model": get_model_state_dict(module),
-        "optim": get_optimizer_state_dict(module, optimizer),
-    }
-    dcp.load(found, checkpoint_id=folder)
-    set_model_state_dict(module, found["model"])
-    set_optimizer_state_dict(module, optimizer, found["optim"])
-    train(reference, reference_optimizer, "plain")
-    train(module, optimizer, kind)
-    for (name, a), b in zip(module.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(gathered(a.detach()), b.detach()), name
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            wanted = reference_optimizer.state[b][key]
-            assert torch.equal(gathered(optimizer.state[a][key]), wanted), (name, key, folder)
-
-
-@pytest.fixture(scope="module")
-def saved_training(tmp_path_factory):
-    """Checkpoints of a run with each kind, made on 4 ranks."""
-    folder = tmp_path_factory.mktemp("training")
-    run_ranks(4, save_each, save_training, folder)
-    return folder
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@on_ranks("ranks")
-def test_training_goes_on_bit_by_bit_from_a_checkpoint_at_another_world_size(ranks, saved_training):
-    for kind, targets in (
-        ("ragged", ("ragged", "shard")),
-        ("2d", ("ragged", "plain")),
-        ("plain", ("ragged",)),
-    ):
-        for target in targets:
-            load_training(target, saved_training / kind)
 
 
 SHAPES_IN_BUFFER = {"a": (6, 4), "b": (9,), "scalar": (), "c": (3, 2, 5)}

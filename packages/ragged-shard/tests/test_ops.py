@@ -22,7 +22,6 @@ NO_MIXED_LISTS = pytest.mark.skipif(
 )
 RAGGED = RaggedShard((0,), (3, 0, 1))
 SHAPE = (4, 3, 2)
-DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool]
 
 
 def plain(dtype=torch.float32, shape=SHAPE, seed=0):
@@ -193,50 +192,6 @@ def test_lists_that_mix_ragged_tensors_dtensors_and_plain_ones_are_split():
     norms: Any = torch._foreach_norm([theirs, spread(y)])
     values = [n.full_tensor().item() for n in norms]
     assert values == pytest.approx([(x * 2).norm().item(), y.norm().item()])
-
-
-def reductions(dtype, placement, mesh_shape):
-    placements = (placement,) if len(mesh_shape) == 1 else (Replicate(), placement)
-    x = plain(dtype)
-    rx = spread(x, placements, mesh_shape)
-    exact = {"rtol": 0, "atol": 0} if not dtype.is_floating_point else {"rtol": 1e-6, "atol": 1e-6}
-    if dtype == torch.bfloat16:
-        exact = {"rtol": 8e-3, "atol": 8e-3}
-    dims = [None, 0, 1, 2, (0, 1), (1, 2), (0, 2), -1]
-    calls = [(f, d, k) for f in ("sum", "amax", "amin", "any", "all") for d in dims for k in (False, True)]
-    if dtype.is_floating_point:
-        calls += [(f, d, k) for f in ("mean", "norm") for d in dims for k in (False, True)]
-    for name, dim, keepdim in calls:
-        if dim is None and (keepdim or name in ("amax", "amin")):
-            call: Any = {"amax": torch.max, "amin": torch.min}.get(name)
-            if keepdim or call is None:
-                continue
-            got, wanted = call(rx), call(x)
-        else:
-            fn = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
-            if name in ("any", "all") and isinstance(dim, tuple):
-                continue
-            kwargs = {} if dim is None else {"dim": dim, "keepdim": keepdim}
-            with record_collectives() as record:
-                got = fn(rx, **kwargs)
-            wanted = fn(x, **kwargs)
-            over = {d % 3 for d in ([dim] if isinstance(dim, int) else dim or range(3))}
-            assert len(record.kinds) == (1 if over & set(placement.dims) else 0), (name, dim, dtype)
-        assert got.dtype == wanted.dtype, (name, dim, dtype)
-        assert got.shape == wanted.shape, (name, dim, dtype)
-        torch.testing.assert_close(got.full_tensor(), wanted, msg=str((name, dim, keepdim, dtype)), **exact)
-
-
-@pytest.mark.parametrize("mesh_shape", [(3,), pytest.param((1, 3), marks=pytest.mark.long)], ids=str)
-@on_ranks(3)
-def test_reductions_are_the_plain_ones_with_one_collective_if_a_cut_dim_is_reduced(mesh_shape):
-    inner = RaggedShard((0, 1), (1, 0, 2))
-    for dtype, placement in (
-        *((dtype, RAGGED) for dtype in DTYPES),
-        (torch.float32, inner),
-        (torch.bool, inner),
-    ):
-        reductions(dtype, placement, mesh_shape)
 
 
 @on_ranks(4)
@@ -445,23 +400,6 @@ def test_a_pending_sum_takes_linear_ops():
     total = px.sum()
     assert total.placements == (Partial(), Replicate())
     torch.testing.assert_close(total.full_tensor(), x.sum())
-
-
-@on_ranks(3)
-def test_once_redistributed_to_torchs_placements_torchs_ops_work():
-    x = plain()
-    replicated = spread(x).redistribute(placements=[Replicate()])
-    assert torch.equal((replicated + 1).full_tensor(), x + 1)
-    assert torch.equal(replicated.view(12, 2).t().full_tensor(), x.view(12, 2).t())
-    sharded = spread(x).redistribute(placements=[Shard(1)])
-    assert torch.equal((sharded * 2).full_tensor(), x * 2)
-    assert torch.equal(sharded.sum(0).full_tensor(), x.sum(0))
-    before = sharded.to_local().data_ptr()
-    assert sharded.add_(1) is sharded
-    assert sharded.to_local().data_ptr() == before
-    assert torch.equal(sharded.full_tensor(), x + 1)
-    sums: Any = torch.stack([replicated.sum(), replicated.sum()])
-    assert torch.equal(sums.full_tensor(), x.sum().repeat(2))
 
 
 @on_ranks(3)

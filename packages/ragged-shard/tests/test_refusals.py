@@ -341,6 +341,8 @@ ON_3: Table = {
            (lambda: {"local": replicated(torch.zeros(2, 3))}, TypeError, "plain tensor")))},
     "the class": (lambda: RaggedDTensor(FULL), TypeError, ""),
     "of a DTensor": (lambda: spread(by_torch()), TypeError, "use redistribute"),
+    "norm of integers, which a rank has none of": (lambda: spread(FULL.long(), RAGGED).norm(), RuntimeError,
+                                                  "floating point"),
     "nothing ragged": (lambda: distribute_tensor(FULL, rank_mesh(3), [Shard(0)]), ValueError, "no ragged placement"),
     "rank 5's data": (lambda: distribute_tensor(FULL, rank_mesh(3), [RAGGED], src_data_rank=5), ValueError,
                       "src_data_rank=5"),
@@ -361,8 +363,9 @@ ON_3: Table = {
         (lambda: spread().redistribute(placements=[RaggedShard((0,), (1, 2, 2))]), ValueError, "not divisible"),
         (lambda: spread().redistribute(placements=[HALVES]), ValueError, "2 local_units for a mesh axis of 3"),
         (lambda: spread().redistribute(placements=[Replicate()] * 2), ValueError, "expected 1 placements"),
-        (lambda: spread().redistribute(placements=[Partial("max")]), NotImplementedError, "Partial"),
-        (lambda: spread(FULL.long()).redistribute(placements=[Partial("avg")]), TypeError, "floating point")))},
+        (lambda: spread().redistribute(placements=[Partial()]), NotImplementedError, "nothing becomes Partial"),
+        (lambda: RaggedDTensor.from_local(FULL.long(), rank_mesh(3), [Partial("avg")], shape=FULL.shape).redistribute(
+            placements=[RAGGED]), TypeError, "floating point")))},
     # -- optimizers: they look at whole tensors, or at sparse gradients
     **{name: (partial(step_of, name), (NotImplementedError, RuntimeError), words) for name, words in {
         "Adafactor": "torch.optim.Adafactor.*cannot be used", "LBFGS": "aten.cat.default has no rule",
@@ -387,7 +390,7 @@ ON_3: Table = {
            ({"momentum": torch.zeros(4, 6)}, r"unexpected names \['weight.momentum'\]"),
            ({"exp_avg": torch.zeros(4, 6, dtype=torch.uint8)},
             "weight.exp_avg: a tensor of torch.uint8 for one of torch.float32"),
-           ({"exp_avg": 3.0}, "weight.exp_avg: expected a RaggedDTensor, got a float"),
+           ({"exp_avg": 3.0}, "weight.exp_avg: expected a full plain tensor, got float"),
            (None, "the state dict has no 'param_groups'"))},
 }  # fmt: skip
 

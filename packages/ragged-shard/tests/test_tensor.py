@@ -74,28 +74,6 @@ def test_from_local_aliases_the_storage_and_communicates_nothing():
         assert flat.tolist() == [0, 1, 3, 4, 5, 5, 6, 7, 8, 9]
 
 
-@on_ranks(3)
-def test_0d_tensors_and_tensors_without_elements_work_like_any():
-    mesh = rank_mesh(3)
-    for shape, dims in (
-        ((0,), (0,)),
-        ((0, 4), (0,)),
-        ((3, 0), (0,)),
-        ((3, 0), (0, 1)),
-        ((), ()),
-        ((2, 2), ()),
-    ):
-        units = (0, 1, 0) if not dims else (1, 1, 1)
-        full = torch.ones(shape)
-        tensor: Any = distribute_tensor(full, mesh, [RaggedShard(dims, units)])
-        for _ in range(2):
-            assert torch.equal(tensor.full_tensor(), full)
-            tensor = tensor.redistribute(placements=[Replicate()]).redistribute(placements=tensor.placements)
-        assert (tensor + 1).sum().item() == 2 * full.numel()
-        assert torch.linalg.vector_norm(tensor).item() == pytest.approx(full.numel() ** 0.5)
-    assert tensor.to_local().shape == ((1, 2, 2) if dist.get_rank() == 1 else (0, 2, 2))
-
-
 @on_ranks(2)
 def test_distribute_like_follows_any_kind_of_tensor():
     mesh = rank_mesh(2)
@@ -202,20 +180,6 @@ def test_data_can_be_written_and_replaced():
     assert param.dtype == param.to_local().dtype == torch.float64
     assert param.placements == (RaggedShard((0,), (1, 2, 1)),)
     assert torch.equal(param.full_tensor(), full.double() * 2)
-
-
-@on_ranks(3)
-def test_data_ptr_is_the_address_of_the_local_tensor():
-    mesh = rank_mesh(3)
-    buffer = torch.zeros(40)
-    rows = [(2, 5), (0, 5), (1, 5)][dist.get_rank()]
-    local = buffer[3 : 3 + rows[0] * 5].view(rows)
-    tensor = RaggedDTensor.from_local(local, mesh, [RaggedShard((0,), (2, 0, 1))], shape=(3, 5))
-    wanted = 0 if dist.get_rank() == 1 else buffer.data_ptr() + 3 * 4
-    assert tensor.data_ptr() == tensor.to_local().data_ptr() == wanted
-    assert torch.nn.Parameter(tensor).data_ptr() == tensor.detach().data_ptr() == wanted
-    if rows[0]:
-        assert tensor.clone().data_ptr() not in (0, wanted)
 
 
 @on_ranks(4)

@@ -26,7 +26,7 @@ from block_optim.core.stateful import own_values, put_values
 
 Weights = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
-# What torch.compile and activation checkpointing put into names.
+# Parts of names that torch.compile and activation checkpointing add.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -149,7 +149,7 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """Give the parameters the averages' values inside a ``with``; they are restored also if the body raises.
 
-        Takes the memory of a copy of this rank's weights. What the body writes to parameters is lost: train outside.
+        Takes the memory of a copy of this rank's weights. Writes of the body to parameters are lost: train outside.
         Reshards the units of `fully_shard` before and after, so that no gathered values of the wrong kind remain.
 
         Raises:

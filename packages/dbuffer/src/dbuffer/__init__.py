@@ -6,13 +6,18 @@ it. `dbuffer.encodings`, imported only by who uses it, has codes for gathers, re
 """
 
 from ._buffer import DBuffer
-from ._collectives import AllReduce, Gather, Handle, HandleState, ReduceScatter
+from ._collectives import AllReduce, Gather, Handle, ReduceScatter
 from ._encoding import Encoder, ReductionForm, WireForm
-from ._order import CollectiveOrder, watch_order
-from ._patient_calls import PatientStore
-from ._progress import Waiting, times_started, waiting
+from ._order import CollectiveOrder, start_collective, watch_order
 from .memory.geometry import Geometry, TensorSlice, geometry_of
-from .memory.recycler import DebugRecycler, Recycler, RecyclerStats, Scratch, hold_forever, shared_recycler
+from .memory.recycler import (
+    Recycler,
+    RecyclerStats,
+    Scratch,
+    ShardMemory,
+    hold_forever,
+    shared_recycler,
+)
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 
 __version__ = "0.2.0"
@@ -21,30 +26,26 @@ __all__ = [
     "CollectiveOrder",
     "Collectives",
     "DBuffer",
-    "DebugRecycler",
     "Encoder",
     "Gather",
     "Geometry",
     "Handle",
-    "HandleState",
     "Op",
     "Pairs",
-    "PatientStore",
     "Recycler",
     "RecyclerStats",
     "ReduceScatter",
     "ReductionForm",
     "Scratch",
+    "ShardMemory",
     "TensorSlice",
     "Transport",
     "TransportChoice",
-    "Waiting",
     "WireForm",
     "Work",
     "geometry_of",
     "hold_forever",
     "shared_recycler",
-    "times_started",
-    "waiting",
+    "start_collective",
     "watch_order",
 ]

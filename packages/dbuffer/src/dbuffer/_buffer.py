@@ -8,6 +8,7 @@ Gradients go the other way: into the views of a second buffer, and from its gath
 The collectives are `Gather`, `ReduceScatter` and `AllReduce`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from ragged_shard.dist import equal_on_all_ranks, gather_from_ranks, raise_on_al
 from . import _torch_compat as compat
 from ._encoding import ReductionForm, WireForm
 from ._mesh import view_mesh
-from ._order import count_compared
+from ._order import COMPARE_VARIABLE, compare_mode
 from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
 from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
@@ -135,10 +136,6 @@ class DBuffer:
         self.reductions = 0
         self.in_flight: Any = None
         self.retired = False
-        self._numbers: dict[dist.ProcessGroup, int] = {}
-        if check_ranks:
-            for group in view.groups:
-                self._numbers[group] = count_compared(group)
 
     def _allocate(self, pin_memory: bool) -> None:
         geometry, wire, recycler = self.geometry, self.wire, self.recycler
@@ -191,6 +188,7 @@ class DBuffer:
                 f"{first}: codes at rest lie where they are read back, not on {self.shard_device}"
             )
         try:
+            compare_mode()  # a variable of the environment
             sent = () if self.wire is None else self.wire.dtypes(self.dtype, self.full_dtype)
             if self.reduction is not None:
                 self.reduction.check(self.full_dtype)
@@ -202,6 +200,7 @@ class DBuffer:
     def _compare(self, in_common: Mapping[str, str], hint: str, problem: Exception | None) -> None:
         layout = self.layout if isinstance(self.layout, Layout) else None
         how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
+        how += f", {COMPARE_VARIABLE} {os.environ.get(COMPARE_VARIABLE)}"
         settings = f"dtype {self.dtype}, full dtype {self.full_dtype}, {how}"
         fingerprint = "" if layout is None else layout.fingerprint()
         groups = self.mesh_view.groups
@@ -224,14 +223,6 @@ class DBuffer:
                 )
         # All equal to this rank's: so the others differ from each other, which cannot be.
         raise AssertionError("digests differ, yet everything that they were made of is equal")
-
-    def number_on(self, group: dist.ProcessGroup) -> int:
-        """Number of buffers compared over a process group up to this one: the same on all of its ranks.
-
-        Args:
-            group: a group of the mesh; any other counts as the one of the shard axis. 0 without `check_ranks`.
-        """
-        return self._numbers.get(group) or self._numbers.get(self.mesh_view.group, 0)
 
     # -- contents ---------------------------------------------------------------------------------------------------
 
@@ -297,6 +288,12 @@ class DBuffer:
         if not self.shard_memory.flats:
             self.check_shard("local_views")
         return self.shard_memory.views
+
+    def other_shard(
+        self, dtype: torch.dtype, device: torch.device, *, pin_memory: bool = False
+    ) -> ShardMemory:
+        """Uninitialised memory laid out as the shard, of another dtype or on another device: to copy the shard into."""
+        return ShardMemory(self.geometry, dtype, device, pin_memory, zeroed=False)
 
     def ragged_tensors(self, *, requires_grad: bool = False) -> dict[str, RaggedDTensor]:
         """The group as distributed tensors in the shard's memory: writes to a tensor are writes to the buffer.
@@ -392,7 +389,7 @@ class DBuffer:
         Raises:
             ValueError: the wire form keeps gathered tensors elsewhere.
         """
-        if not self.gathered.flats:
+        if enable and not self.gathered.flats:
             raise ValueError(
                 f"{self.name}: keep_gathered does not apply, since gathers do not write into `full`"
             )

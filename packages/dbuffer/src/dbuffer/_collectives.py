@@ -14,9 +14,6 @@ own slice        shard (world size 1)                   the local half of the ab
 kept slices      gathered                               all-gather in a smaller group, after `shrink`
 """
 
-import enum
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -24,34 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _progress as progress
 from . import _torch_compat as compat
 from ._buffer import DBuffer
 from ._encoding import Exchange
-from ._order import CollectiveOrder, DisagreementError, watched
-from ._patient_calls import HostWait
+from ._order import watched
 from .memory.gathered import Flats, NeighborSlices
-from .transport import Coalesced, Op, Pairs, Transport, TransportChoice, Work, resolved, transport_of
+from .transport import Op, Pairs, Transport, TransportChoice, Work, resolved, transport_of
 
 Events = Iterable[Any]
-
-
-class HandleState(enum.Enum):
-    """The state of a collective.
-
-    STARTED     it was launched, or is about to be; its buffers are busy
-    FINISHING   its bytes are there; the rest (a cast, a sum) is being queued on this rank
-    COMPLETED   its buffers are free for the next collective
-    FAILED      it will never complete; `wait` raises. Memory that something may still write is out of use for good.
-
-        STARTED --wait--> FINISHING --> COMPLETED
-           '--the work raised--'--interrupted--> FAILED
-    """
-
-    STARTED = enum.auto()
-    FINISHING = enum.auto()
-    COMPLETED = enum.auto()
-    FAILED = enum.auto()
 
 
 class Handle:
@@ -64,10 +41,9 @@ class Handle:
 
     Args:
         buffers: marked busy until the first `wait` returns.
-        ignores_timeouts: whether gloo's wait for this kind of collective takes no timeout.
 
     Attributes:
-        state: see `HandleState`.
+        completed: whether its result is there, or queued.
         title: kind and buffers; the same on all ranks.
         group: who takes part; None: this rank alone.
     """
@@ -77,9 +53,8 @@ class Handle:
         title: str,
         buffers: Sequence[DBuffer],
         group: dist.ProcessGroup | None,
-        ignores_timeouts: bool = False,
     ) -> None:
-        self.state = HandleState.STARTED
+        self.completed = False
         self.title, self.group = title, group
         self._buffers = buffers
         self._layer = buffers[0].layer
@@ -87,11 +62,7 @@ class Handle:
         self._finish: Callable[[], None] | None = None
         self._event: Any = None
         self._error: RuntimeError | None = None
-        self._launched = False
-        self._order: CollectiveOrder | None = None  # where others compare it with theirs
-        self._number = 0  # there
-        self._ignores_timeouts = ignores_timeouts
-        self._host_wait: HostWait | None = None
+        self._half_done = True  # until it is started, and while its result is written
         for buffer in buffers:
             buffer.in_flight = self
 
@@ -106,37 +77,22 @@ class Handle:
             RuntimeError: it could not start.
         """
         self._finish = finish
-        progress.started[self.title] += 1
         order = None if self.group is None else watched.get(self.group)
-        if order is not None:
-            order.titles.append(self.title)
-            order.number += 1
-            self._order, self._number = order, order.number
-            at = len(order.titles) - 1
-            order.unmet = None
-            if at >= len(order.expected) or order.expected[at] != self.title:
-                order.depart(self._layer)  # before it starts
+        may_run = False
         try:
+            if order is not None:
+                order.start(self.title, self._layer)
+            may_run = True
             self._work = start()
             if self._layer.asynchronous:
                 self._event = self._layer.record()  # all that was queued on the stream of the launch
-            self._launched = True
+            self._half_done = False
         except BaseException as error:
-            # Some of it may have started all the same, unless the ranks were seen to differ before.
-            self._fail(f"could not start: {error}", quiet=isinstance(error, DisagreementError))
+            self._fail(f"could not start: {error}", quiet=not may_run)  # some of it may run all the same
             if isinstance(error, RuntimeError):
                 raise RuntimeError(f"{self.title} could not start: {error}") from error
             raise
         return self
-
-    @property
-    def completed(self) -> bool:
-        """Whether the collective itself has completed, so that `wait` is without delay. Does not block."""
-        if self._work is not None:
-            return self._work.is_completed()
-        if self._event is None or self.state is not HandleState.STARTED:
-            return True
-        return self._layer.has_completed(self._event)
 
     def wait(self) -> None:
         """Order later work on the current stream after the result.
@@ -148,7 +104,7 @@ class Handle:
         if self._error is None:
             if self._event is not None:
                 self._layer.wait(self._event)
-            if self.state is not HandleState.COMPLETED:
+            if not self.completed:
                 self._complete()
         self._let_go()  # here too, in case an exception kept an earlier call from it
         if self._error is not None:
@@ -156,39 +112,25 @@ class Handle:
 
     def _complete(self) -> None:
         """Wait, and write the result: once, or never where that was interrupted."""
-        if not self._launched or self.state is HandleState.FINISHING:
+        if self._half_done:
             self._fail("was interrupted while it was started or its result was written", quiet=False)
             return
-        work, order = self._work, self._order
-        if order is not None and isinstance(work, (dist.Work, Coalesced)) and not self._layer.asynchronous:
-            self._host_wait = self._host_wait or HostWait(work, order.check_waiting, self._ignores_timeouts)
-        thread = threading.get_ident()
-        progress.waits[thread] = (self, time.monotonic())
+        work = self._work
         try:
-            if self._host_wait is not None:
-                self._host_wait.wait()
-            elif work is not None:
+            if work is not None:
                 work.wait()
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler
-            if self._host_wait is not None and not self._host_wait.has_raised(error):
-                raise
-            difference = order.check_waiting() if order is not None else ""
-            why = error if not difference or difference in str(error) else difference
-            self._fail(f"failed: {why}", quiet=getattr(work, "quiet", False), cause=error)
+            self._fail(f"failed: {error}", quiet=getattr(work, "quiet", False), cause=error)
             return
-        finally:
-            progress.waits.pop(thread, None)
-        self.state = HandleState.FINISHING
+        self._half_done = True
         try:
             if self._finish is not None:
                 self._finish()
             if self._layer.asynchronous:
                 self._event = self._layer.record()
-            self.state = HandleState.COMPLETED
-            if order is not None and self._number > order.completed[0]:
-                order.completed = (self._number, self._event)
+            self.completed, self._half_done = True, False
         except BaseException as error:
             self._fail(f"was interrupted while its result was written: {error!r}", quiet=True)
             raise
@@ -197,12 +139,9 @@ class Handle:
         if not quiet:
             for buffer in self._buffers:
                 buffer.retire()
-        if self._host_wait is not None:
-            self._host_wait.give_up()
         error = RuntimeError(f"{self.title} {why}")
         error.__cause__ = cause
         self._error = error
-        self.state = HandleState.FAILED
         self._let_go()
 
     def _let_go(self) -> None:
@@ -210,7 +149,7 @@ class Handle:
         for buffer in self._buffers:
             if buffer.in_flight is self:
                 buffer.in_flight = None
-        self._work = self._finish = self._host_wait = None
+        self._work = self._finish = None
 
 
 class Gather:
@@ -395,7 +334,7 @@ class ReduceScatter:
         with self._buffers[0].layer.on(stream, after):
             if self._exchange is not None:
                 self._exchange.encode()
-            handle = Handle(self._title, self._buffers, self._group, ignores_timeouts=True)
+            handle = Handle(self._title, self._buffers, self._group)
             return handle.launch(self._send, self._store)
 
     def _send(self) -> Work | None:

@@ -9,10 +9,12 @@ a process group's backend and its timeout. Deprecated: `Work.is_success`.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ragged_shard.device import CPU
@@ -69,10 +71,11 @@ def has_succeeded(work: Any) -> bool:
     return work.is_completed() and all(hasattr(each, "is_success") and each.is_success() for each in works)
 
 
-def timeout_seconds(group: dist.ProcessGroup) -> float:
-    """How long the CPU collectives of a group wait for a rank."""
-    backend: Any = group._get_backend(CPU)
-    return float(backend.options._timeout.total_seconds())
+def timeout_seconds(group: dist.ProcessGroup, device: torch.device = CPU) -> float:
+    """How long a group's collectives on a device wait for a rank; torch's default where a backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout.total_seconds()
 
 
 def versions(tensors: Tensors) -> list[int]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from . import block_policies
-from . import memory as memory
 from ._fully_shard import fully_shard
 from ._module import (
     FSDPModule,
@@ -28,14 +27,13 @@ from ._module import (
 )
 from ._torch_compat import DataParallelMeshDims
 from .optim.clip import clip_grad_norm_
-from .optim.in_backward import optimizer_in_backward, step_rest
-from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .checkpoint import (
         get_full_state_dict,
         iter_full_params,
         load_safetensors,
+        merged_params,
         reload,
         save_safetensors,
         set_full_state_dict,
@@ -53,7 +51,6 @@ __all__ = [
     "OffloadPolicy",
     "QuantizationPolicy",
     "UnshardHandle",
-    "Watchdog",
     "block_policies",
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
@@ -63,22 +60,23 @@ __all__ = [
     "get_full_state_dict",
     "iter_full_params",
     "load_safetensors",
+    "merged_params",
     "offload",
-    "optimizer_in_backward",
     "register_fsdp_forward_method",
     "reload",
     "save_safetensors",
     "set_full_state_dict",
     "share_comm_ctx",
-    "step_rest",
 ]
 
 # Modules that the core does not need are imported with the first use of one of their names.
+_FOLDERS = ("checkpoint", "memory", "quantization")
 _OPTIONAL = {
     "full_params": "checkpoint",
     "get_full_state_dict": "checkpoint",
     "iter_full_params": "checkpoint",
     "load_safetensors": "checkpoint",
+    "merged_params": "checkpoint",
     "offload": "checkpoint",
     "reload": "checkpoint",
     "save_safetensors": "checkpoint",
@@ -88,7 +86,7 @@ _OPTIONAL = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "quantization"):
+    if name in _FOLDERS:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _OPTIONAL:
         return getattr(importlib.import_module(f"{__name__}.{_OPTIONAL[name]}"), name)
@@ -96,4 +94,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OPTIONAL, "checkpoint", "quantization"})
+    return sorted({*globals(), *_OPTIONAL, *_FOLDERS})

@@ -1,13 +1,15 @@
 """`fully_shard`: from a module to a unit. Nothing is changed when it raises.
 
 check     types and values of the arguments
-plan      which parameters, from where, on which mesh
+plan      which parameters, on which mesh
 allocate  plans and memory of all groups, compared with other ranks; values are copied there
 commit    modules get the sharded parameters, hooks and their new class
+
+Inner modules come first, and the first forward ends it. A parameter that modules outside of its unit use too does not
+move: its group is gathered by the smallest unit around all of them from the call on that makes this unit.
 """
 
 import logging
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, overload
@@ -26,21 +28,14 @@ from ._module import FSDPModule, mixed_class
 from ._params.digest import digest_of
 from ._params.group import Group
 from ._params.kinds import find_kinds
-from ._params.subclass import unwrapped
+from ._params.subclass import Extension, unwrapped
 from ._params.unit import Param, Unit, UnitOptions
 from ._plan.group import Planner, Quantization, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
 from ._plan.mesh_choice import PlacementFn, choose_meshes
 from ._plan.param import ManagedParam, Place, managed_of
 from ._schedule import hooks, state_dict, torch_state
-from ._schedule.model import (
-    Member,
-    gathered_around,
-    member_of,
-    owner_of,
-    register,
-    uses_in,
-)
+from ._schedule.model import Member, member_of, owner_of, register, uses_in
 from ._schedule.passes import Pass
 from ._torch.streams import streams_of
 from .block_policies import BlockPolicy
@@ -97,13 +92,12 @@ def fully_shard(
 
     A drop-in for `torch.distributed.fsdp.fully_shard`. The parameters that no inner call has taken become one unit:
     gathered by one collective before the module's forward and backward, their gradients reduced by one after it.
-    A parameter that several modules share belongs to the smallest unit around all of them. Parameters become
-    `RaggedDTensor`s in one flat buffer, cut only between blocks. Units may be made in any order, outer first too.
-    After veScale-FSDP (arXiv 2602.22437).
+    Parameters become `RaggedDTensor`s in one flat buffer, cut only between blocks. Call it on inner modules first, and
+    on all before the first forward. A parameter that modules outside of its unit share is gathered by the smallest
+    unit around all of them, with the others of its flat buffer. After veScale-FSDP (arXiv 2602.22437).
 
     Issues one 64-byte all-reduce per mesh axis and parameter group to check that all ranks planned the same layout;
-    with `shard_placement_fn` one per axis of `mesh` to check that they chose the same meshes; and if another unit
-    gives parameters to the new one, the collectives that move them between ranks.
+    and with `shard_placement_fn` one per axis of `mesh` to check that they chose the same meshes.
 
     Args:
         module: to shard, or a list of modules that make one unit.
@@ -137,6 +131,7 @@ def fully_shard(
     Raises:
         ValueError, TypeError: naming the argument or parameter, its value and the remedy; on every rank, before
             anything is changed.
+        RuntimeError: a unit is around the module already, or a forward has begun.
     """
     modules = _checked_modules(module)
     _check_policies(mp_policy, offload_policy, block_policy, planner, quantization_policy)
@@ -145,10 +140,10 @@ def fully_shard(
     streams = streams_of(data.device)
     offload = offload_policy if streams.layer.asynchronous else _NO_OFFLOAD  # on CPU shards are there anyway
     request = Request(data, mp_policy, offload, block_policy, transport, planner, quantization_policy, count)
-    takeover = _plan_takeover(modules, request, ignored_params, shard_placement_fn)
-    unit = Unit(modules, request, UnitOptions(reshard_after_forward=keep, skippable=bool(skippable)), streams)
-    ready = _allocate(Member(unit, Pass(streams)), takeover)
-    _commit(takeover, ready)
+    contents = _plan(modules, request, ignored_params, shard_placement_fn)
+    options = UnitOptions(reshard_after_forward=keep, skippable=bool(skippable))
+    unit = Unit(modules, request, options, streams, hooks.gradient_hook)
+    _commit(_allocate(Member(unit, Pass(streams)), contents))
     return module
 
 
@@ -224,30 +219,36 @@ def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | Non
 
 
 @dataclass
-class _Taken:
-    """A parameter to take: the managed one, the original, its full or sharded value, and the unit that has it now."""
+class _Tied:
+    """A parameter of another unit that the new unit's modules use on a path past that unit.
+
+    Attributes:
+        moves: whether the new unit is around the other one, and gathers its group from now on.
+        places: where such a path ends.
+    """
 
     param: Param
-    original: torch.Tensor
-    value: torch.Tensor
-    owner: Member | None
-
-
-_PARAM = operator.attrgetter("param")
+    owner: Member
+    moves: bool
+    places: dict[Place, None] = field(default_factory=dict)
 
 
 @dataclass
-class _Takeover:
-    """The parameters that a unit takes, and the units that it takes them from.
+class _Contents:
+    """The parameters of a new unit.
 
     Attributes:
+        params, values: the parameters that it cuts, and the plain tensors by name.
+        tied: the parameters that other units have cut.
+        names: the name at each place in its modules.
         managed: the modules whose buffers move.
-        gathered: units that hold gathered memory, around, or giving parameters.
     """
 
-    params: list[_Taken]
+    params: list[Param]
+    values: dict[str, torch.Tensor]
+    tied: list[_Tied]
+    names: dict[Place, str]
     managed: set[nn.Module]
-    gathered: list[Unit]
 
 
 @dataclass
@@ -256,87 +257,97 @@ class _Ready:
 
     Attributes:
         groups: of the new unit.
-        givers: new groups of the units that give parameters away.
         buffers: copies of the modules' buffers on the device, and where to put them.
         classes: of the modules, with `FSDPModule`.
     """
 
     member: Member
+    contents: _Contents
     groups: list[Group]
-    givers: dict[Member, list[Group]]
     buffers: list[tuple[Slots, str, torch.Tensor]]
     classes: list[type[nn.Module]]
 
 
-def _plan_takeover(
+def _plan(
     modules: tuple[nn.Module, ...],
     request: Request,
     ignored: Iterable[nn.Parameter] | None,
     placement_fn: PlacementFn | None,
-) -> _Takeover:
+) -> _Contents:
     """Find the parameters and check them. Changes nothing; compares the meshes that `placement_fn` chooses."""
     without = set(ignored or ())
     for param in without:
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"ignored_params holds {param!r}; expected parameters of the module")
     managed = _managed_modules(modules)
-    sources = _find_params(modules, managed, without)
+    sources, tied, names = _find_params(modules, managed, without)
     meshes: dict[torch.Tensor, DataMesh] = {}
     if placement_fn is not None:
         meshes = choose_meshes({each.tensor: each.name for each in sources}, placement_fn, request.data)
-    taken, gathered = [], gathered_around(modules)
-    for each in sources:
-        taken.append(_take(each, meshes.get(each.tensor, request.data)))
-        if each.owner is not None:
-            gathered.append(each.owner[0].unit)
-    if request.neighbors is not None:
-        _check_neighbors(taken, request.neighbors)
-    find_kinds(map(_PARAM, taken), request)
-    for entry in taken:
-        giver = None if entry.owner is None else managed_of(entry.original)
-        if giver is not None:
-            giver.group.check_taken_over(entry.param, request)
-    return _Takeover(taken, managed, list(dict.fromkeys(gathered)))
-
-
-def _allocate(member: Member, takeover: _Takeover) -> _Ready:
-    """Allocate and fill the groups of the unit, and of units that give parameters away. Modules do not change."""
-    unit = member.unit
-    unit.make_hook = hooks.gradient_hooks(member)
     params: list[Param] = []
     values: dict[str, torch.Tensor] = {}
-    for each in takeover.params:
-        params.append(each.param)
-        values[each.param.name] = each.value
-        if each.owner is None and not each.param.data.single_process:
-            each.param.digest = digest_of(each.value)
-    groups = unit.lay_out(params, values)
-    givers = _lay_out_givers(takeover.params)
-    buffers = _moved_buffers(takeover.managed, unit.data.device)
-    return _Ready(member, groups, givers, buffers, list(map(mixed_class, map(type, unit.modules))))
+    for each in sources:
+        taken, values[each.name] = _take(each, meshes.get(each.tensor, request.data))
+        params.append(taken)
+    for shared in tied:
+        if shared.moves and placement_fn is None and shared.param.data.groups != request.data.groups:
+            raise ValueError(
+                f"{names[next(iter(shared.places))]} was cut over {shared.param.data.mesh} by the unit "
+                f"{shared.owner.unit.name}, to be cut over {request.data.mesh} here; pass the same mesh object to "
+                "all calls that parameters are tied across, since an equal one has separate process groups"
+            )
+    if request.neighbors is not None:
+        moved = [param for each in tied if each.moves for param in each.param.group.params]
+        _check_neighbors([*params, *moved], request.neighbors)
+    find_kinds(params, request)
+    return _Contents(params, values, tied, names, managed)
 
 
-def _commit(takeover: _Takeover, ready: _Ready) -> None:
+def _allocate(member: Member, contents: _Contents) -> _Ready:
+    """Allocate and fill the groups of the unit. Modules do not change."""
+    unit = member.unit
+    for param in contents.params:
+        if not param.data.single_process:
+            param.digest = digest_of(contents.values[param.name])
+    groups = unit.lay_out(contents.params, contents.values)
+    buffers = _moved_buffers(contents.managed, unit.data.device)
+    return _Ready(member, contents, groups, buffers, list(map(mixed_class, map(type, unit.modules))))
+
+
+def _commit(ready: _Ready) -> None:
     """Put the sharded parameters into the modules, and hook the unit in. Nothing is refused from here on."""
-    member, unit = ready.member, ready.member.unit
-    for around in takeover.gathered:
-        around.reshard()
+    member, contents = ready.member, ready.contents
+    unit = member.unit
     unit.take(ready.groups)
-    for giver, groups in ready.givers.items():
-        giver.unit.take(groups)
+    for each in contents.tied:
+        _tie(each, unit, contents.names)
     for slots, name, buffer in ready.buffers:
         slots[name] = buffer
-    for inner in takeover.managed:
+    for inner in contents.managed:
         compat.mark_for_dynamo(inner)
     register(member)
     hooks.attach(member)
     torch_state.attach(member)
-    state_dict.attach(unit)
+    holders = [place.module for param in unit.params for place in param.places]
+    state_dict.attach(unit, dict.fromkeys([*unit.modules, *holders]))
     stale.watch()
     for module, mixed in zip(unit.modules, ready.classes, strict=True):
         module.__class__ = mixed
-    for joining in (member, *ready.givers):
-        joining.join()
+    member.join()
+
+
+def _tie(tied: _Tied, unit: Unit, names: dict[Place, str]) -> None:
+    """Let modules hold a parameter of another unit, whose group the new unit gathers if it is around that one."""
+    param, owner = tied.param, tied.owner.unit
+    owner.reshard()
+    new = [place for place in tied.places if place not in param.places]
+    param.add_places(new)
+    for place in new:
+        place.module._parameters[place.attribute] = param.sharded
+    if not tied.moves:
+        state_dict.attach(owner, dict.fromkeys(place.module for place in new))
+    elif param.group in owner.groups:  # else with another parameter of its group
+        unit.take_over(param.group, owner, names)
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> set[nn.Module]:
@@ -352,82 +363,91 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> set[nn.Module]:
 
 @dataclass
 class _Source:
-    """A parameter inside the modules.
+    """A plain parameter inside the modules.
 
     Attributes:
-        tensor: a plain parameter, or the sharded one where a unit has it.
-        owner: that unit.
         places: those inside the modules.
-        alone: whether a path leads to it that no unit inside is on (plain), or not its owner.
+        alone: whether a path leads to it that no unit inside is on.
     """
 
     name: str
     tensor: torch.Tensor
-    owner: tuple[Member, Param] | None
     places: dict[Place, None] = field(default_factory=dict)
     alone: bool = False
 
 
 def _find_params(
     modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> list[_Source]:
-    """The parameters to take. Those that modules elsewhere share stay where they are, until a unit is around all."""
-    taken: list[_Source] = []
-    elsewhere: dict[Member, set[torch.Tensor] | None] = {}
-    for each in _params_in(modules, managed, ignored):
-        if not each.alone:
-            continue
-        if each.owner is not None:
-            owner, param = each.owner
-            if owner not in elsewhere:
-                elsewhere[owner] = _used_elsewhere(owner, modules)
-            others = elsewhere[owner]
-            if others is None:  # a unit inside, or a sibling
-                shared = any(place not in each.places for place in param.places)
-            else:
-                shared = param.sharded in others or param.unsharded in others
-            if shared:
-                continue
-        taken.append(each)
-    return taken
-
-
-def _params_in(
-    modules: tuple[nn.Module, ...], managed: set[nn.Module], ignored: set[nn.Parameter]
-) -> Iterable[_Source]:
+) -> tuple[list[_Source], list[_Tied], dict[Place, str]]:
+    """Plain parameters to take, parameters of other units that a path past their unit uses, and names by place."""
+    inside = dict.fromkeys([sub for module in modules for sub in module.modules()])
+    _check_inner(modules, inside)
     sources: dict[torch.Tensor, _Source] = {}
+    tied: dict[Param, _Tied] = {}
+    names: dict[Place, str] = {}
     for name, path, attribute, used in uses_in(modules):
-        param = managed_of(used)
-        member = None if param is None else owner_of(param)
-        owner = None if param is None or member is None else (member, param)
-        tensor = used if owner is None else owner[1].sharded
-        if used in ignored or tensor in ignored or tensor.numel() == 0:
+        place, param = Place(path[-1], attribute), managed_of(used)
+        names.setdefault(place, name)
+        if used in ignored or used.numel() == 0 or (param is not None and param.sharded in ignored):
             continue
-        each = sources.setdefault(tensor, _Source(name, tensor, owner))
-        each.places[Place(path[-1], attribute)] = None
-        if owner is None:
+        if param is None:
+            each = sources.setdefault(used, _Source(name, used))
+            each.places[place] = None
             each.alone = each.alone or path[-1] in managed
-        else:
-            each.alone = each.alone or set(path).isdisjoint(owner[0].unit.modules)
-    return sources.values()
+            continue
+        owner = owner_of(param)
+        if set(path).isdisjoint(owner.unit.modules):
+            if param not in tied:
+                tied[param] = _Tied(param, owner, _moves(owner, modules, inside))
+            tied[param].places[place] = None
+    return [each for each in sources.values() if each.alone], [*tied.values()], names
 
 
-def _used_elsewhere(outer: Member, modules: tuple[nn.Module, ...]) -> set[torch.Tensor] | None:
-    """The parameters used in a unit around these modules on a path that leads past them; None: it is not around."""
-    params: set[torch.Tensor] = set()
-    around, tops = False, set(modules)
-    for _, path, _, used in uses_in(outer.unit.modules):
-        if tops.isdisjoint(path):
-            params.add(used)
-        else:
-            around = True
-    return params if around else None
+def _check_inner(modules: tuple[nn.Module, ...], inside: dict[nn.Module, None]) -> None:
+    """Raise RuntimeError if a unit inside has been used, or the unit around it is around these modules too."""
+    outermost: dict[Unit, None] = {}
+    for inner in inside:
+        member = member_of(inner)
+        if member is not None:
+            _check_unused(member, modules)
+            outermost[member.passes.units[0]] = None
+    for unit in outermost:
+        _check_not_around(unit, modules, inside)
 
 
-def _take(source: _Source, data: DataMesh) -> _Taken:
+def _check_unused(member: Member, modules: tuple[nn.Module, ...]) -> None:
+    if member.passes.frozen:
+        raise RuntimeError(
+            f"fully_shard was called on {type(modules[0]).__name__}, which uses parameters of {member.unit.name}, "
+            "after the first forward of that one. Call fully_shard on all modules before the first forward"
+        )
+
+
+def _check_not_around(unit: Unit, modules: tuple[nn.Module, ...], inside: dict[nn.Module, None]) -> None:
+    if unit.modules[0] in inside:
+        return
+    if any(module in outer.modules() for outer in unit.modules for module in modules):
+        raise RuntimeError(
+            f"fully_shard was called on {type(modules[0]).__name__} after {unit.name}, which it is inside of and which "
+            "has its parameters. Call fully_shard on the inner modules first"
+        )
+
+
+def _moves(owner: Member, modules: tuple[nn.Module, ...], inside: dict[nn.Module, None]) -> bool:
+    """Whether the unit of these modules is around another one: then it gathers what they share.
+
+    Raises:
+        RuntimeError: it is inside of the other one, or that one has been used.
+    """
+    _check_unused(owner, modules)
+    _check_not_around(owner.unit, modules, inside)
+    owner.unit.check_unwritten()
+    return all(module in inside for module in owner.unit.modules)
+
+
+def _take(source: _Source, data: DataMesh) -> tuple[Param, torch.Tensor]:
+    """The parameter, and the plain tensor that this rank computes with."""
     name, param, places = source.name, source.tensor, list(source.places)
-    if source.owner is not None:
-        return _take_over(name, places, data, *source.owner)
     if isinstance(param, RaggedDTensor):
         raise ValueError(
             f"{name} is a RaggedDTensor that no unit holds; fully_shard takes plain parameters and cuts them itself"
@@ -438,45 +458,20 @@ def _take(source: _Source, data: DataMesh) -> _Taken:
             f"parameter {name} is {param.dtype}: buffers hold real numbers; pass it in ignored_params{instead}"
         )
     if type(param.data) is torch.Tensor:
-        taken: Param = ManagedParam(name, places, param, tuple(param.shape), data, None, param)
-        return _Taken(taken, param, param, None)
+        return ManagedParam(name, places, param, tuple(param.shape), data, None, param), param
     plain, other = take_apart(name, param, data)
     plain, wrapper = unwrapped(name, plain)
-    taken = ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, wrapper)
-    return _Taken(taken, param, plain, None)
+    return ManagedParam(name, places, param, tuple(plain.shape), data, other, plain, wrapper), plain
 
 
-def _take_over(name: str, places: list[Place], data: DataMesh, owner: Member, managed: Param) -> _Taken:
-    if managed.data.groups != data.groups:
-        raise ValueError(
-            f"{name} was cut over {managed.data.mesh} by the unit {owner.unit.name}, and is to be cut over "
-            f"{data.mesh} here; call fully_shard on the inner module first, or pass the same mesh object, since an "
-            "equal one has separate process groups (for parameters that are tied, always the same)"
-        )
-    taken: Param = ManagedParam(
-        name, places, managed.sharded, managed.shape, data, managed.other, managed.example, managed.wrapper
-    )
-    taken.digest = managed.digest if managed.group.keeps_initial else None
-    return _Taken(taken, managed.sharded, managed.sharded, owner)
-
-
-def _lay_out_givers(params: list[_Taken]) -> dict[Member, list[Group]]:
-    """New groups for each unit that parameters are taken from, with the parameters that it keeps."""
-    taken: dict[Member, set[int]] = {}
-    for each in params:
-        if each.owner is not None:
-            taken.setdefault(each.owner, set()).add(id(each.original))
-    laid_out: dict[Member, list[Group]] = {}
-    for giver, gone in taken.items():
-        kept = [param for param in giver.unit.params if id(param.sharded) not in gone]
-        values: dict[str, torch.Tensor] = {param.name: param.sharded for param in kept}
-        laid_out[giver] = giver.unit.lay_out(kept, values)
-    return laid_out
-
-
-def _check_neighbors(params: list[_Taken], count: int) -> None:
-    for param in (each.param for each in params):
+def _check_neighbors(params: list[Param], count: int) -> None:
+    for param in params:
         size = param.data.shard_size
+        if isinstance(param.wrapper, Extension) and count < size:
+            raise NotImplementedError(
+                f"reshard_after_forward={count}: parameter {param.name} is a {param.wrapper.kind.__name__}, which "
+                "defines its own all-gather and does not support an integer; use True or False"
+            )
         if size % count:
             raise ValueError(
                 f"reshard_after_forward={count}: parameter {param.name} is cut over {size} ranks of a separate mesh "

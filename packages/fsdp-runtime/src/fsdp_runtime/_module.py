@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import deprecated
 
-from ._custom_comm import checked, gathering_by, reducing_by
 from ._grads.scaling import AllReduceHook
 from ._params.empty_buffers import note_empty
 from ._params.unit import Unit
@@ -60,7 +59,7 @@ class GradientReductionHandle:
         self._passes: Pass | None = passes
 
     def wait(self) -> None:
-        """Wait for the reductions (on CUDA: make the current stream wait) and show the gradients."""
+        """Wait for the reductions (on CUDA: make the current stream wait)."""
         passes, self._passes = self._passes, None
         if passes is not None:
             passes.publish()
@@ -132,7 +131,7 @@ class FSDPModule(fsdp.FSDPModule):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward ends the step: then it waits for all reductions and shows the gradients."""
+        """Whether the next backward ends the step: then it waits for all reductions."""
         _member(self).passes.backward.is_last = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -271,10 +270,10 @@ class FSDPModule(fsdp.FSDPModule):
                 group.gradients.set_step(step)
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
-        """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the parameters' dtype).
+        """Call `hook(flat)` with each flat shard of summed gradients (1-D, the reduction's dtype), not divided yet.
 
-        After the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit. All
-        trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
+        In backward, after the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the
+        unit. All trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
 
         Raises:
             ValueError: a stream with HSDP, where the hook runs on the reduction's.
@@ -370,6 +369,8 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             TypeError: `comm` does not have the protocol.
         """
+        from ._custom_comm import checked, gathering_by
+
         _unit(self).configure(gather_by=gathering_by(checked(comm, "set_custom_all_gather")))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -381,6 +382,8 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             TypeError: `comm` does not have the protocol.
         """
+        from ._custom_comm import checked, reducing_by
+
         _unit(self).configure(reduce_by=reducing_by(checked(comm, "set_custom_reduce_scatter")))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

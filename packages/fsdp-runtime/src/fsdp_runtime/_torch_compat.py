@@ -6,13 +6,14 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, what `shard_placement_fn` may return, what DCP's default
+torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what DCP's default
 planner writes of a value, the device bound to the world and a group's backend, the history and snapshot of an
 accelerator's memory, and what torch's flight recorders have.
 """
 
 import json
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -90,6 +91,12 @@ without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._Disabl
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
+
+
+def compiled_autograd() -> bool:
+    """Whether compiled autograd runs this backward. Does not import dynamo."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 #: What `register_post_accumulate_grad_hook` has registered on a tensor, by id; None if nothing was.

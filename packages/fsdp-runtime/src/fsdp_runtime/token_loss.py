@@ -28,8 +28,6 @@ from ragged_shard.device import CPU
 from ._module import FSDPModule
 from .checkpoint.targets import units_of
 
-_FACTOR = 1.0  # gradients are summed: the losses have been divided
-
 
 def count_tokens(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Number of labels that count, a 0-d int64 tensor on their device. Does not communicate.
@@ -69,7 +67,7 @@ class TokenLoss:
         self._device = next((unit.data.device for unit in units), CPU)
         for inner in module.modules():
             if isinstance(inner, FSDPModule):
-                inner.set_gradient_divide_factor(_FACTOR)
+                inner.set_gradient_divide_factor(1.0)  # sums: the losses have been divided
 
     def step(self, counts: Iterable[int | Tensor]) -> "TokenStep":
         """Count the tokens of a step; call it on every rank, before the step's first loss. The host waits for nothing.
@@ -83,9 +81,9 @@ class TokenLoss:
             RuntimeError: a unit's gradient divide factor is not 1.0 any more.
         """
         for unit in units_of(self._module):
-            if (factor := unit.options.reduction.divide_factor) != _FACTOR:
+            if (factor := unit.options.reduction.divide_factor) != 1.0:
                 raise RuntimeError(
-                    f"{unit.name}: the gradient divide factor is {factor}, TokenLoss needs {_FACTOR}; make TokenLoss "
+                    f"{unit.name}: the gradient divide factor is {factor}, TokenLoss needs 1.0; make TokenLoss "
                     "after the last fully_shard, and do not call set_gradient_divide_factor"
                 )
         total = torch.zeros((), dtype=torch.int64, device=self._device)

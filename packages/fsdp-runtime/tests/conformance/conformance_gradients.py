@@ -145,7 +145,6 @@ def force_sum(fsdp):
     GRADIENTS,
     "`set_all_reduce_hook`: gets each unit's reduced shard, with HSDP after the all-reduce, and may change it",
     ranks=4,
-    note="in the parameters' dtype, FSDP2's in the reduce dtype",
 )
 def all_reduce_hook(fsdp):
     for over in (mesh(), hsdp_mesh()):

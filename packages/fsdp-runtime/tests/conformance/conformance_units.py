@@ -199,7 +199,7 @@ def counts(fsdp):
         assert ahead == ["all_gather"] * forward, (reshard, ahead)
         assert behind.count("all_gather") <= backward, (reshard, behind)
         assert behind.count("reduce_scatter") == 4, (reshard, behind)
-        assert set(behind) <= {"all_gather", "reduce_scatter"}, behind
+        assert behind.count("all_reduce") <= 1, (reshard, behind)  # which parameters were used
 
 
 @case(UNITS, "`set_modules_to_forward_prefetch`: gathers of the listed units begin before this one computes")

@@ -12,7 +12,6 @@ from conformance_registry import (
     all_cases,
     run_case,
     run_refusals,
-    run_with_backend,
     table,
 )
 
@@ -20,10 +19,6 @@ from ragged_shard.testing import run_ranks
 
 CASES = all_cases()
 TABLE = Path(__file__).parents[2] / "CONFORMANCE.md"
-# Where the transport matters: several dtypes are garbled if gloo is not recognized.
-SEVERAL_DTYPES = ("mixed_dtypes", "param_dtype")
-CARRIED = (*SEVERAL_DTYPES, "values", "hsdp", "clip_hsdp", "cpu_offload", "checkpoint_world_size", "counts")
-BACKENDS = (None, "cpu:gloo", "cpu:gloo,cuda:gloo")  # `get_backend` calls none of them "gloo"
 
 
 @pytest.fixture(
@@ -35,27 +30,20 @@ def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", [name for name, entry in CASES.items() if not entry.refusal])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name == "compiled"))  # starting dynamo takes longest
+        for name, entry in CASES.items()
+        if not entry.refusal
+    ],
+)
 def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
     run(name, tmp_path, run_case, name, implementation)
 
 
 def test_what_is_refused_is_refused_on_every_rank(implementation: str) -> None:
     assert run_ranks(2, run_refusals, implementation, seed=0) == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(name, backend, marks=[pytest.mark.long] * (name not in SEVERAL_DTYPES))
-        for backend in BACKENDS
-        for name in (CARRIED if backend is None else SEVERAL_DTYPES)
-    ],
-)
-def test_behavior_however_the_process_group_was_initialized(
-    name: str, backend: str | None, tmp_path: Path
-) -> None:
-    run(name, tmp_path, run_with_backend, backend, name, "ours")
 
 
 def run(name: str, folder: Path, *job: Any) -> None:

@@ -25,7 +25,6 @@ SCALING = "Gradient scaling as trainers set it"
 REPLICAS = "Replicas of dense parameters, of experts, of both"
 ROUTING = "Shared, frozen and idle experts"
 WITH_TP = "Experts beside tensor parallelism"
-REAL = "A model of transformers"
 
 
 class Stack(nn.Module):
@@ -331,35 +330,3 @@ def enter_tp(ep: int, expected: dict[str, int]) -> None:
 
 enter_tp(2, counts(15, 11, 12, 10))
 enter_tp(4, counts(11, 9, 12, 10))
-
-# -- a model of transformers -------------------------------------------------------------------------------------------
-
-
-def qwen3_moe() -> nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 6,
-        "num_experts_per_tok": 2, "max_position_embeddings": 64, "use_cache": False, "attn_implementation": "eager",
-    }  # fmt: skip
-    config = transformers.Qwen3MoeConfig(**sizes)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
-def causal_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=batch, labels=batch).loss
-
-
-@case(REAL, "Qwen3-MoE, 6 experts, ep 2 and fsdp 2", counts=counts_of(9, 5), needs="transformers")
-def qwen3(fsdp: Any) -> Outcome:
-    def wrap(fsdp: Any, model: Any) -> None:
-        over = meshes(2)
-        choose = placement_fn(over, apply_expert_parallel(model, over.ep), ROWS)
-        for layer in model.model.layers:
-            fsdp.fully_shard(layer, mesh=over.dense, shard_placement_fn=choose)
-        fsdp.fully_shard(model, mesh=over.dense)
-        divide_nothing(model)
-
-    share = rows_of(dist.get_rank(), RANKS)
-    return train(fsdp, qwen3_moe, wrap, causal_loss, batches=tokens, share=share, scale=1 / RANKS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from harness import Outcome, average, case, counts, full, record_collectives
+from harness import Outcome, average, case, counts, full, of_values, record_collectives
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
@@ -111,7 +111,7 @@ def run(fsdp, name, *, microbatches=4, reshard=False, tp=False, shared=False) ->
                     continue
                 away = (full(param.grad) - other.grad).abs().max() / other.grad.abs().max()
                 gradients = max(gradients, away.item())
-        moved = {one: count for one, count in Counter(record.kinds).items() if one in MOVED}
+        moved = {one: count for one, count in Counter(of_values(record)).items() if one in MOVED}
         outcome = replace(
             outcome, loss=max(outcome.loss, distance), gradients=max(outcome.gradients, gradients), counts=moved,
             bytes_sent=record.bytes_sent,

@@ -1,13 +1,12 @@
 """Tensor parallelism: `parallelize_module`, then `fully_shard` over the data axes."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Outcome, case, counts, full, record_collectives, train
+from harness import Outcome, case, counts, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -20,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from block_optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo, mixed_optimizer_for
 from layout_planner import Rows, Tile, Whole
 from ragged_shard.testing import rank_mesh
 
@@ -218,76 +216,3 @@ enter(
 )  # fmt: skip
 for _name, _block in (("rows(4)", Rows(4)), ("tiles(4, 4)", Tile(4, 4)), ("whole", Whole())):
     enter(_name, f"block policy {_name}", SEQUENCE, sequence, only_ours=ONLY_OURS, block=_block)
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-OPTIMIZERS = "Optimizers of block-optim under tensor parallelism: bits of one process from the same gradients"
-NOT_FSDP2 = "block-optim's `test_fsdp2.py`"
-
-
-def bits(fsdp, make, mesh_shape=(2, 2), policy=None) -> Outcome:
-    """Three steps. `gradients` is the largest difference of a parameter, `counts` are those of the last `step()`."""
-    mesh, data, rank = meshes(mesh_shape)
-    model, twin = Model(), Model()
-    twin.load_state_dict(model.state_dict())
-    shard(fsdp, model, sequence, mesh, data, policy)
-    ours, plain = make(model), make(twin)
-    worst = 0.0
-    for step in range(3):
-        cross_entropy(model, tokens_of(step).chunk(data.size())[rank]).backward()
-        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-            other.grad = full(param.grad).clone()
-        with record_collectives() as record:
-            ours.step()
-        plain.step()
-        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-            worst = max(worst, (full(param) - other.detach()).abs().max().item())
-        ours.zero_grad()
-    return Outcome(0.0, worst, None, dict(Counter(record.kinds)), record.bytes_sent)
-
-
-def matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, param) for name, param in model.named_parameters() if param.ndim > 1]
-
-
-def enter_optimizer(name, text, expected, make, *shape, policy=None) -> None:
-    """A case of `bits`, by default on a mesh of tp 2 x fsdp 2."""
-
-    @case(OPTIMIZERS, text, counts=expected, name=name, bound=0.0, only_ours=NOT_FSDP2)
-    def entered(fsdp: Any) -> Outcome:
-        return bits(fsdp, make, shape or (2, 2), policy)
-
-
-def make_muon(model: nn.Module) -> Muon:
-    return Muon(matrices(model), lr=0.02)
-
-
-def of_names(kind: Any, **options: Any) -> Callable[[Any], Any]:
-    return lambda model: kind(model.named_parameters(), **options)
-
-
-EIGHT_BIT: Mapping[str, Any] = {"block": Tile(4, 4), "min_8bit_numel": 1}
-TWO_ALL_TO_ALLS = counts(all_reduce=2, all_to_all=2)
-enter_optimizer("muon", "Muon, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2), make_muon)
-enter_optimizer("muon4", "Muon, tp 4 x fsdp 1", TWO_ALL_TO_ALLS, make_muon, 1, 4)
-enter_optimizer("muon1", "Muon, tp 1 x fsdp 4", TWO_ALL_TO_ALLS, make_muon, 4, 1)
-enter_optimizer("muon_replicas", "Muon, replicate 2 x fsdp 1 x tp 2", TWO_ALL_TO_ALLS, make_muon, 2, 1, 2)
-enter_optimizer(
-    "muon_whole", "Muon, its block policy, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2), make_muon,
-    policy=Muon.block_policy(),
-)  # fmt: skip
-enter_optimizer(
-    "mixed", "Muon and AdamW by `mixed_optimizer_for`, tp 2 x fsdp 2", counts(all_reduce=3, all_to_all=2),
-    lambda model: mixed_optimizer_for(model, lr=0.02, verbose=False),
-)  # fmt: skip
-for _kind in (Shampoo, SOAP):
-    enter_optimizer(
-        _kind.__name__, f"{_kind.__name__}, tp 2 x fsdp 2", counts(all_reduce=4, all_to_all=4),
-        of_names(_kind, max_preconditioner_dim=8),
-    )  # fmt: skip
-enter_optimizer("adamw", "AdamW, tp 2 x fsdp 2", counts(all_reduce=2), of_names(AdamW, lr=0.02))
-enter_optimizer(
-    "adamw8bit", "AdamW8bit of tiles, its block policy, tp 2 x fsdp 2", counts(all_reduce=2),
-    of_names(AdamW8bit, **EIGHT_BIT), policy=AdamW8bit.block_policy(**EIGHT_BIT),
-)  # fmt: skip

@@ -20,8 +20,6 @@ SECTIONS = list(dict.fromkeys(entry.section for entry in CASES.values()))
 def test_cases_give_the_numbers_of_one_process(section: str) -> None:
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     names = [name for name, entry in CASES.items() if entry.section == section and version >= entry.since]
-    for package in {CASES[name].needs for name in names} - {""}:
-        pytest.importorskip(package, reason=f"{package} is not installed")
     if not names:
         pytest.skip(f"torch {torch.__version__} has not got what these need")
     found = run_ranks(RANKS, run_cases, names, "ours", timeout=240)

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from cases_pp import LOOPED, V_SHAPED, batch, built_stages, mean_square, run, stages
-from harness import counts, full
+from harness import counts
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import fsdp_runtime
 from ragged_shard._torch_compat import TORCH_VERSION
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, rank_mesh
 
 SINGLE, MICROBATCHES = ("ScheduleGPipe", "Schedule1F1B"), 4
 # These compute weight gradients by themselves; where parameters were freed after forward FSDP2 loses them silently.
@@ -57,25 +55,3 @@ def test_a_schedule_evaluates(name):
     found = schedule.eval(*(() if last else (x,)), **({"target": target} if last else {}))
     if last:
         torch.testing.assert_close(found, nn.Sequential(*stages(2))(x), rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(4)
-def test_a_schedule_that_is_read_from_a_file_reduces_once(tmp_path):
-    """The runtime reads its actions from a file, written by another schedule."""
-    mesh = rank_mesh(2, 2, names=("pp", "dp"))
-    name, file = "ScheduleInterleaved1F1B", str(tmp_path / f"{dist.get_rank()}.csv")
-    everything, mine, built = built_stages(fsdp_runtime, name, mesh)
-    schedule = pipelining.ScheduleInterleaved1F1B(built, MICROBATCHES, loss_fn=mean_square)
-    schedule._dump_csv(file, format="compute_only")
-    runtime = _PipelineScheduleRuntime(built, MICROBATCHES, loss_fn=mean_square)
-    runtime._load_csv(file, format="compute_only")
-    whole_x, whole_target = batch(0)
-    x, target = (part.chunk(2)[mesh.get_local_rank("dp")] for part in (whole_x, whole_target))
-    with record_collectives() as record:
-        runtime.step(*((x,) if 0 in mine else ()), **({"target": target} if 3 in mine else {}))
-    twin = stages(4)
-    mean_square(nn.Sequential(*twin)(whole_x), whole_target).backward()
-    for index in mine:
-        for p, wanted in zip(everything[index].parameters(), twin[index].parameters(), strict=True):
-            torch.testing.assert_close(full(p.grad), wanted.grad, rtol=1e-5, atol=1e-7)
-    assert record.kinds.count("reduce_scatter") == 4  # two layers in each of two stages

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import cases_cp
 import cases_ep
 import cases_tp
 import pytest
@@ -62,34 +61,6 @@ def both(build: Callable[[], nn.Module]) -> tuple[Any, nn.Module]:
     model = build().double()
     torch.manual_seed(0)
     return model, build().double()
-
-
-# -- context parallelism -----------------------------------------------------------------------------------------------
-
-
-def positions(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
-    tokens, labels, places = part
-    return token_losses(model(tokens, places), labels)
-
-
-@pytest.mark.parametrize(("folded", "shape"), [(True, (2, 2)), (False, (2, 2)), (True, (1, 4))])
-@on_ranks(4)
-def test_stretches_of_a_sequence_count_on_each_rank(folded: bool, shape: tuple[int, int]) -> None:
-    """The axis of context parallelism is folded into the data-parallel one, or one of two."""
-    mesh = rank_mesh(*shape, names=("dp", "cp"))
-    over = mesh["dp", "cp"]._flatten("fsdp") if folded else mesh
-    model, twin = both(lambda: cases_cp.Model(cases_cp.causal))
-    for layer in model.layers:
-        layer.attend = cases_cp.gathered_keys(mesh["cp"])
-        fully_shard(layer, mesh=over)
-    fully_shard(model, mesh=over)
-    whole = [cases_cp.batch(part) for part in range(PARTS)]
-    for number, part in enumerate(whole):
-        part[1] = ragged(part[1], 0, number)
-    row, stretch = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
-    own = [part.chunk(shape[0], 1)[row].chunk(shape[1], 2)[stretch] for part in whole]
-    step = TokenLoss(model).step(count_tokens(part[1]) for part in own)
-    compare(model, twin, step, own, whole, positions)
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------

@@ -15,15 +15,6 @@ EXPERTS = (
 MODELS = ("dense", *EXPERTS)
 
 
-# With every model at every world size the suite takes twice as long; `checks/parity.py` runs them all.
-TESTED = {
-    1: ("dense", "more experts, stacked"),
-    2: ("dense", "more experts, linears", "fewer experts, stacked"),
-    3: ("dense", "more experts, stacked", "fewer experts, linears"),
-    4: ("dense", "more experts, linears", "fewer experts, stacked"),
-}
-
-
 def shape_of(model: str, ranks: int) -> Shape | None:
     """None where there is no such model: fewer experts than one rank."""
     if model == "dense":
@@ -55,11 +46,3 @@ def runs_of(model: str, ranks: int) -> list[Run]:
         ]
     turn = MODELS.index(model) + ranks
     return [replace(run, blocks=POLICIES[(turn + i) % len(POLICIES)]) for i, run in enumerate(features)]
-
-
-def suite_runs(model: str, ranks: int) -> list[Run]:
-    """Those that the suite runs: on 4 ranks, and of models with experts on 3, a third and what needs 4."""
-    runs = runs_of(model, ranks)
-    if ranks < 3 or (model == "dense" and ranks == 3):
-        return runs
-    return [run for i, run in enumerate(runs) if i % 3 == 0 or run.hsdp or run.reshard == 2]

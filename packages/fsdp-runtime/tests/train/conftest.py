@@ -1,14 +1,11 @@
-"""Puts this folder on the path, for tests and the ranks that they start; a folder with text; the command."""
+"""A folder with text; the command."""
 
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from train_helpers import TINY, text_folder
 
 

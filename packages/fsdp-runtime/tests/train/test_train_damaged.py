@@ -1,4 +1,4 @@
-"""Damaged files of a run are refused or passed over, and no pickle in them is run: what `checks/fuzz.py` has found."""
+"""Checkpoints that changed on disk are refused, no pickle in them is run: faults that `checks/fuzz.py` has found."""
 
 import collections
 import io
@@ -11,27 +11,28 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
-from train_helpers import newest, replace, sum_of, text_folder, tiny, train, with_changes
+from train_helpers import newest, replace, tiny, train, with_changes, write_about
 
 from fsdp_runtime.checkpoint import convert_checkpoint
-from fsdp_runtime.checkpoint.convert import Reader
-from fsdp_runtime.train import TrainError
-from fsdp_runtime.train.__main__ import main
-from fsdp_runtime.train.checkpoint import check_same_run, find_damage, latest, read_about
-from fsdp_runtime.train.config import RunConfig
+from fsdp_runtime.checkpoint.reader import Reader
+from fsdp_runtime.train import RunConfig, TrainError
+from fsdp_runtime.train.checkpoint import check_files, check_same_run, latest, read_about
 from fsdp_runtime.train.report import read_metrics
-from fsdp_runtime.train.runs import saved_config
 from ragged_shard.testing import run_ranks
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    made = tmp_path_factory.mktemp("fuzzed")
-    text_folder(made)
-    run_ranks(1, train, tiny(made, steps=4, save_every=2), made / "run")
-    return made / "run"
+def config(folder):
+    return tiny(folder, steps=4, save_every=2)
+
+
+@pytest.fixture(scope="module")
+def original(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("original")
+    run_ranks(2, train, config, out)
+    return out
 
 
 @pytest.fixture
@@ -39,8 +40,29 @@ def run(original, tmp_path):
     return shutil.copytree(original, tmp_path / "run")
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "run.json"])
+def test_a_flipped_bit_or_a_missing_file_is_named_on_every_rank(config, run, name):
+    path = newest(run) / name
+    whole = path.read_bytes()
+    resumed = with_changes(config, resume=True, steps=6)
+    for damage in (flip, os.unlink):
+        damage(path)
+        messages = run_ranks(3, train, resumed, run)  # one rank finds it
+        assert len(set(messages)) == 1
+        assert f"{path} is damaged: " in messages[0]
+        path.write_bytes(whole)
+    shutil.rmtree(newest(run))
+    assert run_ranks(3, train, resumed, run)[0]["first_step"] == 2
+
+
 class Calls:
-    """Unpickled, it is what a call returns."""
+    """Unpickled, it is the result of a call."""
 
     def __init__(self, function, *args):
         self.call = function, args
@@ -118,7 +140,7 @@ def test_metadata_as_python_before_3_11_4_writes_it_is_read(run):
     assert again.storage_data == metadata.storage_data
 
 
-def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, tmp_path):
+def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(config, run, tmp_path):
     made, checkpoint = tmp_path / "made", newest(run)
     metadata = Reader(checkpoint).read_metadata()
     index = next(index for index in metadata.storage_data if index.fqn.endswith(".lr"))
@@ -131,70 +153,35 @@ def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(original, run, t
         object.__setattr__(info, "length", file.write(box.getvalue()))
     replace(checkpoint, path.name, path.read_bytes())
     replace(checkpoint, ".metadata", pickle.dumps(metadata))
-    config = saved_config(original)
     (said,) = run_ranks(1, train, with_changes(config, resume=True, steps=6), run)
     assert said.startswith(f"cannot load {checkpoint}: UnpicklingError: Weights only load failed")
     assert not made.exists()
 
 
-@pytest.mark.parametrize("files", [{"run.json": [1e400, 0]}, {}, {"run.json": [1, 2]}, []])
-def test_sums_that_are_something_else_are_damaged(run, files):
-    (newest(run) / "sums.json").write_text(json.dumps({"files": files, "sum": sum_of(files)}))
-    assert find_damage(newest(run)) == ["sums.json: damaged"]
-
-
-def test_options_come_from_a_checkpoint_whose_run_json_is_as_written(run):
-    """A flipped digit would be another model, which the older checkpoint is not."""
-    path = newest(run) / "run.json"
-    path.write_text(path.read_text().replace('"dim": 32', '"dim": 36'))
-    assert saved_config(run).model.dim == 32
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"speed": 1}, {"model": 7}, {"model": {"dim": "8"}}, '"parameters": 7', '"step": true', "[" * 9999,
-    ],
-)  # fmt: skip
-def test_run_json_with_options_of_another_type_or_of_another_shape_is_named(run, change):
-    checkpoint = newest(run)
-    shutil.rmtree(checkpoint.with_name("step-00000002"))
-    text = (checkpoint / "run.json").read_text()
-    if isinstance(change, dict):
-        about = json.loads(text)
-        about["config"].update(change)
-        text = json.dumps(about)
-    else:
-        text = text.rstrip()[:-1] + f", {change}" + "}"
-    replace(checkpoint, "run.json", text.encode())
-    with pytest.raises(TrainError, match="is not a checkpoint of this fsdp-train"):
-        saved_config(run)
-
-
-def test_options_are_the_same_when_read_back():
-    config = RunConfig(data=("a",), lr=1.0, out="x", hf_config=None)
-    assert RunConfig.from_json(json.loads(json.dumps({**config.to_json(), "data": ["a"]}))) == config
-
-
-@pytest.mark.parametrize(
-    ("change", "data", "says"),
-    [
-        ({"optimizer": None}, None, "was made with optimizer adamw, this run has torch-adamw"),
-        ({}, "other", "was made with data [0-9a-f]+, this run has other"),
-    ],
-)
-def test_a_run_json_of_other_options_or_data_is_of_another_run(run, change, data, says):
+@pytest.mark.parametrize("change", [{"speed": 1}, {"model": 7}, {"model": {"dim": "8"}}])
+def test_a_run_json_with_options_of_another_type_is_named(run, change):
     about = read_about(newest(run))
-    config, data = saved_config(run), data or about["identity"]["data"]
-    about["config"].update(change)
-    about["config"] = {name: value for name, value in about["config"].items() if value is not None}
-    with pytest.raises(TrainError, match=says):
-        check_same_run(newest(run), about, config, data, about["parameters"])
+    write_about(newest(run), {**about, "config": {**about["config"], **change}})
+    with pytest.raises(TrainError, match=r"run\.json is damaged: "):
+        read_about(newest(run))
 
 
-def test_a_device_of_no_kind_is_one_line_also_with_resume(run, capsys):
-    assert main(["--device", "rows:2", "--resume", "--out", str(run)]) == 2
-    assert capsys.readouterr().err == "fsdp-train: --device 'rows:2': expected one of auto, cpu, cuda\n"
+@pytest.mark.parametrize("text", ["[" * 9999, "[]", "7", "{}", '{"about": {}, "digest": ""}', "\udcff"])
+def test_a_run_json_of_another_shape_is_named(run, text):
+    (newest(run) / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(TrainError, match=r"run\.json is damaged: "):
+        check_files(newest(run))
+
+
+def test_a_run_json_of_other_options_or_data_is_of_another_run(run):
+    about = read_about(newest(run))
+    saved = RunConfig.from_json(about["config"])
+    assert check_same_run(newest(run), saved, about["data"]) == 4
+    with pytest.raises(TrainError, match=r"was made with data [0-9a-f]+, this run has other"):
+        check_same_run(newest(run), saved, "other")
+    write_about(newest(run), {**about, "config": {**about["config"], "optimizer": "adamw"}})
+    with pytest.raises(TrainError, match="was made with optimizer adamw, this run has torch-adamw"):
+        check_same_run(newest(run), saved, about["data"])
 
 
 def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):
@@ -210,7 +197,11 @@ def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):
     assert read_metrics(path) == good
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "../../other", "/etc", "step-00000004/../step-00000002", ""])
-def test_a_name_of_the_latest_checkpoint_that_is_none_is_passed_over(run, text):
-    (run / "checkpoints" / "latest").write_text(text)
-    assert latest(run) == run / "checkpoints" / "step-00000004"
+def test_a_folder_that_a_killed_run_left_half_written_is_no_checkpoint_and_is_removed(config, run):
+    last = newest(run)
+    shutil.copytree(last, last.with_name("step-00000009.part"))
+    (last.parent / "step-00000008").touch()
+    assert latest(run) == last
+    (summary,) = run_ranks(1, train, with_changes(config, resume=True, steps=6), run)
+    assert summary["first_step"] == 4
+    assert not list(last.parent.glob("*.part"))

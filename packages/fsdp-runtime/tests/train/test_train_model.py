@@ -1,7 +1,6 @@
 """The transformer, its experts and its optimizers."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -69,21 +68,6 @@ def test_experts_are_the_weighted_sum_of_each_tokens_choices():
     torch.testing.assert_close(experts(x)[0], expected)
 
 
-def test_an_expert_that_no_token_chooses_gets_a_zero_gradient():
-    config = PRESETS["tiny-moe"]
-    experts = MixtureOfExperts(config)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(std=0.1)
-        experts.router.weight.zero_()
-        experts.router.weight[:2] = 1.0  # positive inputs go to the first two
-    experts(torch.rand(1, 4, config.dim))[0].sum().backward()
-    gradient = experts.w_gate.grad
-    assert gradient is not None
-    assert gradient[2:].abs().sum() == 0
-    assert gradient[:2].abs().sum() > 0
-
-
 def test_the_balancing_loss_is_one_if_even_more_if_not_for_any_batch():
     even = torch.full((4, 8, 4), 0.25)
     chosen = torch.arange(8).repeat(4, 1)[..., None] % 4
@@ -103,14 +87,6 @@ def test_rotation_keeps_lengths_and_scores_depend_on_distance():
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(32))
     scores = turned_q @ turned_k.T
     torch.testing.assert_close(scores[5, 3], scores[25, 23])
-
-
-def test_a_fresh_model_predicts_all_tokens_alike():
-    model, text = made(PRESETS["tiny"]), tokens()
-    targets = text.flip(0, 1)
-    assert F.cross_entropy(model(text)[0].flatten(0, 1), targets.flatten()).item() == pytest.approx(
-        math.log(256), rel=0.02
-    )
 
 
 class Model(nn.Module):

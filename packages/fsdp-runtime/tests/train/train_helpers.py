@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shlex
-import signal
 import time
 from pathlib import Path
 
@@ -49,25 +47,12 @@ def train(config, out, stop=None):
 
 
 def train_and_stop(config, out, step, rank):
-    """As `train`; one rank is asked to stop before `step` is over."""
+    """As `train`; one rank is asked to stop during `step`."""
     asked: list = []
 
     def stop():
         asked.append(None)
         return dist.get_rank() == rank and len(asked) > step
-
-    return train(config, out, stop)
-
-
-def train_and_die(config, out, step):
-    """As `train`, until every rank is ended by SIGKILL at `step`."""
-    asked: list = []
-
-    def stop():
-        asked.append(None)
-        if len(asked) > step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return False
 
     return train(config, out, stop)
 
@@ -79,17 +64,19 @@ def newest(out):
     return found
 
 
-def sum_of(files):
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def write_about(checkpoint, about):
+    """Write a checkpoint's run.json, with a digest that fits it."""
+    text = json.dumps(about, sort_keys=True).encode()
+    (checkpoint / "run.json").write_text(
+        json.dumps({"about": about, "digest": hashlib.sha256(text).hexdigest()})
+    )
 
 
 def replace(checkpoint, name, data):
-    """Replace a file of a checkpoint, with sums that fit it."""
+    """Replace a file of a checkpoint, with digests that fit it."""
     (checkpoint / name).write_bytes(data)
-    sums = json.loads((checkpoint / "sums.json").read_text())
-    sums["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
-    sums["sum"] = sum_of(sums["files"])
-    (checkpoint / "sums.json").write_text(json.dumps(sums))
+    about = json.loads((checkpoint / "run.json").read_text())["about"]
+    write_about(checkpoint, {**about, "files": {**about["files"], name: hashlib.sha256(data).hexdigest()}})
 
 
 def read_model(checkpoint, dtype=None):

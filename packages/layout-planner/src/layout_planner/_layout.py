@@ -19,7 +19,6 @@ from layout_planner._blocks import parse_block
 from layout_planner._bound import Bound, lower_bound
 from layout_planner._checks import check_integer, check_world_size, shortened
 from layout_planner._spec import Segment, TensorSpec
-from layout_planner._svg import draw
 from layout_planner._table import percent
 
 _FORMAT = 1
@@ -241,6 +240,8 @@ class Layout:
         Raises:
             ValueError: `ranks` is empty or reaches outside the layout.
         """
+        from layout_planner._svg import draw  # training draws nothing
+
         figures = [
             ("elements", f"{self.numel:,}"),
             ("with padding", f"{self.padded_numel:,}"),

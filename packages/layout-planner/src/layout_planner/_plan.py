@@ -30,7 +30,7 @@ def plan(
         align: elements that every shard size and every tensor's offset is a multiple of. Choose it so that
             it makes 16 bytes in the narrowest dtype in use: 8 for bf16, 16 for one-byte types.
         segment_cost: elements of the gathered buffer that one more segment must save. The default is roughly
-            what a gather moves in the time that one more collective takes to start.
+            the number that a gather moves in the time that one more collective takes to start.
         max_segments: the most segments to split the group into; 1 keeps a single buffer.
 
     Raises:

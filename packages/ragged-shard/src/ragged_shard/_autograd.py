@@ -4,6 +4,7 @@ A gradient has the placements of its tensor, with Partial replaced by Replicate 
 rank's gradient is the derivative with respect to its own local tensor.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -39,16 +40,13 @@ def local_and_sharding(tensor: Any) -> tuple[torch.Tensor, Sharding]:
 
 
 def _average_factor(source: Sharding, target: Sharding) -> float:
-    """d(target's local) / d(source's local), which is not 1 where Partial("avg") comes or goes."""
-    factor = 1.0
-    for axis, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if p == q:
-            continue
-        if isinstance(p, Partial) and p.reduce_op == "avg":
-            factor /= source.axis_size(axis)
-        if isinstance(q, Partial) and q.reduce_op == "avg":
-            factor *= source.axis_size(axis)
-    return factor
+    """d(target's local) / d(source's local), which is not 1 where Partial("avg") is reduced."""
+    averages = [
+        source.axis_size(axis)
+        for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True))
+        if before != after and isinstance(before, Partial) and before.reduce_op == "avg"
+    ]
+    return 1.0 / math.prod(averages)
 
 
 def _redistributed(grad: Any, sharding: Sharding | None, target: Sharding, tensor_class: Any) -> Any:

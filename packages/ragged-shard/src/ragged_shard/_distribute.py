@@ -1,21 +1,20 @@
 """Makes ragged tensors from full tensors and from torch's DTensors."""
 
-import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import _comm
+from ragged_shard import _comm, _redistribute
 from ragged_shard._autograd import FromLocal
-from ragged_shard._geometry import axis_extents, shard_box
+from ragged_shard._geometry import axis_extents
 from ragged_shard._ops.operands import local_from_full
-from ragged_shard._ranks import same_on_all_ranks
+from ragged_shard._placement import RaggedShard
 from ragged_shard._sharding import Sharding, sharding_of
-from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
+from ragged_shard._tensor import RaggedDTensor, agree
+from ragged_shard.dist import DISTRIBUTED
 
 
 def distribute_tensor(
@@ -59,15 +58,8 @@ def distribute_tensor(
             raise ValueError(f"src_data_rank={src_data_rank} on a mesh of shape {tuple(device_mesh.shape)}")
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = error
-    if src_data_rank is not None and isinstance(device_mesh, DeviceMesh):
-        described = {
-            "placements": tuple(placements),
-            "shape": tuple(tensor.shape),
-            "dtype": tensor.dtype,
-        }
-        same_on_all_ranks(described, device_mesh.get_all_groups(), error=problem, caller="distribute_tensor")
-    if problem is not None:
-        raise problem
+    compared = None if src_data_rank is None else device_mesh
+    agree(problem, "distribute_tensor", compared, placements, tensor.shape, tensor)
     assert sharding is not None
     full = tensor.detach()
     if not full.is_meta and full.device.type != device_mesh.device_type:
@@ -85,20 +77,13 @@ def scatter(full: torch.Tensor, sharding: Sharding, source: int) -> torch.Tensor
     Axis by axis: the Shard axes first, since the ragged cut is made inside their slices; the axes of replicas last,
     since few bytes are sent by then.
     """
-    mesh = sharding.mesh
-    shape = tuple(sharding.shape)
+    mesh, shape = sharding.mesh, tuple(sharding.shape)
     for axis, placement in enumerate(sharding.placements):
         if type(placement) is Shard:
-            full = _scatter_shard(full, sharding, axis, shape, source)
-            shape = shard_box(
-                (placement,), (sharding.axis_size(axis),), shape, (sharding.coordinate[axis],)
-            ).sizes
+            full = _scatter_axis(full, shape, sharding, axis, source)
+            shape = tuple(full.shape)
     assert sharding.axis is not None
-    ranks, rank = sharding.axis_size(sharding.axis), sharding.coordinate[sharding.axis]
-    counts = [math.prod(extent.shape) for extent in axis_extents(shape, sharding.ragged, ranks)]
-    local = _send_runs(full.reshape(-1), counts, source, rank, mesh.get_group(sharding.axis))
-    assert sharding.local_shape is not None
-    local = local.view(sharding.local_shape)
+    local = _scatter_axis(full, shape, sharding, sharding.axis, source)
     for axis, placement in enumerate(sharding.placements):
         if axis == sharding.axis or type(placement) is Shard or sharding.axis_size(axis) == 1:
             continue
@@ -108,30 +93,17 @@ def scatter(full: torch.Tensor, sharding: Sharding, source: int) -> torch.Tensor
     return local
 
 
-def _scatter_shard(
-    full: torch.Tensor, sharding: Sharding, axis: int, shape: tuple[int, ...], source: int
+def _scatter_axis(
+    full: torch.Tensor, shape: tuple[int, ...], sharding: Sharding, axis: int, source: int
 ) -> torch.Tensor:
+    """This rank's part, along one mesh axis, of a tensor that the axis' rank ``source`` has."""
     ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
-    extents = axis_extents(shape, sharding.placements[axis], ranks)
-    counts = [math.prod(extent.shape) for extent in extents]
-    if rank == source:
-        boxes = [full[box.slices()].reshape(-1) for extent in extents for box in extent.boxes]
-        full = torch.cat(boxes) if boxes else full.new_empty(0)
+    at_source = RaggedShard((), [int(other == source) for other in range(ranks)])
+    parts = axis_extents(shape, at_source, ranks)
+    wanted = axis_extents(shape, sharding.placements[axis], ranks)
+    held = full if rank == source else full.new_empty(0)
     group = sharding.mesh.get_group(axis)
-    return _send_runs(full.reshape(-1), counts, source, rank, group).view(extents[rank].shape)
-
-
-def _send_runs(
-    flat: torch.Tensor, counts: list[int], source: int, rank: int, group: ProcessGroup
-) -> torch.Tensor:
-    """Send runs of the source's flat tensor to their ranks: an all_to_all in which only one rank sends."""
-    ranks = len(counts)
-    if ranks == 1:
-        return flat.clone()
-    send_counts = counts if rank == source else [0] * ranks
-    recv_counts = [counts[rank] if peer == source else 0 for peer in range(ranks)]
-    flat = flat.contiguous() if rank == source else flat.new_empty(0)
-    return _comm.all_to_all(flat, send_counts, recv_counts, group).wait()
+    return _redistribute.all_to_all(held, shape, parts, wanted, rank, group).wait().view(wanted[rank].shape)
 
 
 def distribute_like(

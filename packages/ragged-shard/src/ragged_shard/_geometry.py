@@ -84,20 +84,16 @@ class Region:
             return self.box.sizes
         return (self.stop - self.start, *self.box.sizes[self.prefix :])
 
+    @lru_cache(maxsize=65536)  # noqa: B019  # regions are small values
     def boxes(self) -> tuple[Box, ...]:
         """The fewest boxes of the full tensor that cover the region, in row-major order; none if it is empty."""
-        return _boxes_of(self)
-
-
-@lru_cache(maxsize=65536)
-def _boxes_of(region: Region) -> tuple[Box, ...]:
-    if not region.box.numel:
-        return ()
-    rest = region.box.sizes[region.prefix :]
-    boxes = range_boxes(region.box.sizes[: region.prefix], region.start, region.stop)
-    return tuple(
-        Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(region.box.offsets) for box in boxes
-    )
+        if not self.box.numel:
+            return ()
+        rest = self.box.sizes[self.prefix :]
+        boxes = range_boxes(self.box.sizes[: self.prefix], self.start, self.stop)
+        return tuple(
+            Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(self.box.offsets) for box in boxes
+        )
 
 
 def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
@@ -133,19 +129,14 @@ def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
-    """The range of a dimension that ``Shard`` gives to rank ``index``: torch.chunk's, the last ones short or empty."""
-    step = -(-size // chunks)
-    return min(size, step * index), min(size, step * (index + 1))
-
-
 def shard_box(placements: Placements, mesh_shape: Ints, shape: Ints, coordinate: Ints) -> Box:
     """The box that the Shard axes leave of a tensor at one mesh coordinate (left to right, as DTensor cuts)."""
     offsets, sizes = [0] * len(shape), list(shape)
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
             dim = placement.dim
-            start, stop = chunk_range(sizes[dim], mesh_shape[axis], coordinate[axis])
+            step = -(-sizes[dim] // mesh_shape[axis])  # torch.chunk's: the last ones are short or empty
+            start, stop = (min(sizes[dim], step * (coordinate[axis] + i)) for i in (0, 1))
             offsets[dim] += start
             sizes[dim] = stop - start
     return Box(tuple(offsets), tuple(sizes))
@@ -160,10 +151,7 @@ def ragged_range(placement: RaggedShard, base: Ints, rank: int) -> tuple[int, in
 
 def ragged_axis(placements: Placements) -> int | None:
     """The mesh axis with a ragged placement, or None."""
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, RaggedShard):
-            return axis
-    return None
+    return next((axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)), None)
 
 
 def region(
@@ -267,23 +255,16 @@ def axis_extents(base: Ints, placement: Placement, num_ranks: int) -> tuple[Exte
             extents.append(Extent((start * rest, stop * rest), part.boxes(), part.local_shape))
         else:
             box = shard_box((placement,), (num_ranks,), base, (rank,))
-            flat: tuple[int, int] | None = None
-            if type(placement) is not Shard or math.prod(base[: placement.dim]) == 1:
-                rest = math.prod(base[placement.dim + 1 :]) if type(placement) is Shard else 1
-                start = box.offsets[placement.dim] * rest if type(placement) is Shard else 0
-                flat = (start, start + box.numel)
+            dim = placement.dim if type(placement) is Shard else 0
+            start = box.offsets[dim] * math.prod(base[dim + 1 :]) if base else 0
+            flat = (start, start + box.numel) if math.prod(base[:dim]) == 1 else None
             extents.append(Extent(flat, (box,) if box.numel else (), box.sizes))
     return tuple(extents)
 
 
 def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
     """Placements as a tuple, with negative Shard dimensions counted from the front."""
-    normalized = []
-    for placement in placements:
-        if type(placement) is Shard and placement.dim < 0:
-            placement = Shard(placement.dim + ndim)
-        normalized.append(placement)
-    return tuple(normalized)
+    return tuple([Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements])
 
 
 def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:

@@ -1,6 +1,6 @@
 """Redistribution from one sharding to another: the steps, and the bytes that each step sends.
 
-Along one mesh axis of N ranks, for a base tensor (what the other axes leave) of T bytes, of which rank r holds
+Along one mesh axis of N ranks, for a base tensor (which the other axes leave) of T bytes, of which rank r holds
 own(r):
 
     from        to                 collective             bytes this rank sends to others
@@ -11,15 +11,14 @@ own(r):
     Ragged      Ragged, Shard(d)   all_to_all             the bytes of own that other ranks will hold
     Shard(d)    Ragged             all_to_all             the bytes of own that other ranks will hold
     Replicate   Ragged             none                   0 (a copy of this rank's range)
-    Partial     Ragged             reduce_scatter (equal) T - own' (own': what this rank will hold)
+    Partial     Ragged             reduce_scatter (equal) T - own' (own': bytes of its new share)
                                    all_to_all     (else)  T - own', then summed in rank order
-    Ragged      Partial            none                   0 (its own range, zeros elsewhere; times N for avg)
 
-If no byte changes rank there is no collective. Uneven shares are never padded: an all-gather padded to the largest
-share would send (N-1) * max(own) from every rank, which is never less than the all_to_all. A change on a mesh axis
-other than the ragged one acts on local tensors through torch's own redistribution (an all-reduce for
-(Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of such steps: to Replicate on the ragged
-axis, torch's redistribution of the rest, and back to Ragged.
+No change leads to Partial, as with DTensor. If no byte changes rank there is no collective. Uneven shares are never
+padded: an all-gather padded to the largest share would send (N-1) * max(own) from every rank, which is never less than
+the all_to_all. A change on a mesh axis other than the ragged one acts on local tensors through torch's own
+redistribution (an all-reduce for (Partial, Ragged) -> (Replicate, Ragged)). Everything else is a sequence of steps:
+to Replicate on the ragged axis, torch's redistribution of the rest, and back to Ragged.
 
 After veScale-FSDP (arXiv 2602.22437); the published code gathers the full tensor for Ragged -> Shard and all-reduces
 for Partial -> Ragged.
@@ -34,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ragged_shard import _comm
 from ragged_shard._comm import Pending, done
-from ragged_shard._geometry import REDUCTIONS, Box, Extent, Placements, axis_extents, shard_box
+from ragged_shard._geometry import REDUCTIONS, Box, Extent, axis_extents, shard_box
 from ragged_shard._placement import RaggedShard
 from ragged_shard._sharding import Sharding, contiguous_stride
 
@@ -47,11 +46,20 @@ def start(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
     """
     if source == target:
         return done(local)
+    if any(type(after) is Partial and after != before for before, after in _changes(source, target)):
+        raise NotImplementedError(
+            f"cannot redistribute from {source.placements} to {target.placements}: nothing becomes Partial, as with "
+            "DTensor; wrap summands with RaggedDTensor.from_local"
+        )
     pending, current = done(local), source
     for following in path_between(source, target):
         pending = _step(pending.wait().detach(), current, following)
         current = following
     return pending
+
+
+def _changes(source: Sharding, target: Sharding) -> list[tuple[Placement, Placement]]:
+    return list(zip(source.placements, target.placements, strict=True))
 
 
 def path_between(source: Sharding, target: Sharding) -> list[Sharding]:
@@ -68,41 +76,31 @@ def path_between(source: Sharding, target: Sharding) -> list[Sharding]:
     for axis, goal in enumerate(target.placements):  # changes that are possible while the tensor is ragged
         if current.axis is None or axis == current.axis:
             continue
-        keeps_axis = target.axis == current.axis
-        if _acts_on_local(current, axis, goal) and (keeps_axis or type(goal) in (Shard, Replicate)):
-            if keeps_axis or type(current.placements[axis]) is Partial:
-                go(current.replace(axis, goal))
-        elif type(current.placements[axis]) is Partial and type(goal) is Shard:
+        pending = type(current.placements[axis]) is Partial and type(goal) is not Partial
+        if (pending or target.axis == current.axis) and _acts_on_local(current, axis, goal):
+            go(current.replace(axis, goal))
+        elif pending and type(goal) is Shard:
             go(current.replace(axis, Replicate()))
     if current == target:
         return path
     if current.axis is not None:
         goal = target.placements[current.axis]
-        others_fit = _others(current, current.axis) == _others(target, current.axis)
+        changes = enumerate(_changes(current, target))
+        others_fit = all(axis == current.axis or before == after for axis, (before, after) in changes)
         if others_fit and (isinstance(goal, RaggedShard) or _commutes(current, current.axis, goal)):
             go(target)
             return path
-        direct = not isinstance(goal, Shard) or (
-            type(goal) is Shard and _commutes(current, current.axis, goal)
-        )
+        direct = _commutes(current, current.axis, goal)
         go(current.replace(current.axis, goal if direct else Replicate()))
     if target.axis is None:
         go(target)
         return path
     placement = current.placements[target.axis]
     summed = type(placement) is Partial and placement.reduce_op in REDUCTIONS
-    keep = (
-        placement
-        if summed or (type(placement) is not Partial and _commutes(target, target.axis, placement))
-        else Replicate()
-    )
-    go(target.replace(target.axis, keep))
+    commutes = type(placement) is not Partial and _commutes(target, target.axis, placement)
+    go(target.replace(target.axis, placement if summed or commutes else Replicate()))
     go(target)
     return path
-
-
-def _others(sharding: Sharding, axis: int) -> Placements:
-    return sharding.placements[:axis] + sharding.placements[axis + 1 :]
 
 
 def _commutes(sharding: Sharding, axis: int, placement: Placement) -> bool:
@@ -129,11 +127,10 @@ def _acts_on_local(sharding: Sharding, axis: int, goal: Placement) -> bool:
 
 
 def _step(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
-    changed = [a for a, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)) if p != q]
-    to_partial = [a for a in changed if type(target.placements[a]) is Partial]
     if source.axis is None and target.axis is None:
-        return done(_by_torch(local, source, target, changed, to_partial))
-    (axis,) = changed
+        placements = list(source.placements), list(target.placements)
+        return done(_torch_redistribute(local, source.mesh, *placements, source.shape))
+    (axis,) = [axis for axis, (before, after) in enumerate(_changes(source, target)) if before != after]
     if axis in (source.axis, target.axis):
         return _ragged_step(local, source, target, axis)
     return done(_other_axis_step(local, source, target, axis))
@@ -149,8 +146,6 @@ def _ragged_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: 
     parts, wanted = axis_extents(base, before, num_ranks), axis_extents(base, after, num_ranks)
     group = source.mesh.get_group(axis)
     shape = wanted[rank].shape
-    if type(after) is Partial:
-        return done(_embed(local, base, parts[rank], after, num_ranks))
     if type(before) is Partial:
         pending = _scatter_sum(local, wanted, rank, group, before)
     elif type(before) is Replicate:
@@ -158,7 +153,7 @@ def _ragged_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: 
     elif type(after) is Replicate:
         pending = _gather(local, parts, rank, group)
     else:
-        pending = _all_to_all(local, base, parts, wanted, rank, group)
+        pending = all_to_all(local, base, parts, wanted, rank, group)
     return Pending(lambda: pending.wait().view(shape))
 
 
@@ -219,30 +214,7 @@ def _scatter_sum(
     return summed
 
 
-def _embed(
-    local: torch.Tensor, base: tuple[int, ...], extent: Extent, partial: Partial, ranks: int
-) -> torch.Tensor:
-    """Ragged or Shard -> Partial: this rank's elements in their place, zeros elsewhere; times N for an average."""
-    _check_partial_target(partial)
-    summand = local.new_zeros(base)
-    if partial.reduce_op == "avg" and not local.is_floating_point():
-        raise TypeError(f"{partial} of dtype {local.dtype} is not defined: it takes floating point numbers")
-    if extent.flat is not None:
-        summand.view(-1)[extent.flat[0] : extent.flat[1]] = local.reshape(-1)
-    else:
-        for box in extent.boxes:
-            summand[box.slices()] = local
-    return summand.mul_(ranks) if partial.reduce_op == "avg" else summand
-
-
-def _check_partial_target(partial: Partial) -> None:
-    if partial.reduce_op not in REDUCTIONS:
-        raise NotImplementedError(
-            f"cannot redistribute to {partial!r}: only to Partial('sum') and Partial('avg')"
-        )
-
-
-def _all_to_all(
+def all_to_all(
     local: torch.Tensor,
     base: tuple[int, ...],
     sources: tuple[Extent, ...],
@@ -329,66 +301,20 @@ def box_views(local: torch.Tensor, sharding: Sharding) -> list[tuple[Box, torch.
 
 def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> torch.Tensor:
     """A step on an axis other than the ragged one, on local tensors: their dim 0 stands for the flattened dims."""
-    ranks = source.axis_size(axis)
-    if ranks == 1:
+    if source.axis_size(axis) == 1:
         return local.clone()
     shift = len(source.ragged.dims) - 1
-    neutral = source.replace(axis, Replicate())
-    assert neutral.local_shape is not None
-    shape = neutral.local_shape
+    shape = source.replace(axis, Replicate()).local_shape
+    assert shape is not None
 
     def local_placement(p: Placement) -> Placement:
         return Shard(p.dim - shift) if type(p) is Shard else p
 
     before, after = (local_placement(sharding.placements[axis]) for sharding in (source, target))
-    if type(after) is Partial:
-        return _make_partial(local, tuple(shape), before, after, ranks, source.coordinate[axis])
     replicas: list[Placement] = [Replicate()] * len(source.placements)
     old, new = list(replicas), list(replicas)
     old[axis], new[axis] = before, after
     return _torch_redistribute(local, source.mesh, old, new, shape)
-
-
-def _by_torch(
-    local: torch.Tensor, source: Sharding, target: Sharding, changed: list[int], to_partial: list[int]
-) -> torch.Tensor:
-    """Between torch's own placements: torch does it, except to Partial, which it does not offer."""
-    if len(changed) == 1 and to_partial:  # Shard -> Partial alone: no need to gather first
-        (axis,) = changed
-        before = source.placements[axis]
-        if type(before) is Shard and _commutes(source, axis, before):
-            return _ragged_step(local, source, target, axis).wait()
-    between = list(target.placements)
-    for axis in to_partial:
-        between[axis] = source.placements[axis] if type(source.placements[axis]) is Partial else Replicate()
-    if tuple(between) != source.placements:
-        local = _torch_redistribute(local, source.mesh, list(source.placements), between, source.shape)
-    for axis in to_partial:
-        base = tuple(local.shape)
-        after, ranks = target.placements[axis], source.axis_size(axis)
-        local = _make_partial(local, base, between[axis], after, ranks, source.coordinate[axis])
-    return local
-
-
-def _make_partial(
-    local: torch.Tensor, base: tuple[int, ...], before: Placement, after: Placement, ranks: int, rank: int
-) -> torch.Tensor:
-    """Convert any of torch's placements to Partial on one axis, without communication."""
-    assert isinstance(after, Partial)
-    if type(before) is Partial:
-        if before.reduce_op == after.reduce_op:
-            return local.clone()
-        if {before.reduce_op, after.reduce_op} != {"sum", "avg"} or not local.is_floating_point():
-            raise NotImplementedError(
-                f"{before} -> {after} of dtype {local.dtype}: reduce to Replicate first"
-            )
-        return local * ranks if after.reduce_op == "avg" else local / ranks
-    _check_partial_target(after)
-    if type(before) is Shard:
-        return _embed(local, base, axis_extents(base, before, ranks)[rank], after, ranks)
-    if after.reduce_op == "avg" or rank == 0:
-        return local.clone()
-    return torch.zeros_like(local)
 
 
 def _torch_redistribute(

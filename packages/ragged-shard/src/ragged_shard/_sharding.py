@@ -60,20 +60,13 @@ class Sharding:
         self.shape = shape
         self.stride = contiguous_stride(shape)
         self.coordinate = tuple(coordinate)
-        cut_axes, partial, replicas, known = [], 0, 0, 0
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                cut_axes.append(axis)
-            partial += isinstance(placement, Partial)
-            replicas += isinstance(placement, Replicate)
-            known += type(placement) in geo.TORCHS or isinstance(placement, RaggedShard)
-        self.cut_axes = tuple(cut_axes)
-        self.partial = partial > 0
-        self.replicate = replicas == len(placements)
+        self.cut_axes = tuple([axis for axis, p in enumerate(placements) if isinstance(p, Shard)])
+        self.partial = any([isinstance(p, Partial) for p in placements])  # noqa: C419  # a list is faster
+        self.replicate = all([isinstance(p, Replicate) for p in placements])  # noqa: C419
         self.ordinary = self.axis is not None and not self.partial  # whether the fast paths of ops accept it
         self.region: geo.Region | None = None
         self.local_shape: torch.Size | None = None  # None: a placement of torch's that is not known here
-        if known == len(placements):
+        if all([type(p) in geo.TORCHS or isinstance(p, RaggedShard) for p in placements]):  # noqa: C419
             self.region = geo.region(placements, self.axis, mesh_shape, tuple(shape), self.coordinate)
             self.local_shape = torch.Size(self.region.local_shape)
         self._specs: dict[torch.dtype, Spec] = {}

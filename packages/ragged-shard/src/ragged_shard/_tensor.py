@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
 from ragged_shard import _redistribute
 from ragged_shard._autograd import FromLocal, Redistribute, ToLocal
 from ragged_shard._placement import carried
-from ragged_shard._ranks import same_on_all_ranks
 from ragged_shard._sharding import Sharding, check_stride, contiguous_stride, sharding_of
-from ragged_shard._torch_compat import BASE_CLASS, EqualToDTensor, Op, make_spec, new_wrapper
+from ragged_shard._torch_compat import BASE_CLASS, DISTRIBUTED, EqualToDTensor, Op, make_spec, new_wrapper
 from ragged_shard.device import CPU
+from ragged_shard.dist import same_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -49,7 +49,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     table of ops; any other op raises NotImplementedError, and none gathers data behind the user's back.
     """
 
-    __slots__ = ("_copy", "_like", "_refusal", "_scratch", "_sharding")
+    __slots__ = ("_apart", "_copy", "_like", "_refusal", "_scratch", "_sharding")
+    _apart: bool  # see `save_apart`; else not set
     _copy: "RaggedDTensor | None"  # see `load_into_copy`; else not set
     _like: Sharding  # of the tensor whose new_empty(()) this is; else not set
     _refusal: str  # why `to_local` without grad_placements raises; else "" or not set
@@ -110,15 +111,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
             TypeError: ``local`` is itself a distributed tensor.
         """
         sharding, problem = _examine(local, device_mesh, placements, shape, stride)
-        if check:
-            described = {
-                "placements": tuple(placements),
-                "shape": tuple(shape),
-                "dtype": getattr(local, "dtype", None),
-            }
-            same_on_all_ranks(described, device_mesh.get_all_groups(), error=problem, caller="from_local")
-        if problem is not None:
-            raise problem
+        agree(problem, "from_local", device_mesh if check else None, placements, shape, local)
         assert sharding is not None
         if local.requires_grad and torch.is_grad_enabled():
             wrapped: RaggedDTensor = FromLocal.apply(local, RaggedDTensor, sharding)
@@ -335,6 +328,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         sharding = self._sharding
         local = self._local_tensor.detach()
+        if getattr(self, "_apart", False):
+            local = local.clone()
         state = (
             local,
             sharding.mesh,
@@ -376,6 +371,10 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         from ragged_shard import _checkpoint
 
         return _checkpoint.tensor_shard(self.loaded, index)
+
+    def save_apart(self) -> None:
+        """Let pickles hold a copy of the local tensor: torch.save refuses memory that has tensors of two dtypes."""
+        self._apart = True
 
     def load_into_copy(self) -> None:
         """Make torch's checkpoints load into a copy, `loaded`, instead of this tensor. Its views do not inherit that.
@@ -433,6 +432,24 @@ def _rebuild(
     return tensor
 
 
+def agree(
+    problem: Exception | None,
+    caller: str,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    tensor: torch.Tensor,
+) -> None:
+    """Raise a problem with a new tensor: on this rank, or with a mesh on all of its ranks, which are compared then."""
+    if isinstance(mesh, DeviceMesh):
+        described = {
+            "placements": tuple(placements), "shape": tuple(shape), "dtype": getattr(tensor, "dtype", None),
+        }  # fmt: skip
+        same_on_all_ranks(described, mesh.get_all_groups(), error=problem, caller=caller)
+    if problem is not None:
+        raise problem
+
+
 def _examine(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -442,7 +459,7 @@ def _examine(
 ) -> tuple[Sharding | None, Exception | None]:
     """The sharding that from_local's arguments describe, or the error to raise."""
     try:
-        if isinstance(local, (DTensor, RaggedDTensor)):
+        if isinstance(local, DISTRIBUTED):
             raise TypeError(f"from_local takes this rank's plain tensor, got a {type(local).__name__}")
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"device_mesh: expected a DeviceMesh, got {type(mesh).__name__}")
@@ -464,7 +481,3 @@ def _examine(
     except (TypeError, ValueError, NotImplementedError) as error:
         return None, error
     return sharding, None
-
-
-#: The types of tensors that ranks hold together, for isinstance; on torch 2.11 a RaggedDTensor is no DTensor.
-DISTRIBUTED = (RaggedDTensor, DTensor)  # isinstance is fastest for the first

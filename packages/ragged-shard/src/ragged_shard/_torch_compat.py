@@ -65,10 +65,12 @@ class EqualToDTensor(type(torch.Tensor)):  # type: ignore[misc]
     __hash__ = type.__hash__
 
 
-# What torch imports when a DTensor first communicates (half a second): a process that forks ranks does it for them.
+# Imported by torch when a DTensor first communicates (half a second): a process that forks ranks does it for them.
 IMPORTED_LATE = ("torch._dynamo",)
 
 BASE_CLASS: Any = DTensor if SUBCLASSES_DTENSOR else TensorWrapper
+#: The types of tensors that ranks hold together, for isinstance; a RaggedDTensor is one of the two.
+DISTRIBUTED: tuple[type[DTensor], ...] = (DTensor, TensorWrapper)  # type: ignore[assignment]
 
 
 class RaggedSpec(DTensorSpec):
@@ -142,6 +144,16 @@ def reduce_scatter_from(
 def implicitly_replicated() -> bool:
     """Whether `torch.distributed.tensor.experimental.implicit_replication` is in effect."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """An op's arguments by name, with defaults filled in."""
+    return {
+        argument.name: args[position]
+        if position < len(args)
+        else kwargs.get(argument.name, argument.default_value)
+        for position, argument in enumerate(func._schema.arguments)
+    }
 
 
 def groups_by_name() -> dict[str, dist.ProcessGroup]:

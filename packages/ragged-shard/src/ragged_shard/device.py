@@ -98,6 +98,10 @@ class DeviceLayer:
         """Whether `event` has completed; None has. Does not block."""
         return True
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory of the CPU, to be read after an event; on the CPU the tensor itself."""
+        return tensor
+
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""
 
@@ -167,6 +171,11 @@ class StreamLayer(DeviceLayer):
         """Whether `event` has completed."""
         return event is None or bool(event.query())
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory of the CPU, queued on the current stream."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not is_cpu(tensor.device))
+        return host.copy_(tensor, non_blocking=True)
+
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
@@ -201,7 +210,7 @@ def device_layer(device: torch.device | str) -> DeviceLayer:
 def use_device_layer(layer: DeviceLayer) -> Iterator[None]:
     """Inside, `device_layer` gives this layer for its kind of device: a simulated device, say.
 
-    What was built outside keeps the layer that it has.
+    Objects that were built outside keep their layer.
     """
     replaced = {torch.device(layer.device.type), layer.device}
     before = {device: _layers.get(device) for device in replaced}

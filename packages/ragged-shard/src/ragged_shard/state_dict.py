@@ -6,23 +6,24 @@ For parameters that are distributed in any way. torch's `set_model_state_dict` a
 A check of all tensors comes before any of them is moved, so that all ranks raise together and none waits for another.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.utils._pytree import SequenceKey, tree_flatten_with_path, tree_map_with_path
 
 from ragged_shard import _redistribute
 from ragged_shard._distribute import scatter
 from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
-from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
+from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import TorchStridedShard
 from ragged_shard.device import CPU
-from ragged_shard.dist import raise_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, raise_on_all_ranks
 
 __all__ = [
     "full_optimizer_state_dict",
@@ -39,10 +40,10 @@ _REMEDY = (
 )
 
 
-def _of_torch() -> Any:
+def _sharded_state_dict(module: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> Any:
     from torch.distributed.checkpoint import state_dict  # takes as long to import as torch's DTensor
 
-    return state_dict
+    return state_dict.get_optimizer_state_dict(module, optimizers)
 
 
 def load_full_state_dict(
@@ -155,14 +156,17 @@ def load_full_optimizer_state_dict(
     state = {
         name: own for name, own in sharded["state"].items() if name in saved or params[name].requires_grad
     }
-    own = dict(_leaves(state))
+    own = _leaves(state)
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     leaves: dict[str, Any] = {}
     try:
         if here:
-            leaves = dict(_leaves(_entry(state_dict, "state")))
+            leaves = _leaves(_entry(state_dict, "state"))
             for name in _common_names(own, leaves, strict=True, remedy=_REMEDY):
-                _check_state(name, own[name], leaves[name])
+                if name in tensors:
+                    _check_given(name, own[name], leaves[name])
+                elif isinstance(leaves[name], torch.Tensor):
+                    raise TypeError(f"{name}: expected a {type(own[name]).__name__}, got a tensor")
             values = {name: value for name, value in leaves.items() if name not in tensors}
             answer = (values, _entry(state_dict, "param_groups"))
         if rank0_only:
@@ -192,7 +196,7 @@ def _states_and_params(
     module: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The optimizers' own state dict by parameter name, and their parameters by these names."""
-    sharded: Any = _of_torch().get_optimizer_state_dict(module, optimizers)
+    sharded = _sharded_state_dict(module, optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     pairs = zip(sharded["param_groups"], groups, strict=True)
     return sharded, {
@@ -252,8 +256,8 @@ def full_optimizer_state_dict(
     Raises:
         ValueError: state on the meta device; with ``rank0_only``, a mesh that does not begin at rank 0.
     """
-    sharded: Any = _of_torch().get_optimizer_state_dict(module, _listed(optimizers))
-    own = dict(_leaves(sharded["state"]))
+    sharded = _sharded_state_dict(module, _listed(optimizers))
+    own = _leaves(sharded["state"])
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     gathered = _gather("full_optimizer_state_dict", tensors, rank0_only, cpu_offload)
     if rank0_only and dist.get_rank() != 0:
@@ -297,33 +301,22 @@ def _common_names(
     return sorted(own.keys() & saved.keys())
 
 
-def _check_state(name: str, own: Any, saved: Any) -> None:
-    if isinstance(own, torch.Tensor) != isinstance(saved, torch.Tensor):
-        raise TypeError(f"{name}: expected a {type(own).__name__}, got a {type(saved).__name__}")
-    if isinstance(own, torch.Tensor):
-        _check_given(name, own, saved)
-
-
 def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested dicts, lists and tuples, with their keys and indices joined by dots."""
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if isinstance(value, (Mapping, list, tuple)):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Values of nested dicts, lists and tuples, by their keys and indices joined with dots."""
+    return {_joined(path): value for path, value in tree_flatten_with_path(tree)[0]}
 
 
-def _replaced(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A tree like `_leaves` takes, with other values, which are found by their joined keys."""
-    if isinstance(tree, Mapping):
-        return {key: _replaced(value, values, f"{prefix}{key}.") for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_replaced(value, values, f"{prefix}{index}.") for index, value in enumerate(tree))
-    return values[prefix.removesuffix(".")]
+def _replaced(tree: Any, values: Mapping[str, Any]) -> Any:
+    """A tree with other values, by the names that `_leaves` gives them."""
+    return tree_map_with_path(lambda path, _: values[_joined(path)], tree)
+
+
+def _joined(path: Iterable[Any]) -> str:
+    return ".".join(str(key.idx if isinstance(key, SequenceKey) else key.key) for key in path)
 
 
 # -- one tensor, distributed in any way -----------------------------------------------------------------------------
@@ -402,7 +395,9 @@ def _load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0:
         target._local_tensor.copy_(local)
     elif isinstance(target, DISTRIBUTED):
         assert full is not None
-        if from_rank0 and _has_unequal_shares(target):  # which torch cannot scatter
+        if from_rank0 and TorchStridedShard in map(
+            type, target.placements
+        ):  # torch scatters equal shares only
             full, from_rank0 = _broadcast(full.contiguous()), False
         placed = torch_distribute_tensor(
             full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None
@@ -413,16 +408,6 @@ def _load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0:
             full = _broadcast((target.detach().clone() if full is None else full).contiguous())
         assert full is not None
         target.detach().copy_(full)
-
-
-def _has_unequal_shares(target: Any) -> bool:
-    """Whether several mesh axes cut one dimension of a DTensor of torch's into shares of different sizes."""
-    cuts: dict[int, int] = {}
-    for axis, placement in enumerate(target.placements):
-        if isinstance(placement, (Shard, TorchStridedShard)):
-            cuts[placement.dim] = cuts.get(placement.dim, 1) * target.device_mesh.size(axis)
-    strided = [placement.dim for placement in target.placements if type(placement) is TorchStridedShard]
-    return any(target.shape[dim] % cuts[dim] for dim in strided)
 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_execution, check_flag, check_range, reject_unsupported
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import NarrowWriter
-from block_optim.core.runs import FlatSpace
 from block_optim.core.scratch import chunk_on
 from ragged_shard.device import CPU, is_cpu
 
@@ -118,17 +117,16 @@ class Moments:
         self._fused, self._write = fused, NarrowWriter()
 
     def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
-        """Make the states of parameters in one flat buffer for each device and dtype."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Param]] = defaultdict(list)
+        """Make the states of parameters."""
         for param in params:
-            kinds[param.device, torch.promote_types(param.dtype, torch.float32)].append(param)
-        for (device, dtype), chosen in kinds.items():
-            space = FlatSpace([p.local for p in chosen])
-            first, second = (space.views(space.zeros(dtype, device)) for _ in range(2))
-            # As torch has them: its fused kernel reads counts on the device.
-            steps = torch.zeros(len(chosen), dtype=torch.float32, device=device if self._fused else CPU)
-            for param, m, v, step in zip(chosen, first, second, steps.unbind(), strict=True):
-                state[param.tensor] = {"step": step, "exp_avg": param.wrap(m), "exp_avg_sq": param.wrap(v)}
+            wide = torch.promote_types(param.dtype, torch.float32)
+            # As torch has it: its fused kernel reads the count on the device.
+            step = torch.zeros((), dtype=torch.float32, device=param.device if self._fused else CPU)
+            state[param.tensor] = {
+                "step": step,
+                "exp_avg": param.zeros(wide),
+                "exp_avg_sq": param.zeros(wide),
+            }
 
     def update(self, active: StepGradients, state: dict[torch.Tensor, Any]) -> None:
         """One step of the parameters that have gradients."""

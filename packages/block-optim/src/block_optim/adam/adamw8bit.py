@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from block_optim.adam.adamw import Moments, check_adamw_options
 from block_optim.adam.q8.rule import QuantizedRule
-from block_optim.core.base import BlockOptimizer
-from block_optim.core.device import is_first_rank
+from block_optim.core.base import BlockOptimizer, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
 from block_optim.core.options import check_count, check_execution, reject_unsupported
@@ -108,7 +107,6 @@ class AdamW8bit(BlockOptimizer):
         self._earlier: dict[torch.Tensor, bool] = self.__dict__.get("_chosen", {})
         self._chosen: dict[torch.Tensor, bool] = {}
         self._rules: dict[int, QuantizeRule | bool] = {}
-        self._logged = False
 
     @override
     def check_options(self, group: Group) -> None:
@@ -127,8 +125,7 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
-        least, chosen = group["min_8bit_numel"], {}
-        rule = self._rules[id(group)]
+        least, rule = group["min_8bit_numel"], self._rules[id(group)]
         for param in params:
             param.check_dense()
             if param.tensor not in self._chosen:
@@ -139,18 +136,7 @@ class AdamW8bit(BlockOptimizer):
                     _log_unnamed()
             if self._chosen[param.tensor]:
                 _check_quantizable(param)
-                block = _fitting_block(param, group["block"])
-                if group["block"] == AUTO and block != auto_block(param.shape):
-                    chosen[param.name] = str(block)
-        self._log_blocks(chosen)
-
-    def _log_blocks(self, chosen: dict[str, str]) -> None:
-        """Log the blocks that "auto" chose, by name, on the first rank and once."""
-        if chosen and not self._logged and is_first_rank():
-            self._logged = True
-            kinds = {block: [n for n, b in chosen.items() if b == block] for block in chosen.values()}
-            text = (f"{b} ({len(names)} tensors, first: {names[0]})" for b, names in kinds.items())
-            _LOG.warning("AdamW8bit: blocks of 8-bit states that follow the mesh: %s", "; ".join(text))
+                _check_fits(param, group["block"])
 
     @override
     def check_blocks(self, params: list[Param]) -> None:
@@ -196,16 +182,14 @@ def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule 
     return param.numel() >= max(least, 1) and bool(rule(name, param))
 
 
-def _fitting_block(param: Param, chosen: Block | str) -> Elements | Tile:
+def _check_fits(param: Param, chosen: Block | str) -> None:
     try:
-        block = block_for(param, chosen)
-        scale_layout(param, block)
+        scale_layout(param, block_for(param, chosen))
     except ValueError as error:
         raise ValueError(
             f"{error}; choose a block that fits between the cuts, or keep its states in fp32 with quantize=False in "
             "its group"
         ) from None
-    return block
 
 
 def _check_quantizable(param: Param) -> None:

@@ -46,12 +46,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if type(local) in _PLAIN else _inside(local)
 
 
-def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`local_of` of each."""
-    result: list[torch.Tensor] = [t._local_tensor if isinstance(t, DISTRIBUTED) else t for t in tensors]
-    return [t if type(t) in _PLAIN else _inside(t) for t in result]
-
-
 def dtensor_around(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:

@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from block_optim.core import device as devices
 from block_optim.core.finite import agreed, cut_groups, non_finite, norm_is_finite
 from block_optim.core.gradients import Collector, StepGradients, unscaled
 from block_optim.core.stateful import Stateful
 
 _LOG = logging.getLogger("block_optim")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that reports for all: rank 0, or the only one."""
+    return not (dist.is_initialized() and dist.get_rank())
 
 
 class BlockOptimizer(Stateful):
@@ -96,7 +100,7 @@ class BlockOptimizer(Stateful):
 
         Communicates: the agreement on non-finite gradients (see the class), and the communication of `update`.
         """
-        if devices.is_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"a CUDA graph captures a step of {type(self).__name__}, which reads the device; step outside the graph"
             )

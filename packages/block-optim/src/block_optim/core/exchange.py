@@ -4,10 +4,10 @@ Where every rank holds all of it (`CopyExchange`), nothing goes to owners, and o
 
     rank 0 holds  A A . B        to_owners     rank 0 owns A:   [A from 1]
     rank 1 holds  A . B B       --------->     rank 1 owns B:   [B from 0]
-                                  back         what an owner holds itself does not travel
+                                  back         an owner's own elements do not travel
                                 <---------
-    parts[i]      what this rank holds of item i, ordered by owner: sent, and later received into
-    owned[i, r]   what rank r holds of item i, ordered by rank: received, and later sent from
+    parts[i]      this rank's elements of item i, ordered by owner: sent, and later received into
+    owned[i, r]   rank r's elements of item i, ordered by rank: received, and later sent from
 
 The buffers stay for the exchange's life.
 """
@@ -48,7 +48,7 @@ class TransferStream:
         return self._layer.new_stream()
 
     def start(self, transfer: Callable[[], dist.Work | None]) -> Wait:
-        """Start a transfer after what the current stream holds.
+        """Start a transfer after the work that the current stream holds.
 
         Returns:
             makes the current stream wait for the transfer, on CPU the caller.
@@ -87,7 +87,7 @@ class Exchange:
         scratch: Scratch,
         slot: str,
     ) -> None:
-        self._group = group
+        self._move = partial(dist.all_to_all_single, group=group, async_op=True)
         outgoing: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         incoming: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         for i, (owner, shares) in enumerate(zip(owners, lengths, strict=True)):
@@ -109,19 +109,11 @@ class Exchange:
 
     def to_owners(self, lane: TransferStream) -> Wait:
         """Start sending `parts` into the owners' `owned`; the result waits. One all_to_all_single."""
-        return lane.start(lambda: self._move(self._owned, self._parts, self._here, self._there))
+        return lane.start(partial(self._move, self._owned, self._parts, self._here, self._there))
 
     def back(self, lane: TransferStream) -> Wait:
         """Start sending `owned` back into `parts`; the result waits. One all_to_all_single of as many bytes."""
-        return lane.start(lambda: self._move(self._parts, self._owned, self._there, self._here))
-
-    def _move(
-        self, into: torch.Tensor, out_of: torch.Tensor, receive: list[int], send: list[int]
-    ) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(
-            into, out_of, receive, send, group=self._group, async_op=True
-        )
-        return work
+        return lane.start(partial(self._move, self._parts, self._owned, self._there, self._here))
 
 
 class CopyExchange:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from block_optim.core._torch_compat import foreach_copy_, foreach_div_, locals_of
+from block_optim.core._torch_compat import foreach_copy_, foreach_div_, local_of
 from block_optim.core.params import Param, same_objects
 
 
@@ -55,7 +55,7 @@ class Collector:
         """The parameters that have gradients."""
         tensors = [p.tensor for p in params]
         grads = [t.grad for t in tensors]
-        own = locals_of(tensors)
+        own = list(map(local_of, tensors))
         addresses = list(map(torch.Tensor.data_ptr, own))
         empty = [t for t, address in zip(own, addresses, strict=True) if not address]
         if addresses != self._addresses or not same_objects(empty, self._empty):

@@ -84,12 +84,6 @@ class Grid:
             result.append((offset // tile, -(-size // tile)))
         return tuple(a for a, _ in result), tuple(n for _, n in result)
 
-    def cut_points(self) -> str:
-        """Allowed cuts, for messages."""
-        if isinstance(self.block, Elements):
-            return f"every {self.block.count} elements"
-        return f"every {self.block.rows} rows"
-
 
 AUTO = "auto"
 COLUMNS = 256  # of a block of "auto"
@@ -274,10 +268,12 @@ def _slab_at(param: Param, grid: Grid, along: Sequence[int], where: tuple[int, .
     for rank, cut in enumerate(cuts):
         before.append(slab.scales_before(cut))
         if before[-1] is None:
+            block = grid.block
+            ends = f"{block.count} elements" if isinstance(block, Elements) else f"{block.rows} rows"
             what = f"element {cut}" if size == grid.shape else f"element {cut} of a slab of shape {size}"
             raise ValueError(
                 f"{param.name}: what rank {rank} holds begins at {what}, inside a block of "
-                f"{grid.block} (shape {grid.shape} may be cut {grid.cut_points()}). Shard with "
+                f"{grid.block} (shape {grid.shape} may be cut every {ends}). Shard with "
                 "fully_shard(..., block_policy=AdamW8bit.block_policy())"
             )
     lengths = tuple(after - b for b, after in itertools.pairwise(x for x in before if x is not None))

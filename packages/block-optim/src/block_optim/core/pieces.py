@@ -58,7 +58,7 @@ class Piece:
         return flat.as_strided((self.rows, self.width), (self.stride, 1), offset)
 
     def here(self, local: torch.Tensor) -> torch.Tensor:
-        """A view of its elements in what the rank holds, flattened; of the same shape as the other view."""
+        """A view of its elements in the rank's memory, flattened; of the same shape as the other view."""
         return local[self.local : self.local + self.numel].view(self.shape)
 
     def moved(self, by: int) -> "Piece":

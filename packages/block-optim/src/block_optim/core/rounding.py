@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import torch
 
-from block_optim.core.device import per_device
 from block_optim.core.options import check_flag
 from block_optim.core.params import Group, Param
+from block_optim.core.scratch import per_device
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 GOLDEN = 0x9E3779B9
@@ -115,8 +115,9 @@ def check_precision(group: Group, params: Sequence[Param]) -> None:
             )
         if not param.holding.in_runs or not param.local.is_contiguous():
             raise ValueError(
-                f"{param.name}: stochastic_rounding needs what a rank holds to be one contiguous run of the tensor, it "
-                f"has placements {param.placements} and stride {param.local.stride()}; round to nearest in its group"
+                f"{param.name}: stochastic_rounding needs the elements of a rank to be one contiguous run of the "
+                f"tensor, it has placements {param.placements} and stride {param.local.stride()}; round to "
+                "nearest in its group"
             )
 
 
@@ -127,7 +128,7 @@ class NarrowWriter:
         self._rounders: dict[torch.device, Rounder] = {}
 
     def __call__(self, param: Param, wide: torch.Tensor, weight: torch.Tensor, first: int, step: int) -> None:
-        """Round ``wide`` (1-D, lost) into ``weight``: elements from ``first`` on of what this rank holds."""
+        """Round ``wide`` (1-D, lost) into ``weight``: this rank's elements from ``first`` on."""
         if not param.group.get("stochastic_rounding") or param.dtype != torch.bfloat16:
             weight.copy_(wide)
             return

@@ -1,11 +1,8 @@
 """Flat runs: neighbouring tensors of one storage are one tensor to an elementwise kernel.
 
-    storage     | a a a a a . b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': memory between them
-    run         |<--------------------------------------->|        one call updates it all
-    states      | a a a a a . b b b . . . c c c c c c c c |        allocated in the same order, so they are runs, too
-
-The memory between neighbours is a gap (a DBuffer aligns its tensors to 16 bytes, so it leaves a few elements): states
-have it, too, so that neighbours stay neighbours. Farther apart than `MAX_GAP` elements, tensors are not neighbours.
+storage     | a a a a a b b b . . . c c c c c c c c |        a, b, c: local tensors; '.': memory between them
+runs        |<------------->|     |<------------->|        one call updates each
+states      | a a a a a b b b . . . c c c c c c c c |        allocated in the same order, so they are runs, too
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,7 +11,6 @@ from typing import Any
 
 import torch
 
-MAX_GAP = 64
 _ALIGN = 16  # elements between the runs of a flat space: 64 bytes of fp32
 
 
@@ -43,15 +39,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def find_runs(
-    tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None = None, *, max_gap: int = MAX_GAP
-) -> list[Run]:
+def find_runs(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None = None) -> list[Run]:
     """The runs that some tensors make, in the order of their first member; empty tensors are in none.
 
     Args:
         tensors: plain, dense; any storages, dtypes and devices (tensors of one run agree in all three).
         keys: tensors of different keys are not in one run.
-        max_gap: elements that may be between neighbours.
     """
 
     def place(i: int) -> tuple[str, int, int, int]:
@@ -64,7 +57,7 @@ def find_runs(
     for i in order:
         tensor = tensors[i]
         where = (tensor.dtype, tensor.untyped_storage().data_ptr(), keys[i] if keys else None)
-        if groups and where == previous and 0 <= offset_of(tensor) - end <= max_gap:
+        if groups and where == previous and offset_of(tensor) == end:
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -75,7 +68,7 @@ def find_runs(
 
 
 class FlatSpace:
-    """A flat address space for the states of some local tensors: neighbours stay neighbours, gaps included.
+    """A flat address space for the states of some local tensors: neighbours stay neighbours.
 
     Attributes:
         offsets: where each tensor begins.
@@ -106,9 +99,7 @@ class FlatSpace:
         ]
 
 
-def joint_runs(
-    lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable], *, max_gap: int = MAX_GAP
-) -> list[Run]:
+def joint_runs(lists: Sequence[Sequence[torch.Tensor]], keys: Sequence[Hashable]) -> list[Run]:
     """The runs of the first list's tensors in which all lists are runs, with members at the same distances.
 
     So that one kernel may walk over parameters, gradients and states together.
@@ -125,4 +116,4 @@ def joint_runs(
             ),
         )
 
-    return find_runs(first, [key(i) for i in range(len(first))], max_gap=max_gap)
+    return find_runs(first, [key(i) for i in range(len(first))])

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from block_optim.core.device import per_device
+from ragged_shard.device import is_cpu
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ class Scratch:
         for (name, dtype), buffer in other._buffers.items():
             self.take(name, (buffer.numel(),), dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+def per_device(device: torch.device, *, cpu: int, accelerator: int) -> int:
+    """A size that depends on whether work is done in cache or by many multiprocessors."""
+    return cpu if is_cpu(device) else accelerator
 
 
 def chunk_on(device: torch.device) -> int:

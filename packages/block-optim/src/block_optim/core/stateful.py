@@ -10,7 +10,6 @@ Nothing here communicates.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -174,8 +173,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         """Make the states of parameters; values that the user put into their place are copied into them."""
         assigned = {p.tensor: self.state.pop(p.tensor) for p in params if self.state.get(p.tensor)}
         try:
-            for group, members in _by_group(params):
-                self._algorithm_of(group).make_states(group, members)
+            for group in self.param_groups:
+                if members := [p for p in params if p.group is group]:
+                    self._algorithm_of(group).make_states(group, members)
             for p in params:
                 if p.tensor in assigned:
                     own = self.state[p.tensor]
@@ -328,14 +328,6 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 def _trains(tensor: torch.Tensor) -> bool:
     """Whether a parameter is to be updated: it requires gradients, or was given one."""
     return tensor.requires_grad or tensor.grad is not None
-
-
-def _by_group(params: Iterable[Param]) -> list[tuple[Group, list[Param]]]:
-    """Parameters of one group together."""
-    result: dict[int, list[Param]] = defaultdict(list)
-    for param in params:
-        result[id(param.group)].append(param)
-    return [(members[0].group, members) for members in result.values()]
 
 
 # ---------------------------------------------------------------- values of states

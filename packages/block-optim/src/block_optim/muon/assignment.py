@@ -1,15 +1,14 @@
-"""Assigns each of the model's matrices to a rank and a bucket. Frozen; printable.
+"""Assigns each of the model's matrices to a rank and a bucket. Frozen.
 
 A rank's matrices, equal shapes side by side, are cut into runs of about ``bucket_bytes``; bucket k is the
 k-th run of every rank. So a bucket gives each rank about the same work, and equal shapes are computed as one batch.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from block_optim.core.assign import Job, assign, digest, loads, lower_bound
+from block_optim.core.assign import Job, assign, digest, loads
 from block_optim.core.scratch import packed
 from block_optim.muon.matrices import Matrix
 
@@ -57,11 +56,6 @@ class AssignedMatrix:
         """Bytes that all ranks together send for it in a step. Of copies, only updates travel, to each other rank."""
         return SENT_BYTES * (2 * self.moved + max(self.copies - 1, 0) * self.matrix.numel)
 
-    @property
-    def owner_share(self) -> float:
-        """The share of it that its owner holds."""
-        return 1.0 if self.copies else dict(self.holders).get(self.owner, 0) / self.matrix.numel
-
 
 @dataclass(frozen=True)
 class DomainAssignment:
@@ -83,11 +77,6 @@ class DomainAssignment:
         return max(self.loads) * self.num_ranks / total if total else 1.0
 
     @property
-    def bound(self) -> int:
-        """Lower bound on the largest load of any assignment, in FLOPs."""
-        return lower_bound(self._jobs(), self.num_ranks)
-
-    @property
     def bytes_moved(self) -> int:
         """Bytes that all ranks together send in a step, to the owners and back."""
         return sum(m.bytes_sent for m in self.matrices)
@@ -100,41 +89,12 @@ class DomainAssignment:
     def _jobs(self) -> list[Job]:
         return [Job(m.flops, m.nbytes, m.holders) for m in self.matrices]
 
-    def describe(self, most: int = 40) -> str:
-        """A table of ranks and one of matrices, of at most this many lines each."""
-        lines = [
-            f"{len(self.matrices)} matrices, {self.num_ranks} rank{'s' * (self.num_ranks != 1)}, {self.num_buckets} "
-            f"bucket{'s' * (self.num_buckets != 1)}: {_si(sum(self.loads))}FLOP a step, imbalance "
-            f"{self.imbalance:.3f}, {_si(self.bytes_moved)}B moved a step"
-        ]
-        lines.append(f"  {'rank':>6}{'matrices':>10}{'FLOP':>10}{'owned B':>10}{'received B':>12}")
-        for rank, load in enumerate(self.loads[:most]):
-            own = [m for m in self.matrices if m.owner == rank]
-            owned, received = sum(m.nbytes for m in own), SENT_BYTES * sum(m.moved for m in own)
-            received += sum(m.nbytes for m in self.matrices if m.copies and m.owner != rank)
-            lines.append(f"  {rank:>6}{len(own):>10}{_si(load):>10}{_si(owned):>10}{_si(received):>12}")
-        lines += _more(self.num_ranks - most, "ranks")
-        width = max((len(m.name) for m in self.matrices[:most]), default=4)
-        lines.append(
-            f"  {'matrix':{width}}  {'shape':>13}{'bucket':>8}{'owner':>7}{'holds':>7}{'FLOP':>10}{'moved B':>10}"
-        )
-        for m in self.matrices[:most]:
-            shape = f"{m.matrix.rows}x{m.matrix.columns}"
-            lines.append(
-                f"  {m.name:{width}}  {shape:>13}{m.bucket:>8}{m.owner:>7}{m.owner_share:>7.0%}{_si(m.flops):>10}"
-                f"{_si(m.bytes_sent):>10}"
-            )
-        return "\n".join(lines + _more(len(self.matrices) - most, "matrices"))
-
 
 @dataclass(frozen=True)
 class Assignment:
-    """The owner of each matrix, one `DomainAssignment` for each process group. ``print`` it."""
+    """The owner of each matrix, one `DomainAssignment` for each process group."""
 
     domains: tuple[DomainAssignment, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(["Muon assignment", *(domain.describe() for domain in self.domains)])
 
 
 def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_bytes: int) -> DomainAssignment:
@@ -168,12 +128,3 @@ def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_byt
         for m, owner, bucket in zip(matrices, owners, buckets, strict=True)
     )
     return DomainAssignment(num_ranks, tuple(result), first)
-
-
-def _more(count: int, what: str) -> list[str]:
-    return [f"  ... and {count} more {what}"] if count > 0 else []
-
-
-def _si(number: float) -> str:
-    power = min(int(math.log10(number)) // 3, 5) if number >= 1000 else 0
-    return f"{number / 1000**power:.{0 if power == 0 else 2}f} {['', 'k', 'M', 'G', 'T', 'P'][power]}"

@@ -130,11 +130,6 @@ class MuonEngine:
         for local in self._locals:
             local.bind()
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of buffers and scratch held on this rank."""
-        return sum(scratch.nbytes for scratch in self._scratch.values())
-
     def step(self, gradients: StepGradients) -> None:
         """One update of the parameters that have gradients on some rank."""
         local_grads = {self._index[id(param.tensor)]: grad for param, grad in gradients}

@@ -74,7 +74,7 @@ def _row_state(param: Param) -> torch.Tensor:
     """A zero fp32 state with one number for each row of a parameter's matrices, placed like the parameter.
 
     Raises:
-        ValueError: what a rank holds ends inside a row.
+        ValueError: the elements of a rank end inside a row.
     """
     matrices = matrices_in(param)
     columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)

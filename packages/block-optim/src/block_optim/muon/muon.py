@@ -149,7 +149,9 @@ class Muon(BlockOptimizer):
     @override
     def check_group(self, group: Group, params: list[Param]) -> None:
         for param in params:
-            check_matrices(param)
+            matrices_in(param)
+            _ = param.holding
+            param.check_row_major()
 
     @override
     def init_states(self, group: Group, params: list[Param]) -> None:
@@ -160,7 +162,7 @@ class Muon(BlockOptimizer):
 
     @property
     def assignment(self) -> Assignment:
-        """The owner of each matrix; ``print`` it."""
+        """The owner and bucket of each matrix."""
         return self._build().assignment
 
     @override
@@ -170,10 +172,3 @@ class Muon(BlockOptimizer):
     def orthogonalize_(self, matrix: torch.Tensor, group: Group, scratch: Scratch) -> None:
         """Replace a bf16 matrix (rows, columns) by its polar factor, by the options of its group."""
         orthogonalize_(matrix, steps_of(group["ns_coefficients"], group["ns_steps"]), group["eps"], scratch)
-
-
-def check_matrices(param: Param) -> None:
-    """Raise ValueError unless a parameter is matrices, with placements and memory that Muon supports."""
-    matrices_in(param)
-    _ = param.holding
-    param.check_row_major()

@@ -59,13 +59,13 @@ class Mixed(BlockOptimizer):
     """An optimizer whose param groups name their algorithm.
 
     Args:
-        params: groups, each with a key ``algorithm`` and any options of that algorithm; what a group leaves out has
-            that algorithm's default. An algorithm is "muon", "adamw", "adamw8bit", "shampoo", "soap", or any subclass
-            of `BlockOptimizer`, which the group and state dicts then name by its class name. Options of a whole
+        params: groups, each with a key ``algorithm`` and any options of that algorithm; the others have its defaults.
+            An algorithm is "muon", "adamw", "adamw8bit", "shampoo", "soap", or any subclass of `BlockOptimizer`,
+            which the group and state dicts then name by its class name. Options of a whole
             algorithm (``fused`` of AdamW) are taken from its first group.
         lr: learning rate of groups without one.
 
-    `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates what they do.
+    `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates as they do.
 
     Raises:
         ValueError: a group without a known algorithm, or an option that its algorithm refuses.
@@ -74,7 +74,9 @@ class Mixed(BlockOptimizer):
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3) -> None:
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
-        self._kept: dict[str, dict[str, Any]] = {}  # what a copy has for algorithms until they are made
+        self._kept: dict[
+            str, dict[str, Any]
+        ] = {}  # attributes that a copy has for algorithms until they are made
         self._algorithms: dict[str, BlockOptimizer]
         super().__init__(params, {"lr": lr, "algorithm": None})
 

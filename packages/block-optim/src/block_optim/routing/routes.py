@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from block_optim.core.device import is_first_rank
+from block_optim.core.base import is_first_rank
 from block_optim.routing.mixed import ALGORITHMS, Kind, Mixed, check_known, kind_of, name_of
 
 Override = str | Kind | Mapping[str, Any]  # an algorithm, or its options
@@ -97,14 +97,7 @@ def mixed_optimizer_for(
     params: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
     if others != "adamw":
-        common = (
-            "lr",
-            "betas",
-            "eps",
-            "weight_decay",
-            "maximize",
-            "stochastic_rounding",
-        )
+        common = ("lr", "betas", "eps", "weight_decay", "maximize", "stochastic_rounding")
         shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     groups: dict[Any, dict[str, Any]] = {}
     for route in routes:

@@ -21,19 +21,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from block_optim.core import device as devices
-from block_optim.core.base import BlockOptimizer
+from block_optim.core.base import BlockOptimizer, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_betas, check_count, check_range
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import NarrowWriter, is_narrow
-from block_optim.shampoo.batches import Batch
+from block_optim.shampoo.batches import Batch, store_square
 from block_optim.shampoo.grid import block_of, grid_of
 from block_optim.shampoo.plan import OwnedBlock, Plan, TensorPlan
 from block_optim.shampoo.roots import RootCounts
 from block_optim.shampoo.strips import StripExchange
 from layout_planner import Block
-from ragged_shard.device import is_cpu
 
 _LOG = logging.getLogger("block_optim")
 
@@ -87,7 +85,6 @@ class Preconditioned(BlockOptimizer):
         self._bound = False  # whether blocks have views of the states' memory
         self._logged = 0
         self.root_counts = RootCounts()
-        self.clamped_gradients = 0  # on CPU; clamps on a device are not counted
 
     # ---------------------------------------------------------------- options and states
 
@@ -112,7 +109,8 @@ class Preconditioned(BlockOptimizer):
         for tensor in self._plan.add(params, self.members):
             state = self.state[tensor.param.tensor] = self._make_state(tensor)
             tensor.bind(state)
-            self._fresh(tensor)
+            for block in tensor.blocks:
+                _set_identities(block)
         self._links = None
         self._log_cost()
 
@@ -134,9 +132,6 @@ class Preconditioned(BlockOptimizer):
         """States of one tensor, zero."""
         raise NotImplementedError
 
-    def _fresh(self, tensor: TensorPlan) -> None:
-        """Set initial states that are not zero."""
-
     # ---------------------------------------------------------------- cost
 
     @classmethod
@@ -155,7 +150,7 @@ class Preconditioned(BlockOptimizer):
         if cost <= self._logged:
             return
         self._logged = cost
-        if not devices.is_first_rank():
+        if not is_first_rank():
             return
         moving = [t for t in self._plan.tensors.values() if t.moves and not t.holding.copies]
         names = ", ".join(t.param.name for t in moving[:3]) + (", ..." if len(moving) > 3 else "")
@@ -239,24 +234,10 @@ class Preconditioned(BlockOptimizer):
                     tensor, int(counter), grad, update, _local_zeros(tensor) if tensor.moves else update
                 )
             )
-        self._limit(works)
-        return works
-
-    def _limit(self, works: Sequence[TensorStep]) -> None:
-        """Clamp gradients whose squares would overflow; on CPU, log and count how many."""
-        some = [w for w in works if w.grad.numel() and w.grad.dtype == torch.float32]
-        if not some:
-            return
-        if not is_cpu(some[0].grad.device):
-            for work in some:  # into the memory of the update, which is written later, block by block
+        for work in works:  # into the memory of the update, which is written later, block by block
+            if work.grad.dtype == torch.float32:
                 work.grad = torch.clamp(work.grad, -LARGEST, LARGEST, out=work.update)
-            return
-        peaks = torch.stack([torch.linalg.vector_norm(w.grad, torch.inf) for w in some]).tolist()
-        for work, peak in zip(some, peaks, strict=True):
-            if peak > LARGEST:
-                work.grad = work.grad.clamp(-LARGEST, LARGEST)
-                self.clamped_gradients += 1
-                _LOG.warning("%s: a gradient of %.1e was cut to %.0e", work.tensor.param.name, peak, LARGEST)
+        return works
 
     def _count(self, counts: RootCounts, kept: Iterable[OwnedBlock]) -> None:
         """Add to the counts of roots, and log failures."""
@@ -271,6 +252,16 @@ class Preconditioned(BlockOptimizer):
                 counts.computed,
                 ", ".join(names[:5]),
             )
+
+
+def _set_identities(block: OwnedBlock) -> None:
+    """Begin roots and bases with the identity, which is used until there is one, and kept if the first one fails."""
+    for name, view in block.views.items():
+        kind, _, side = name.partition("_")
+        if kind in ("root", "basis") and block.diagonal(side):
+            view.fill_(1)
+        elif kind in ("root", "basis"):
+            store_square([view], torch.eye(block.dim(side), dtype=view.dtype, device=view.device)[None])
 
 
 def _zeros(tensor: TensorPlan, numel: int) -> Tensor:

@@ -14,7 +14,8 @@ of (L + r)^-1/2 (Q'AQ + r) (L + r)^-1/2 - I. A result does not depend on the oth
 """
 
 import math
-from dataclasses import dataclass, field
+import operator
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,11 +37,7 @@ class RootCounts:
     zero: int = 0
 
     def __iadd__(self, other: "RootCounts") -> "RootCounts":
-        self.computed += other.computed
-        self.fell_back += other.fell_back
-        self.kept += other.kept
-        self.zero += other.zero
-        return self
+        return RootCounts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass

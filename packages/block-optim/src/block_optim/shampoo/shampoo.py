@@ -128,15 +128,6 @@ class Shampoo(Preconditioned):
             tensor.add_blocks(state, side_states(tensor, "factor") | side_states(tensor, "root"), compute)
         return state
 
-    def _fresh(self, tensor: TensorPlan) -> None:
-        for block in tensor.blocks:
-            for side in SIDES:  # the root that is used until there is one, and kept if the first one fails
-                dim, view = block.dim(side), block.views[f"root_{side}"]
-                if block.diagonal(side):
-                    view.fill_(1)
-                else:
-                    store_square([view], torch.eye(dim, dtype=view.dtype, device=view.device)[None])
-
     # ---------------------------------------------------------------- the step
 
     @override

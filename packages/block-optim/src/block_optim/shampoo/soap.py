@@ -30,7 +30,7 @@ from block_optim.core.options import check_mesh, check_range
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step
-from block_optim.shampoo.batches import Batch, batches, store_square
+from block_optim.shampoo.batches import Batch, batches
 from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
 from block_optim.shampoo.rule import apply_side, is_due, outer, side_states, take
@@ -100,14 +100,6 @@ class SOAP(Preconditioned):
             for kind in ("factor", "basis"):
                 tensor.add_blocks(state, side_states(tensor, kind, diagonal=False), tensor.compute)
         return state
-
-    def _fresh(self, tensor: TensorPlan) -> None:
-        for block in tensor.blocks:
-            for side in SIDES:
-                view = block.views.get(f"basis_{side}")
-                if view is not None:
-                    eye = torch.eye(block.dim(side), dtype=view.dtype, device=view.device)
-                    store_square([view], eye[None])
 
     # ---------------------------------------------------------------- the step
 

@@ -167,8 +167,8 @@ class StripExchange:
         """Bring gradients to their owners: one all_to_all_single; of copies, nothing is sent.
 
         Args:
-            local: what this rank holds of each tensor that takes part, flat.
-            owned: what this rank owns of the same tensors, flat; filled.
+            local: this rank's elements of each tensor that takes part, flat.
+            owned: the elements of the same tensors that this rank owns, flat; filled.
         """
         for local_part, owned_part in self._kept(local, owned):
             owned_part.copy_(local_part)
@@ -198,7 +198,7 @@ class StripExchange:
                 yield piece.here(local[number]), self._in_owned(number, piece, own)
 
     def _sent(self, local: Mapping[int, Tensor]) -> Pairs:
-        """The elements that others own: in what this rank holds, and in the exchange."""
+        """The elements that others own: in this rank's memory, and in the exchange."""
         for i, part in self._exchange.parts.items():
             number, index = self._strips[i]
             if number in local:

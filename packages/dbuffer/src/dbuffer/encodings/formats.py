@@ -2,7 +2,7 @@
 
     values  fp32, bf16, fp16   --quantize-->   codes uint8, scales fp32   --dequantize-->   value = code * scale
 
-Codes of a row lie together, `code_bytes(columns)` of them; scales are row-major over tiles. Both depend on the tensor
+Codes of a row are contiguous, `code_bytes(columns)` of them; scales are row-major over tiles. Both depend on the tensor
 alone, not on how its rows are divided into runs of whole bands.
 
 A tile's scale is the reciprocal of TransformerEngine's `compute_scale_from_amax`, in fp32: top / amax, 1 for amax 0,
@@ -56,11 +56,6 @@ class BlockFormat:
         raise NotImplementedError
 
     @property
-    def piece(self) -> tuple[int, int]:
-        """Rows and columns of a tile that a program of a kernel takes at once. They divide the tile."""
-        return self.tile
-
-    @property
     def pow2(self) -> bool:
         """Whether scales are powers of two."""
         return False
@@ -69,6 +64,11 @@ class BlockFormat:
     def needs_noise(self) -> bool:
         """Whether `quantize` takes random bits. By default codes are rounded to nearest."""
         return False
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a tile that a program of a kernel takes at once. They divide the tile."""
+        return self.tile
 
     def levels(self, device: torch.device) -> torch.Tensor | None:
         """The table of numbers that codes stand for, if they are looked up."""
@@ -492,17 +492,17 @@ def _check(fmt: BlockFormat, runs: Runs, **buffers: torch.Tensor) -> None:
 
 def _check_run(fmt: BlockFormat, run: RowRun, sizes: dict[str, int]) -> None:
     grid, rows = run.grid, run.stop - run.start
-    what = f"rows [{run.start}, {run.stop}) of a tensor of shape {grid.shape}"
+    which = f"rows [{run.start}, {run.stop}) of a tensor of shape {grid.shape}"
     if not 0 <= run.start <= run.stop <= grid.rows:
-        raise ValueError(f"{what}: it has the rows [0, {grid.rows})")
+        raise ValueError(f"{which}: it has the rows [0, {grid.rows})")
     if grid.tile != fmt.tile:
-        raise ValueError(f"{what}: its tiles are {grid.tile}, {fmt} has tiles {fmt.tile}; use its `grid`")
+        raise ValueError(f"{which}: its tiles are {grid.tile}, {fmt} has tiles {fmt.tile}; use its `grid`")
     if not grid.is_whole(run.start, run.stop):
-        raise ValueError(f"{what} cut tiles of {grid.tile}; pass whole bands")
+        raise ValueError(f"{which} cut tiles of {grid.tile}; pass whole bands")
     used = {"codes": rows * fmt.code_bytes(grid.columns), "values": run.numel, "scales": run.num_scales}
     for name, size in sizes.items():
         start: int = getattr(run, name)
         if start < 0 or start + used[name] > size:
             raise ValueError(
-                f"{name}: {what} lie at [{start}, {start + used[name]}), the buffer has {size} elements"
+                f"{name}: {which} are at [{start}, {start + used[name]}), the buffer has {size} elements"
             )

@@ -191,7 +191,7 @@ def sum_tiles(
     ONE_ROW: tl.constexpr, VECTOR: tl.constexpr, TYPE: tl.constexpr, CODE: tl.constexpr, RANKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums over the ranks, whose codes lie `code_stride` apart; of one rank, its values.
+    """Write the sums over the ranks, whose codes are `code_stride` apart; for one rank, its values.
 
     Of NF4 there is one rank, in blocks of SIZE.
     """

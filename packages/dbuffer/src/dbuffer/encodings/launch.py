@@ -1,6 +1,7 @@
 """Launches of the Triton kernels: one for all runs, or two if some runs are not aligned for vectors."""
 
-from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,15 +27,10 @@ def _span(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Table:
-    """Pieces of runs on a device: the kernels' rows, and each program's."""
-
-    rows: torch.Tensor
-    piece_of: torch.Tensor
-    constants: dict[str, Any]
+Table = tuple[torch.Tensor, torch.Tensor, bool]  # rows of pieces, each program's row, whether all are aligned
 
 
+@cache
 def constants_of(fmt: BlockFormat) -> dict[str, Any]:
     """Compile-time constants of the kernels for a format, and warps a program."""
     height, width = fmt.piece
@@ -57,14 +53,11 @@ def _tables(fmt: BlockFormat, runs: Runs, device: torch.device) -> list[Table]:
     """Tables of all pieces, by whether they are aligned for vectors; kept by a `RunList`."""
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
-        constants = constants_of(fmt)
         by_access: dict[bool, list[list[int]]] = {}
         for run in runs:
             for row in _pieces(fmt, run):
                 by_access.setdefault(_is_aligned(fmt, row), []).append(row)
-        kept[device] = [
-            _table(rows, {**constants, "VECTOR": vector}, device) for vector, rows in by_access.items()
-        ]
+        kept[device] = [(*_table(fmt, rows, device), vector) for vector, rows in by_access.items()]
     return list(kept[device])
 
 
@@ -95,25 +88,28 @@ def _is_aligned(fmt: BlockFormat, row: list[int]) -> bool:
     )
 
 
-def _table(pieces: list[list[int]], constants: dict[str, Any], device: torch.device) -> Table:
-    rows, piece_of, program = [], [], 0
-    for i, row in enumerate(pieces):
-        bands, across = row[4], row[6]
-        if constants["ONE_ROW"]:
-            bands = -(-bands // constants["SPAN_ROWS"])
-        rows.append([*row[:6], program, row[7]])
-        piece_of.append(torch.full((bands * across,), i, dtype=torch.int32))
-        program += bands * across
-    return Table(torch.tensor(rows, dtype=torch.int64).to(device), torch.cat(piece_of).to(device), constants)
+def _table(
+    fmt: BlockFormat, pieces: list[list[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    at_once = constants_of(fmt)["SPAN_ROWS"] if constants_of(fmt)["ONE_ROW"] else 1
+    counts = [-(-row[4] // at_once) * row[6] for row in pieces]
+    rows = [
+        [*row[:6], first, row[7]] for row, first in zip(pieces, accumulate(counts, initial=0), strict=False)
+    ]
+    piece_of = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    return torch.tensor(rows, dtype=torch.int64).to(device), piece_of.to(device)
 
 
-def _launch(name: str, table: Table, *arguments: Any, **constants: Any) -> None:
+def _launch(name: str, fmt: BlockFormat, table: Table, *arguments: Any, **constants: Any) -> None:
     from . import kernels
 
-    vector = table.constants["VECTOR"] and constants.pop("VECTOR", True)
+    rows, piece_of, aligned = table
+    vector = constants.pop("VECTOR", True) and aligned
     vector = vector and not any(a.data_ptr() % 16 for a in arguments if isinstance(a, torch.Tensor))
-    fixed = {**table.constants, **constants, "VECTOR": vector}
-    getattr(kernels, name)[(table.piece_of.numel(),)](*arguments, **fixed, enable_fp_fusion=False)
+    fixed = {**constants_of(fmt), **constants, "VECTOR": vector}
+    getattr(kernels, name)[(piece_of.numel(),)](
+        *arguments, table=rows, piece_of=piece_of, **fixed, enable_fp_fusion=False
+    )
 
 
 def _as_int16(values: torch.Tensor) -> torch.Tensor:
@@ -133,8 +129,8 @@ def quantize(
     first, second = (0, 0) if noise is None else map(signed, noise.keys())
     for table in _tables(fmt, runs, values.device):
         _launch(
-            "quantize_tiles", table,
-            _as_int16(values), codes, scales, table.rows, table.piece_of, first, second,
+            "quantize_tiles", fmt, table,
+            _as_int16(values), codes, scales, first=first, second=second,
             TYPE=_TYPES[values.dtype], TOP=fmt.top, POW2=fmt.pow2, RANDOM=noise is not None,
         )  # fmt: skip
 
@@ -145,8 +141,8 @@ def read(fmt: BlockFormat, runs: Runs, codes: torch.Tensor, scales: torch.Tensor
     levels = fmt.levels(out.device)
     for table in _tables(fmt, runs, out.device):
         _launch(
-            "sum_tiles", table,
-            codes, scales, _as_int16(out), scales if levels is None else levels, table.rows, table.piece_of,
-            stride, scales.shape[1],
+            "sum_tiles", fmt, table,
+            codes, scales, _as_int16(out), scales if levels is None else levels,
+            code_stride=stride, scale_stride=scales.shape[1],
             TYPE=_TYPES[out.dtype], RANKS=ranks, SIZE=fmt.size, VECTOR=ranks == 1 or stride % 16 == 0,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,35 +32,20 @@ from ..memory.recycler import Scratch
 from ..transport import Transport, Work
 from .formats import VALUES, BlockFormat
 from .noise import Noise
-from .rows import CodeRows
+from .rows import CodeRows, aligned
 
 _SUMMED = (torch.float32, torch.bfloat16)
 
 
-class Reducer:
-    """A reduction form applied to one buffer, whose bytes are at a place in each row: (offset, bytes of a row)."""
-
-    def encode(self, rows: torch.Tensor, noise: Noise) -> None:
-        """Write the rows.
-
-        Args:
-            rows: uint8, of shape (ranks, bytes), contiguous, each on a 16-byte boundary; row r goes to rank r.
-            noise: for stochastic rounding; different in each reduction and on each rank.
-        """
-        raise NotImplementedError
-
-    def sum_rows(self, rows: torch.Tensor, sums: Flats) -> None:
-        """Sum the received rows in rank order; the padding is undefined.
-
-        Args:
-            rows: as for `encode`, row r from rank r.
-            sums: fp32, 1-D, `shard_size` elements, one a segment; overwritten.
-        """
-        raise NotImplementedError
-
-
 class InRows:
-    """Base of the reduction forms: each rank sends one row to each other rank, by one all-to-all."""
+    """Base of the reduction forms: each rank sends one row to each other rank, by one all-to-all.
+
+    `form.reducer(geometry, gathered, (begin, width))` encodes and sums one buffer, whose bytes begin at `begin` in rows
+    of `width` bytes. Rows are uint8, (ranks, bytes), contiguous, each on a 16-byte boundary.
+
+        encode(rows, noise)    writes the rows, row r for rank r; noise differs in each reduction and on each rank
+        sum_rows(rows, sums)   sums received rows in fp32, in rank order; `shard_size` elements a segment
+    """
 
     def exchange(self, buffers: Sequence[DBuffer]) -> "RowExchange":
         """The all-to-all of a reduction of several buffers."""
@@ -70,9 +56,13 @@ class InRows:
         nbytes: int = sum(
             form.row_bytes(geometry, dtype) * geometry.layout.world_size for form, geometry, dtype in buffers
         )
-        form, geometry, dtype = buffers[0]
-        sends_gathered = len(buffers) == 1 and not form.encodes(geometry, dtype)
-        return nbytes if sends_gathered else 2 * nbytes
+        return 2 * nbytes if _encode(buffers) else nbytes
+
+
+def _encode(buffers: "Sequence[tuple[Any, Geometry, torch.dtype]]") -> bool:
+    """Whether rows are encoded; else the gathered memory of the only buffer is sent."""
+    form, geometry, dtype = buffers[0]
+    return len(buffers) > 1 or form.encodes(geometry, dtype)
 
 
 @dataclass(frozen=True)
@@ -105,19 +95,19 @@ class CastReduction(InRows):
     def row_bytes(self, geometry: Geometry, gathered: torch.dtype) -> int:
         """Bytes of a shard in the payload's dtype."""
         itemsize = (self.dtype or gathered).itemsize
-        return sum(_padded(segment.shard_size * itemsize) for segment in geometry.layout.segments)
+        return sum(aligned(segment.shard_size * itemsize) for segment in geometry.layout.segments)
 
     def encodes(self, geometry: Geometry, gathered: torch.dtype) -> bool:
         """False for one segment already in the payload's dtype."""
         segments = geometry.layout.segments
         return self.dtype not in (None, gathered) or len(segments) > 1
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> "_Cast":
         """A reducer that casts, or sends the gathered memory."""
         return _Cast(self.dtype or gathered.dtype, geometry, gathered, place)
 
 
-class _Cast(Reducer):
+class _Cast:
     """One kernel a segment; to sum, one a rank and segment."""
 
     def __init__(
@@ -142,7 +132,7 @@ class _Cast(Reducer):
         for size in self._sizes:
             nbytes = size * self._dtype.itemsize
             planes.append(rows[:, begin : begin + nbytes].view(self._dtype))
-            begin += _padded(nbytes)
+            begin += aligned(nbytes)
         return planes
 
 
@@ -174,12 +164,12 @@ class BlockReduction(InRows):
         """Always."""
         return True
 
-    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> Reducer:
+    def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> "_Blocks":
         """A reducer that quantizes. Raises ValueError if the layout cuts a row or a tile."""
         return _Blocks(CodeRows(geometry.layout, self.format), geometry.rank, gathered.raw, place)
 
 
-class _Blocks(Reducer):
+class _Blocks:
     """One call a segment."""
 
     def __init__(self, rows: CodeRows, rank: int, raw: Flats, place: tuple[int, int]) -> None:
@@ -205,20 +195,15 @@ class RowExchange:
 
     def __init__(self, buffers: Sequence[DBuffer]) -> None:
         self._buffers = buffers
-        forms: list[Any] = [buffer.reduction for buffer in buffers]
-        args = [(buffer.geometry, buffer.full_dtype) for buffer in buffers]
-        begins = [0]
-        for form, (geometry, dtype) in zip(forms, args, strict=True):
-            begins.append(begins[-1] + form.row_bytes(geometry, dtype))
-        width = begins.pop()
-        self._reducers: list[Reducer] = [
-            form.reducer(buffer.geometry, buffer.gathered, (begin, width))
-            for form, buffer, begin in zip(forms, buffers, begins, strict=True)
+        forms: list[Any] = [(b.reduction, b.geometry, b.full_dtype) for b in buffers]
+        *begins, width = accumulate((form.row_bytes(*args) for form, *args in forms), initial=0)
+        self._reducers: list[_Cast | _Blocks] = [
+            form.reducer(geometry, buffer.gathered, (begin, width))
+            for buffer, (form, geometry, _), begin in zip(buffers, forms, begins, strict=True)
         ]
-        encodes = len(buffers) > 1 or forms[0].encodes(*args[0])
         recycler, nbytes = buffers[0].recycler, buffers[0].mesh_view.size * width
         self._received = Scratch(recycler, nbytes)
-        self._sent = Scratch(recycler, nbytes) if encodes else None
+        self._sent = Scratch(recycler, nbytes) if _encode(forms) else None
         self._scratch = [self._received] if self._sent is None else [self._received, self._sent]
 
     @cached_property
@@ -282,7 +267,3 @@ def _sums_in(buffer: DBuffer) -> Flats:
     for raw, segment in zip(buffer.gathered.raw, buffer.geometry.layout.segments, strict=True):
         sums.append(raw.view(torch.uint8).narrow(0, 0, 4 * segment.shard_size).view(torch.float32))
     return tuple(sums)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16

@@ -31,10 +31,10 @@ class CodeRows:
     layout: Layout
     format: BlockFormat
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one rank's codes and scales."""
-        return self._begins[-1]
+        """Bytes of one rank's codes and scales: of the rank that has most."""
+        return max(end for _, end in self._rows)
 
     def of_rank(self, rank: int, begin: int = 0) -> list[RunList]:
         """A rank's runs by segment, from the start of its shard, of its row's bytes and of these as fp32.
@@ -43,11 +43,8 @@ class CodeRows:
             rank: on the shard axis.
             begin: offset of these codes and scales in a longer row; a multiple of 16.
         """
-        scales = begin + self._begins[-2]
-        return [
-            RunList(run.moved(0, begin + codes, scales // 4, 0) for run in runs)
-            for codes, runs in zip(self._begins, self._runs[rank], strict=False)
-        ]
+        runs, _ = self._rows[rank]
+        return [RunList(run.moved(0, begin, begin // 4, 0) for run in in_segment) for in_segment in runs]
 
     def of_all(self, begin: int = 0, width: int | None = None) -> list[RunList]:
         """All ranks' runs by segment, from the start of the gathered memory and of the payload.
@@ -71,29 +68,14 @@ class CodeRows:
         return by_segment
 
     @cached_property
-    def _runs(self) -> list[list[list[RowRun]]]:
-        return [self._runs_of(rank) for rank in range(self.layout.world_size)]
+    def _rows(self) -> list[tuple[list[list[RowRun]], int]]:
+        return [self._row(rank) for rank in range(self.layout.world_size)]
 
-    @cached_property
-    def _begins(self) -> list[int]:
-        """Where each segment's codes, the scales, and the next row begin."""
-        codes, scales = [0] * len(self.layout.segments), 0
-        for by_segment in self._runs:
-            for segment, runs in enumerate(by_segment):
-                for run in runs:
-                    end = run.codes + (run.stop - run.start) * self.format.code_bytes(run.grid.columns)
-                    codes[segment] = max(codes[segment], end)
-                    scales = max(scales, run.scales + run.num_scales)
-        begins = [0]
-        for size in (*codes, 4 * scales):
-            begins.append(begins[-1] + -(-size // 16) * 16)
-        return begins
-
-    def _runs_of(self, rank: int) -> list[list[RowRun]]:
-        """A rank's runs by segment: values count from its shard's start, codes from the segment's, scales from all."""
-        by_segment, scales = [], 0
+    def _row(self, rank: int) -> tuple[list[list[RowRun]], int]:
+        """A rank's runs by segment, from the start of its shard and its row, and the end of the row."""
+        by_segment, codes, scales = [], 0, 0
         for segment in self.layout.segments:
-            runs, codes = [], 0
+            runs, codes = [], aligned(codes)
             for name, offset in zip(segment.names, segment.offsets, strict=True):
                 start, stop = self.layout.local_range(name, rank)
                 if start == stop:
@@ -116,4 +98,11 @@ class CodeRows:
                 scales += run.num_scales
                 runs.append(run)
             by_segment.append(runs)
-        return by_segment
+        begin = aligned(codes)
+        placed = [[run.moved(0, 0, begin // 4, 0) for run in runs] for runs in by_segment]
+        return placed, aligned(begin + 4 * scales)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 16 bytes."""
+    return -(-nbytes // 16) * 16

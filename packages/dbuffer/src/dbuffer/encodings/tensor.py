@@ -18,7 +18,7 @@ class BlockQuantizedTensor(torch.Tensor):
     """Rows of a tensor as codes and scales, with the shape and dtype of their values; on meta without memory.
 
     `copy_` quantizes values (codes of this format are copied as they are), and so does nothing else: any other op that
-    writes to it raises. `detach`, `clone`, `empty_like` and `to` give such tensors again, `to` another dtype of the
+    writes to it raises. `detach`, `clone`, `empty_like` and `to` return such tensors, `to` another dtype of the
     values. Every other op reads the values back first. Communicates nothing.
 
     Args:
@@ -63,12 +63,6 @@ class BlockQuantizedTensor(torch.Tensor):
     ) -> "BlockQuantizedTensor":
         """A tensor like this one around other codes and scales."""
         return type(self)(codes, scales, self.format, self.run, self.shape, dtype or self.dtype)
-
-    def is_like(self, other: object) -> bool:
-        """Whether another tensor holds codes of the same rows in the same format."""
-        return (
-            isinstance(other, BlockQuantizedTensor) and other.format == self.format and other.run == self.run
-        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -118,15 +112,16 @@ def _moved(func: Any, tensor: BlockQuantizedTensor, kwargs: dict[str, Any]) -> t
     return tensor.around(func(tensor.codes, **kwargs), func(tensor.scales, **kwargs), dtype)
 
 
-def _copied(to: BlockQuantizedTensor, source: torch.Tensor) -> BlockQuantizedTensor:
+def _copied(to: BlockQuantizedTensor, source: Any) -> BlockQuantizedTensor:
     """Take codes as they are, or quantize values."""
     if to.is_meta:
         return to
-    if isinstance(source, BlockQuantizedTensor) and to.is_like(source):
+    coded = isinstance(source, BlockQuantizedTensor)
+    if coded and (source.format, source.run) == (to.format, to.run):
         to.codes.copy_(source.codes)
         to.scales.copy_(source.scales)
     else:
-        values = source.dequantize() if isinstance(source, BlockQuantizedTensor) else source
+        values = source.dequantize() if coded else source
         dtype = values.dtype if values.dtype in VALUES else torch.float32
         values = values.to(to.device, dtype).expand(to.shape).contiguous()
         to.format.quantize([to.run], values.view(-1), to.codes, to.scales)

@@ -79,7 +79,7 @@ class TileGrid:
 
 @dataclass(frozen=True)
 class RowRun:
-    """Consecutive rows of one tensor, and where they lie in the flat buffers that a call is given.
+    """Consecutive rows of one tensor, and their places in the flat buffers of a call.
 
     Args:
         grid: the tensor's tiles.

@@ -1,15 +1,16 @@
-"""The memory of buffers: shards have their own, gathered memory goes from one buffer to the next of equal size.
-
-    allocate(storage, n)         parked block of n bytes, if there is one  -> storage      (else a new block)
-    recycle(storage)       storage -> parked, with an event of its last use; the storage is empty
-    drop(storage)            storage -> torch's allocator; the storage is empty
-    quarantine(storage)      storage -> kept for good: a failed collective may still write there
+"""The memory of buffers: shards have their own, gathered memory comes and goes.
 
 A storage object stays the same while the memory in it comes and goes, so tensors that view it, also tensors that
-autograd has saved, are valid again as soon as memory is back. On torch releases that cannot exchange memory
-between storages (see `_torch_compat`) blocks go back to torch's own allocator, which on CUDA caches them too.
+autograd has saved, are valid again as soon as memory is back.
 
-On the host, large blocks of buffers whose ranks may read each other's memory are from a `HostArena`.
+On a device each block has a home: the stream that was current when it was allocated, and in whose pool of torch's
+caching allocator it is free again. It is given back there, after the home has waited for the stream that used it last.
+A pass finds the same blocks again, since the same stream asks for the same sizes.
+
+On the host blocks that are given back are parked for the next buffer of exactly the same size: pages that the kernel
+got back would have to be filled with zeros again. On torch releases that cannot exchange memory between storages (see
+`_torch_compat`) they go back to torch's allocator. Large blocks of buffers whose ranks may read each other's memory
+are from a `HostArena`. Memory that a failed collective may still write is kept for good (`quarantine`).
 """
 
 import os
@@ -28,9 +29,6 @@ from .. import _torch_compat as compat
 from .geometry import ALIGNMENT, Geometry
 from .huge_pages import SMALLEST, prefer_huge_pages
 
-DEBUG_VARIABLE = "DBUFFER_DEBUG_MEMORY"
-_POISON = 0xA5  # bf16, fp32 and fp64 made of it are tiny negative numbers, integers are nonsense
-_QUARANTINED_BYTES = 1 << 28  # how much released memory the debug recycler watches
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -73,13 +71,6 @@ def check_aligned(address: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    storage: torch.UntypedStorage
-    last_use: Any  # event
-    home: Any  # the stream that the allocator gave it to
-
-
 class HostArena(Protocol):
     """Memory on the host that other ranks can read, such as dbuffer's for peer memory.
 
@@ -114,32 +105,24 @@ class HostArena(Protocol):
 
 
 class Recycler:
-    """Keeps blocks of released buffers and hands them to buffers of exactly the same size.
-
-    On CUDA a block that comes back carries an event; the next buffer that gets it waits for that event on its own
-    stream, and a block that goes back to torch's allocator first makes the stream it came from wait. So the last
-    use of a block has always completed.
-
-    All blocks come from the pool of the compute stream: a caching allocator keeps freed memory for the
-    stream that it was allocated on, so blocks of another stream would add to the activations' peak.
+    """Gives memory to the storages of released buffers, and takes it back.
 
     Attributes:
         device: where the blocks are, with index.
-        home: the stream from whose pool blocks come. None: the one that is current when memory is asked for.
 
     Args:
         device: where the blocks are.
-        lean: where no parked block fits, give all of them back before asking the allocator, so that there is never
-            more memory than was in use at once; a repeated step may then allocate again.
+        lean: on the host: where no parked block fits, give all of them back before asking the allocator, so that there
+            is never more memory than was in use at once; a repeated step may then allocate again.
     """
 
     def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
         self.layer = device_layer(device)
         self.device = self.layer.device
-        self.home: Any = None
         self._lean = lean
         self._lock = threading.RLock()  # models that are trained in separate threads share this
-        self._parked: list[_Block] = []  # the longest parked first
+        self._parked: list[torch.UntypedStorage] = []  # the longest parked first
+        # The storages that have memory, and on a device its home.
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
         self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
@@ -185,56 +168,32 @@ class Recycler:
                 self.quarantine(storage)  # an interrupt kept it from being taken back
             block = self._pop_parked(nbytes)
             if block is not None:
-                if block.last_use is not None:
-                    self.layer.wait(block.last_use)
-                compat.swap_memory(storage, block.storage)
-                self._spare.append(block.storage)
-                self._homes[storage] = block.home
+                compat.swap_memory(storage, block)
+                self._spare.append(block)
+                self._homes[storage] = None
                 self._reuses += 1
                 return
             if self._lean:
                 self.trim()
-            if self.layer.asynchronous:
-                self._homes[storage] = self._resize_at_home(storage, nbytes)
-            elif self._arena is not None and nbytes >= self._arena.smallest:
+            if self._arena is not None and nbytes >= self._arena.smallest:
                 compat.swap_memory(storage, self._arena.allocate(nbytes).untyped_storage())
-                self._homes[storage] = None
             else:
                 self.layer.resize(storage, nbytes)
                 if nbytes >= SMALLEST:
                     prefer_huge_pages(storage)
-                self._homes[storage] = None
+            self._homes[storage] = self.layer.current_stream()
             check_aligned(storage.data_ptr())
             self._allocations += 1
             self._peak = max(self._peak, self._used() + self._parked_bytes)
 
-    def _empty(self, storage: torch.UntypedStorage) -> None:
-        """Give a storage's memory back to its allocator."""
-        if storage.resizable():
-            self.layer.resize(storage, 0)
-        else:  # memory of an arena
-            compat.swap_memory(storage, torch.UntypedStorage(0))
-
-    def _resize_at_home(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
-        """Allocate in the home stream's pool, for use on the current stream. Returns the home stream."""
-        layer = self.layer
-        home = layer.current_stream() if self.home is None else self.home
-        with layer.on(home, ()):
-            layer.resize(storage, nbytes)
-            allocated = layer.record()
-        layer.wait(allocated)  # what had the memory before was queued there
-        return home
-
     def recycle(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty. The current stream must be behind the last use of its memory."""
+        if self.layer.asynchronous or not compat.CAN_SWAP:
+            self.drop(storage)
+            return
         with self._lock:
-            nbytes, home = storage.nbytes(), self._homes.pop(storage)
-            last_use = self.layer.record() if self.layer.asynchronous else None
-            if not compat.CAN_SWAP:
-                self.layer.wait(last_use, home)
-                self.layer.resize(storage, 0)
-                return
-            arena = self._arena
+            nbytes, arena = storage.nbytes(), self._arena
+            del self._homes[storage]
             if (
                 arena is not None
                 and nbytes >= arena.smallest
@@ -244,13 +203,21 @@ class Recycler:
                 return
             holder = self._spare.pop() if self._spare else torch.UntypedStorage(0, device=self.device)
             compat.swap_memory(storage, holder)
-            self._park(_Block(holder, last_use, home), nbytes)
+            self._park(holder, nbytes)
 
     def drop(self, storage: torch.UntypedStorage) -> None:
-        """Leave the storage empty, and give its memory back to torch's allocator instead of keeping it."""
+        """Leave the storage empty, and give its memory back to torch's allocator instead of parking it."""
         with self._lock:
-            self.layer.wait(self.layer.record(), self._homes.pop(storage))
-            self._empty(storage)
+            home = self._homes.pop(storage)
+            with self.layer.on(home, (self.layer.record(),)):
+                self._empty(storage)
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage's memory back to its allocator, on the current stream."""
+        if storage.resizable():
+            self.layer.resize(storage, 0)
+        else:  # memory of an arena
+            compat.swap_memory(storage, torch.UntypedStorage(0))
 
     def quarantine(self, storage: torch.UntypedStorage) -> None:
         """Leave the storage empty and keep its memory until the process ends: something may still write there."""
@@ -266,25 +233,21 @@ class Recycler:
     def trim(self) -> None:
         """Give all parked blocks back to torch's allocator."""
         with self._lock:
-            if not self._parked:
-                return
             parked, self._parked, self._parked_bytes = self._parked, [], 0
             for block in parked:
                 self._give_back(block)
 
-    def _park(self, block: _Block, nbytes: int) -> None:
+    def _park(self, block: torch.UntypedStorage, nbytes: int) -> None:
         self._parked.append(block)
         self._parked_bytes += nbytes
 
-    def _give_back(self, block: _Block) -> None:
-        if block.last_use is not None:
-            self.layer.wait(block.last_use, block.home)
-        self._empty(block.storage)
-        self._spare.append(block.storage)
+    def _give_back(self, block: torch.UntypedStorage) -> None:
+        self._empty(block)
+        self._spare.append(block)
 
-    def _pop_parked(self, nbytes: int) -> _Block | None:
+    def _pop_parked(self, nbytes: int) -> torch.UntypedStorage | None:
         for index in reversed(range(len(self._parked))):  # the latest: the likeliest to be in a cache
-            if self._parked[index].storage.nbytes() == nbytes:
+            if self._parked[index].nbytes() == nbytes:
                 self._parked_bytes -= nbytes
                 return self._parked.pop(index)
         return None
@@ -370,6 +333,7 @@ class ShardMemory:
     Args:
         device: where they are.
         pin_memory: page-lock it, for copies to and from a device.
+        zeroed: whether it is set to zero.
 
     Attributes:
         flats: 1-D, `shard_size` elements each, one a segment; empty after `give`.
@@ -378,14 +342,20 @@ class ShardMemory:
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, pin_memory: bool
+        self,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool,
+        *,
+        zeroed: bool = True,
     ) -> None:
         self._geometry = geometry
         self._dtype, self._device, self._pin_memory = dtype, device, pin_memory
         self.flats: tuple[torch.Tensor, ...] = ()
         self.views = _NOTHING
         self.gaps: list[torch.Tensor] = []
-        self.allocate(zeroed=True)
+        self.allocate(zeroed=zeroed)
 
     def allocate(self, *, zeroed: bool = False) -> None:
         """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
@@ -414,61 +384,7 @@ class ShardMemory:
         self.flats, self.views, self.gaps = (), _NOTHING, []
 
 
-class DebugRecycler(Recycler):
-    """A recycler that finds writes into memory after its release. For tests; slow.
-
-    A released block is filled with a pattern and set aside instead of being used again. When the next blocks push
-    it out, and at `check`, the pattern must still be there. `DBUFFER_DEBUG_MEMORY=1` makes `shared_recycler`
-    return recyclers of this kind.
-
-    Raises:
-        RuntimeError: at `recycle`, `trim` or `check`: released memory was written to; says where.
-    """
-
-    def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
-        super().__init__(device, lean=lean)
-        self._watched: list[_Block] = []
-        self._watched_bytes = 0
-
-    def _park(self, block: _Block, nbytes: int) -> None:
-        self.layer.synchronize()
-        _bytes_of(block.storage).fill_(_POISON)
-        self._watched.append(block)
-        self._watched_bytes += nbytes
-        while self._watched_bytes > _QUARANTINED_BYTES:
-            oldest = self._watched.pop(0)
-            self._watched_bytes -= oldest.storage.nbytes()
-            self._check([oldest])
-            self._give_back(oldest)
-
-    def trim(self) -> None:
-        """Check the memory that is set aside, and keep watching it."""
-        self.check()
-
-    def check(self) -> None:
-        """Raise if released memory was written to."""
-        self.layer.synchronize()
-        with self._lock:
-            self._check(self._watched)
-
-    def _check(self, blocks: Iterable[_Block]) -> None:
-        for block in blocks:
-            content = _bytes_of(block.storage)
-            touched = (content != _POISON).nonzero().flatten()
-            if touched.numel():
-                raise RuntimeError(
-                    f"{touched.numel()} of {content.numel()} bytes at {block.storage.data_ptr():#x} were written after "
-                    f"the memory was released, the first at offset {int(touched[0])}"
-                )
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
-
-
-# One for each device and kind, as long as it is used: buffers of all models are recycled together.
+# One for each device, lean or not, as long as it is used: buffers of all models are recycled together.
 _shared: "weakref.WeakValueDictionary[tuple[DeviceLayer, bool], Recycler]" = weakref.WeakValueDictionary()
 
 
@@ -477,8 +393,7 @@ def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycl
     key = (device_layer(device), lean)
     recycler = _shared.get(key)
     if recycler is None:
-        kind = DebugRecycler if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else Recycler
-        recycler = _shared[key] = kind(key[0].device, lean=lean)
+        recycler = _shared[key] = Recycler(key[0].device, lean=lean)
     return recycler
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ragged_shard.device import device_layer
 
 from .. import _torch_compat as compat
-from .._order import watched
 from .protocol import Op, Pairs, Work
 
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -89,9 +88,6 @@ class Collectives:
         self, call: Callable[..., Any], calls: Sequence[tuple[torch.Tensor, ...]], **options: Any
     ) -> Work | None:
         group = self.group()
-        order = watched.get(group)
-        if order is not None and order.unmet is not None:
-            order.meet()  # equal sizes would mix values up, others end the process (gloo) or hang (NCCL)
         device = calls[0][0].device
         if device not in self._queued:
             self._queued[device] = self._is_queued(group, device)

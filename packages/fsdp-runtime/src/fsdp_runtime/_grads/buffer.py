@@ -4,52 +4,50 @@ autograd's gradient --copy, cast--> view of gathered memory --reduce-scatter--> 
 (freed at once;                     (released)                                  (new in each step, ends with `.grad`)
 small ones a few together)
 
+A shard that replicas or a hook change has the reduction's dtype and is on the device; it is divided, and where
+dtypes or devices differ copied, when they are done.
+
 all tensors trained     the parameters' own layout: a gradient is written to one view
 some frozen since       only the trained ones are reduced: a gradient is written to a view for each rank's part of it
 """
 
 import enum
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import dbuffer
-from dbuffer import DBuffer, ReduceScatter, TransportChoice
+from dbuffer import DBuffer, ReduceScatter, ShardMemory, TransportChoice
+from ragged_shard.device import CPU
 
 from .. import _torch_compat as compat
 from .._plan.group import GroupPlan, as_sharded, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
-from .missing import Ledger, Missing, ledger_of
-from .scaling import ReduceOptions, Scaling, scaling
+from .scaling import Op, ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
 _SMALL = 1 << 12  # elements. Gradients up to this wait for the next larger one and are copied in one call,
 _SMALL_BYTES = 8 * _SMALL  # unless they would keep more memory than this: slices of something larger
 
 
-class GradState(enum.Enum):
-    """Use of a group's gathered gradient memory.
+class Full(enum.Enum):
+    """The state of full parameters, or of full gradients.
 
-    IDLE       free
-    OPEN       gradients may be written; the first write allocates it
-    FILLING    allocated, and gradients may be written
-    REDUCING   a reduction reads it
+    EMPTY     none; no memory
+    BUSY      a collective uses them
+    PRESENT   the computation may use them
 
-        IDLE --accept--> OPEN --write--> FILLING --close--> REDUCING --free--> IDLE
+        parameters of a unit     EMPTY --gather--> BUSY --unshard--> PRESENT --reshard--> EMPTY
+        gradients of a group     EMPTY --accept--> PRESENT --close--> BUSY --free--> EMPTY
     """
 
-    IDLE = enum.auto()
-    OPEN = enum.auto()
-    FILLING = enum.auto()
-    REDUCING = enum.auto()
-
-
-WRITABLE = (GradState.OPEN, GradState.FILLING)
+    EMPTY = enum.auto()
+    BUSY = enum.auto()
+    PRESENT = enum.auto()
 
 
 @dataclass(eq=False)
@@ -61,12 +59,14 @@ class Slots:
         buffer: gathered memory, and the shard that a reduction fills.
         whole: view of each gradient, if the buffer has the parameters' layout.
         runs: else for each gradient its runs: the first element, and the view.
+        staged: whether the shard has the reduction's dtype and is on the device, whatever gradients have.
     """
 
     indices: Collection[int]
     buffer: DBuffer
     whole: list[torch.Tensor]
     runs: dict[int, list[tuple[int, torch.Tensor]]]
+    staged: bool
 
     def pairs(self, index: int, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The views of a gradient, each with the part of `grad` that belongs there."""
@@ -83,33 +83,52 @@ class Slots:
 
 
 @dataclass(frozen=True, eq=False)
+class Unconfirmed:
+    """A reduction since the ranks compared last which parameters they used.
+
+    Attributes:
+        expected: numbers of all trained parameters, the same on every rank.
+        missing: numbers of those without a gradient on this rank: another rank may have one.
+        kept: the reduced gradients of these.
+    """
+
+    expected: list[int]
+    missing: set[int]
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Closed:
     """Gradients that a reduction takes.
 
     Attributes:
         slots: where they are.
-        used: the parameters that got one on this rank since the last `.grad`.
-        missing: trained parameters without a gradient.
-        used_anywhere: numbers of the parameters that got one on any rank, if that was asked; else None.
-        number: number of this on the mesh, the same on every rank.
+        copy: memory for the complete gradients, where the shard has another dtype or device; else None.
+        used: the parameters that got one on this rank since the last `.grad`; or all that are trained.
+        others: the other trained parameters.
+        op: of the sum over replicas.
+        divide: the sum is divided by this when replicas have been added and the hook was called; None: it is complete.
+        stays_partial: whether the sum over replicas is left to a later reduction.
     """
 
     slots: Slots
+    copy: ShardMemory | None
     used: Params
-    missing: Params
-    used_anywhere: frozenset[int] | None
-    number: int
+    others: Unconfirmed
+    op: Op
+    divide: float | None
+    stays_partial: bool
 
 
 class GradBuffer:
     """The gradients of a group between backward and `.grad`.
 
     Attributes:
-        state: see `GradState`.
+        full: whether there are gradients; the first one, or the reduction, allocates them.
         options, scaling: the unit's options, and the resulting divisions; set by `scale`.
         written: numbers of the parameters whose gradients wait for their reduction.
-        used_anywhere: numbers of gradients that wait on any rank or are in the partial sum, if the ranks were asked.
         partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
+        unconfirmed: reductions since the ranks compared last which parameters they used.
     """
 
     options: ReduceOptions
@@ -122,12 +141,11 @@ class GradBuffer:
         self._plan = plan
         self._params = params
         self._streams = streams
-        self.state = GradState.IDLE
+        self.full = Full.EMPTY
         self.written: set[int] = set()
-        self.used_anywhere: frozenset[int] | None = None
         self.partial = False
         self._in_partial: frozenset[int] = frozenset()  # the parameters with a part of that sum here
-        self.published: Missing | None = None  # of the reduction under way
+        self.unconfirmed: list[Unconfirmed] = []
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use
         self._indices: Collection[int] = range(len(params))  # with a slot
@@ -141,11 +159,6 @@ class GradBuffer:
         self._trained: frozenset[int] | None = None
         self._first_reduction = 0
         self._prepared: tuple[tuple[Any, ...], ReduceScatter] | None = None
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The store to which the ranks of the mesh write the parameters that they did not use."""
-        return ledger_of(self._plan.data)
 
     def rename(self, name: str) -> None:
         """Rename the buffers after the unit's new name."""
@@ -188,6 +201,16 @@ class GradBuffer:
             self._slots = self._whole if indices == everything else None
 
     @property
+    def _summed_later(self) -> bool:
+        """Whether replicas or a hook change a reduced shard, which is complete after that."""
+        return self._plan.data.hybrid or self.options.hook is not None
+
+    @property
+    def _staged(self) -> bool:
+        dtypes = self._plan.dtypes
+        return self._summed_later and (dtypes.reduce != dtypes.grad or self._plan.offload is not None)
+
+    @property
     def buffer(self) -> DBuffer:
         """The buffer in use."""
         return self._slots_in_use().buffer
@@ -200,8 +223,11 @@ class GradBuffer:
         return self._slots
 
     def _new_slots(self) -> Slots:
-        plan, indices = self._plan, self._indices
+        plan, indices, staged = self._plan, self._indices, self._staged
         whole = isinstance(indices, range)
+        options = plan.buffer_options(gradients=True)
+        if staged:
+            options |= {"dtype": plan.dtypes.reduce, "shard_device": None, "pin_memory": False}
         buffer = DBuffer(
             plan.layout if whole else trained_layout(plan.layout, frozenset(indices)),
             plan.data.mesh,
@@ -210,28 +236,36 @@ class GradBuffer:
             alias=False,
             name=f"gradients of {self._name}",
             check_ranks=False,
-            **plan.buffer_options(gradients=True),
+            **options,
         )
         buffer.give_shard()
         buffer.reductions = self._first_reduction
         views = buffer.empty_views
         if whole:
-            return Slots(indices, buffer, list(views.values()), {})
+            return Slots(indices, buffer, list(views.values()), {}, staged)
         runs: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index in indices:
             name = plan.params[index].name
             for rank in range(plan.layout.world_size):
                 if (view := views.get(f"{name}@{rank}")) is not None:
                     runs.setdefault(index, []).append((plan.layout.local_range(name, rank)[0], view))
-        return Slots(indices, buffer, [], runs)
+        return Slots(indices, buffer, [], runs, staged)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients wait for their reduction, or the end of backward has not waited for reductions since."""
+        return bool(self.written or self.unconfirmed)
 
     # -- before the reduction ---------------------------------------------------------------------------------------
 
     def accept(self) -> None:
-        """Start accepting gradients. The last reduction must have released the buffer; the first write allocates it."""
-        if self._training_changed and not self.partial:
-            self._follow_training()
-        self.state = GradState.OPEN
+        """Start accepting gradients. The last reduction must have released the buffer."""
+        if not self.partial:
+            if self._slots is not None and self._slots.staged is not self._staged:
+                self._slots = self._whole = None
+            if self._training_changed:
+                self._follow_training()
+        self.full = Full.PRESENT
 
     def write(self, index: int, grad: torch.Tensor) -> None:
         """Put one gradient into the buffer, or add it to the gradients since the last reduction.
@@ -258,8 +292,7 @@ class GradBuffer:
         ):
             self._kept[index] = grad
         else:
-            if self._kept or self.state is not GradState.FILLING:
-                self._copy_kept()
+            self._copy_kept()
             self._put(index, grad)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
@@ -278,56 +311,54 @@ class GradBuffer:
     def _copy_kept(self) -> None:
         """Allocate the buffer if needed, and copy the deferred gradients into it."""
         slots = self._slots or self._slots_in_use()
-        if self.state is not GradState.FILLING:
-            slots.buffer.materialize()
-            self.state = GradState.FILLING
+        slots.buffer.materialize()
+        if not self._kept:
+            return
         kept, self._kept = self._kept, {}
-        if kept and slots.whole and self.scaling.before == 1.0:
+        if slots.whole and self.scaling.before == 1.0:
             compat.copy(list(map(slots.whole.__getitem__, kept)), list(kept.values()))
             return
         for index, grad in kept.items():
             self._put(index, grad)
 
-    def close(self, *, stays_partial: bool) -> Closed:
+    def close(self, *, shows_all: bool) -> Closed:
         """Zero the slots without a gradient, and hand the buffer to a reduction.
 
         Afterwards there is a shard for its result: a new one, or a partial sum to add to.
 
         Args:
-            stays_partial: the result will not be summed over replicas.
+            shows_all: all trained parameters count as used.
         """
-        if self.state not in WRITABLE:
+        stays_partial = self._plan.data.hybrid and not self.options.all_reduce
+        if self.full is not Full.PRESENT:
             self.accept()
-        if self._kept or self.state is not GradState.FILLING:
-            self._copy_kept()
-        slots, self.state = self._slots or self._slots_in_use(), GradState.REDUCING
-        self.ledger.count += 1
+        self._copy_kept()
+        slots, self.full = self._slots or self._slots_in_use(), Full.BUSY
         written, self.written = self.written, set()
         if not self.partial:
             slots.buffer.new_shard()
-        used = self._params
-        missing: Params = []
+        used, expected = self._params, sorted(self.trained.intersection(slots.indices))
         if len(written) < len(self._params):
             if empty := [index for index in slots.indices if index not in written]:
                 compat.zero(slots.views(empty))
-            used, missing = self._used_and_missing(slots, written | self._in_partial)
-        closed = Closed(slots, used, missing, self.used_anywhere, self.ledger.count)
-        # Now, not when the reduction has completed, which ranks may notice at different times.
+            written |= self._in_partial
+            if shows_all:
+                written.update(expected)
+            used = [param for param in self._params if param.index in written]
         self.partial = stays_partial
         self._in_partial = frozenset([param.index for param in used]) if stays_partial else frozenset()
+        divide = self.scaling.divide if self._summed_later else None
+        copy = self._new_copy(slots) if slots.staged and not stays_partial else None
+        others = Unconfirmed(expected, set(expected) - written)
         if not stays_partial:
-            self.used_anywhere = None
-        return closed
+            self.unconfirmed.append(others)
+        return Closed(slots, copy, used, others, self.scaling.op, divide, stays_partial)
 
-    def _used_and_missing(self, slots: Slots, written: set[int]) -> tuple[Params, Params]:
-        used: Params = []
-        missing: Params = []
-        for param in self._params:
-            if param.index in written:
-                used.append(param)
-            elif param.index in slots.indices and param.index in self.trained:
-                missing.append(param)
-        return used, missing
+    def _new_copy(self, slots: Slots) -> ShardMemory:
+        plan, offload = self._plan, self._plan.offload
+        if offload is None:
+            return slots.buffer.other_shard(plan.dtypes.grad, plan.data.device)
+        return slots.buffer.other_shard(plan.dtypes.grad, CPU, pin_memory=offload.pin_memory)
 
     def reduction_of(
         self, buffers: list[DBuffer], transport: TransportChoice | None, separate: bool
@@ -339,74 +370,102 @@ class GradBuffer:
             transport: of the reduction. Defaults to that given to `fully_shard`.
             separate: whether reductions have separate process groups.
         """
-        how = self.scaling
-        key = (buffers, how.op, how.divide, transport, separate)
+        op, divide = self.scaling.op, None if self._summed_later else self.scaling.divide
+        key = (buffers, op, divide, transport, separate)
         if self._prepared is None or self._prepared[0] != key:
             group = self._plan.data.reduction_group() if separate else None
-            call = dbuffer.ReduceScatter(
-                buffers, op=how.op, divide=how.divide, transport=transport, group=group
-            )
+            call = dbuffer.ReduceScatter(buffers, op=op, divide=divide, transport=transport, group=group)
             self._prepared = (key, call)
         return self._prepared[1]
 
     def discard(self) -> None:
         """Forget gradients that were not reduced, and free their memory."""
-        self.written = set()
-        self.used_anywhere = None
-        self._kept = {}
-        if self.state is GradState.FILLING:
-            self.buffer.wait()
-            self.buffer.release()
-        self.state = GradState.IDLE
+        self.written, self.unconfirmed, self._kept = set(), [], {}
+        if self.full is Full.PRESENT and self._slots is not None:
+            self._slots.buffer.wait()
+            self._slots.buffer.release()
+        self.full = Full.EMPTY
         self.partial, self._in_partial = False, frozenset()
-        if self.published is not None:
-            self.published.withdraw()
-            self.published = None
 
     # -- after the reduction ----------------------------------------------------------------------------------------
 
     def free(self, closed: Closed) -> None:
         """Free the buffer after its reduce-scatter."""
         closed.slots.buffer.release()
-        self.state = GradState.IDLE
+        self.full = Full.EMPTY
 
-    def publish(self, closed: Closed, unused: Collection[int]) -> None:
+    def publish(self, closed: Closed) -> list[torch.Tensor]:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
+        Gradients of parameters that were not used here wait for `publish_missing`.
+
+        Returns:
+            what this uses on the current stream: not to be freed before that.
+        """
+        buffer, copy = closed.slots.buffer, closed.copy
+        if closed.divide is not None:
+            for flat in buffer.shard:
+                flat.mul_(1.0 / closed.divide)
+        used = [*buffer.shard]
+        if copy is not None:
+            for to, flat in zip(copy.flats, buffer.shard, strict=True):
+                to.copy_(flat, non_blocking=True)
+            used += copy.flats
+        views = buffer.local_views if copy is None else copy.views
+        buffer.give_shard()
+        if not closed.slots.whole:
+            views = self._locals_of_runs(views)
+        for index in closed.others.missing:
+            closed.others.kept[index] = views[self._params[index].key]
+        return used + self._show({param.index: views[param.key] for param in closed.used})
+
+    def publish_missing(self, used_anywhere: Iterator[int]) -> None:
+        """Do the same for parameters that were not used here, but on another rank.
 
         Args:
-            unused: numbers of the missing parameters that get no `.grad`.
+            used_anywhere: whether any rank has used it, of each expected parameter of each unconfirmed reduction; or
+                nothing, where this rank misses none.
         """
-        planned, slots, params = self._plan.params, closed.slots, closed.used
-        views = list(slots.buffer.local_views.values()) if slots.whole else self._locals_of_runs(slots)
-        if closed.missing:
-            params = params + [param for param in closed.missing if param.index not in unused]
-        grads: list[torch.Tensor] = []
+        unconfirmed, self.unconfirmed = self.unconfirmed, []
+        for reduction in unconfirmed:
+            flags = {index: next(used_anywhere, 0) for index in reduction.expected}
+            self._show({index: view for index, view in reduction.kept.items() if flags[index]})
+
+    def _show(self, grads: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Set or add to `.grad` of these parameters, and then call the users' hooks. Returns gradients added to."""
+        planned, shown = self._plan.params, [self._params[index] for index in sorted(grads)]
+        known: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        for param in params:
+        if self._plan.offload is not None and any(map(_is_read, shown)):
+            self._streams.layer.wait_on_host(self._streams.layer.record())  # for copies from the device
+        for param in shown:
             sharded: Any = param.sharded
-            view, grad = views[param.index], sharded.grad
+            view, grad = grads[param.index], sharded.grad
             if grad is None:
                 sharded.grad = sharded.with_local(view)
                 continue
-            grads.append(as_sharded(self._plan, planned[param.index], sharded, grad).to_local())
+            known.append(as_sharded(self._plan, planned[param.index], sharded, grad).to_local())
             added.append(view)
-        if grads:
+        if known:
             with torch.no_grad():
-                compat.add(grads, added)
-        slots.buffer.give_shard()
-        for param in params:
+                compat.add(known, added)
+        for param in shown:
             for hook in list((compat.post_accumulate_hooks(param.sharded) or {}).values()):
                 hook(param.sharded)
+        return known
 
-    def _locals_of_runs(self, slots: Slots) -> list[torch.Tensor]:
+    def _locals_of_runs(self, views: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """This rank's slices of reduced gradients, in their local shapes; empty for parameters without a slot."""
-        views, rank = slots.buffer.local_views, self._plan.geometry.rank
-        nothing = slots.buffer.shard[0].narrow(0, 0, 0)
-        slices = []
+        rank, slices = self._plan.geometry.rank, {}
+        nothing = next(iter(views.values())).reshape(-1).narrow(0, 0, 0)
         for name, known in self._plan.geometry.slices.items():
             view = views.get(f"{name}@{rank}")
             empty = (0, *known.local_shape[1:])
-            slices.append(nothing.view(empty) if view is None else view.view(known.local_shape))
+            slices[name] = nothing.view(empty) if view is None else view.view(known.local_shape)
         return slices
+
+
+def _is_read(param: ManagedParam[Any]) -> bool:
+    """Whether the CPU reads a gradient that is shown: to add it up, or in a hook."""
+    return param.sharded.grad is not None or bool(compat.post_accumulate_hooks(param.sharded))

@@ -19,8 +19,8 @@ class ReduceOptions:
         force_sum: send sums only, and divide afterwards.
         all_reduce: also across replicas; False leaves a partial sum.
         copy_late: keep gradients as autograd made them, and copy them into the buffer just before the reduction.
-        hook: called with each reduced flat shard.
-        hook_stream: where. Defaults to the reduction's stream.
+        hook: called with each flat shard of sums over shards and replicas, before it is divided.
+        hook_stream: where. Defaults to the stream of the last collective.
     """
 
     divide_factor: float | None = None
@@ -37,16 +37,13 @@ class Scaling:
 
     Attributes:
         before: each gradient is multiplied by this as it is written.
-        op, divide: of the reduce-scatter.
-        replica_op, replica_divide: of the all-reduce; it averages always, so that values already equal on all replicas
-            stays as it is.
+        op: of the reduce-scatter, and of the all-reduce over replicas.
+        divide: the result is divided by this; None: it is complete.
     """
 
     before: float
     op: Op
     divide: float | None
-    replica_op: Op
-    replica_divide: float | None
 
 
 def scaling(options: ReduceOptions, dtype: torch.dtype, shards: int, replicas: int) -> Scaling:
@@ -55,16 +52,12 @@ def scaling(options: ReduceOptions, dtype: torch.dtype, shards: int, replicas: i
     fp16 overflows where a sum of many is taken, and underflows where it is divided first: half of each.
     """
     factor = options.divide_factor
-    replica_op: Op = "sum" if options.force_sum else "avg"
-    replica_divide = float(replicas) if options.force_sum else None
+    total = float(shards * replicas) if factor is None else float(factor)
     if dtype == torch.float16:
-        total = float(shards * replicas) if factor is None else float(factor)
         before = 1.0
         while total / before > before:
             before *= 2
-        return Scaling(1 / before, "sum", total / before / replicas, replica_op, replica_divide)
-    if factor is not None:
-        return Scaling(1.0, "sum", factor / replicas, replica_op, replica_divide)
-    if options.force_sum:
-        return Scaling(1.0, "sum", float(shards), replica_op, replica_divide)
-    return Scaling(1.0, "avg", None, replica_op, replica_divide)
+        return Scaling(1 / before, "sum", total / before)
+    if factor is not None or options.force_sum:
+        return Scaling(1.0, "sum", total)
+    return Scaling(1.0, "avg", None)

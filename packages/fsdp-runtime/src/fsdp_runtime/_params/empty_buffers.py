@@ -1,4 +1,4 @@
-"""Buffers that `to_empty` gave memory and nothing has written since: rotary tables are in no state dict."""
+"""Buffers on meta, or with memory of `to_empty` that nothing has written since: rotary tables are in no state dict."""
 
 import weakref
 from collections.abc import Iterable
@@ -43,12 +43,6 @@ def is_empty(buffer: torch.Tensor) -> bool:
 
 
 def empty_buffers(modules: Iterable[nn.Module]) -> list[str]:
-    """Names of the buffers in these modules that have memory and no values."""
-    if not _empty:
-        return []
-    return [
-        name
-        for module in modules
-        for name, buffer in module.named_buffers()
-        if not buffer.is_meta and is_empty(buffer)
-    ]
+    """Names of the buffers in these modules that have no values."""
+    named = (pair for module in modules for pair in module.named_buffers())
+    return [name for name, buffer in named if buffer.is_meta or is_empty(buffer)]

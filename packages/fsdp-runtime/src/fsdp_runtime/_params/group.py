@@ -34,12 +34,11 @@ from .._plan.group import (
     planned,
     wrap_local,
 )
-from .._plan.param import MakeHook, ManagedParam, Settings, local_of, managed_of
+from .._plan.param import MakeHook, ManagedParam, Settings, local_of, managed_of, refuse_patched
 from .._torch.streams import Streams
 from .._torch.tree import local_tensor
 from .digest import digest_of
 
-PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # of tensor subclasses
 # Layouts, messages and checkpoints depend on these, so all ranks must have the same versions.
 _PACKAGES = ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
 _IN_COMMON = installed_versions(*_PACKAGES)
@@ -49,12 +48,12 @@ class Group:
     """A plan with its memory. This class is for plain parameters; other kinds override its methods.
 
     Attributes:
-        name: for errors and profiles.
+        name: for errors and profiles: the unit's and `suffix`.
         plan: its layout, dtypes, mesh and placements, which do not change in a step.
         params: in the order of the module.
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
-        home: the first module of the unit that it is, or was, in; set by `Unit.take`.
+        home: the first module of its unit; set by `Unit.take`.
         wire_format: blocks that values are quantized in before a gather, a `dbuffer.encodings.BlockFormat`; or None.
         holds_values: whether the shard holds the parameters' values.
         trained: whether they can be trained.
@@ -72,9 +71,6 @@ class Group:
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
         """Raise ValueError or NotImplementedError, naming the parameter, if the kind cannot serve the request."""
-
-    def check_taken_over(self, param: ManagedParam[Any], request: Request) -> None:
-        """Raise ValueError, naming the parameter, if the unit that takes it over from this one would change it."""
 
     @classmethod
     def lay_out(
@@ -94,7 +90,7 @@ class Group:
         reduction: ReduceOptions,
     ) -> None:
         self.name = unit_name + suffix
-        self._suffix = suffix
+        self.suffix = suffix
         self.plan = plan
         self.params = params
         self._streams = streams
@@ -104,6 +100,7 @@ class Group:
         self._wire = plan.wire
         self.gradients = GradBuffer(self.name, plan, params, streams, reduction)
         self._gathered_versions: list[int] = []
+        self._begun_versions: list[int] = []  # when the pass began
         self._one_a_segment: list[torch.Tensor] = []  # of the views
         self._saved: list[torch.Tensor] = []  # with the version counters of all that autograd may save
         self._full_versions: list[int] = []  # of these, when they became readable; a gather does not count
@@ -115,7 +112,7 @@ class Group:
 
     def rename(self, unit_name: str) -> None:
         """Call the group and its memory by the unit's new name."""
-        self.name = unit_name + self._suffix
+        self.name = unit_name + self.suffix
         if self.buffer is not None:
             self.buffer.name = self.name
         self.gradients.rename(self.name)
@@ -156,7 +153,7 @@ class Group:
         """
         value = value.detach()
         if not isinstance(value, RaggedDTensor):
-            return self.plan.geometry.cut(param.name, value)
+            return self.plan.geometry.cut(param.key, value)
         with torch.no_grad():
             local: torch.Tensor = value.redistribute(placements=plan.placements).to_local()
         return local
@@ -385,9 +382,10 @@ class Group:
     def _filled(self, values: Sequence[torch.Tensor | None]) -> list[RaggedDTensor]:
         """Copy slices into the buffer (None: already there), and return the sharded tensors on it."""
         assert self.buffer is not None
+        self._begun_versions = []  # this memory's count for themselves
         local_views, sharded = self.buffer.local_views, []
         for param, plan, value in zip(self.params, self.plan.params, values, strict=True):
-            local = local_views[param.name]
+            local = local_views[param.key]
             if value is not None:
                 with torch.no_grad():
                     local.copy_(value)
@@ -404,7 +402,7 @@ class Group:
             param.group, param.index = self, index
             param.set_sharded(tensor)
             if self._views:
-                param.set_unsharded(self._views[param.name], self._make_hook, self.plan.dtypes.reduce)
+                param.set_unsharded(self._views[param.key], self._make_hook, self.plan.dtypes.reduce)
 
     def keep_storage(self, enable: bool) -> None:
         """Keep the gathered memory while the parameters are sharded; also of later buffers.
@@ -418,7 +416,10 @@ class Group:
         try:
             self.buffer.keep_gathered(enable)
         except ValueError as error:
-            raise NotImplementedError(f"set_keep_unsharded_storage: {error}") from error
+            raise NotImplementedError(
+                f"set_keep_unsharded_storage: {self.name} has tensor subclasses, which are gathered into other memory; "
+                "call it on units without them"
+            ) from error
         if not self.buffer.gathered.present:
             self._keep_autograd_out()
 
@@ -499,16 +500,21 @@ class Group:
         """Undo `_keep_autograd_out`: the gather has completed."""
         compat.set_versions(self._saved, [version - 1 for version in self._full_versions])
         self._saved = list(self._one_a_segment)
-        for param in self.params:  # tensor subclasses count for themselves
-            if type(param.unsharded) is not nn.Parameter and param.unsharded is not None:
+        for param in () if self._views else self.params:  # made by a tensor subclass, in other memory
+            if param.unsharded is not None:
                 self._saved.append(param.unsharded)
         self._full_versions = compat.versions(self._saved)
         self._readable = True
 
     # -- staleness --------------------------------------------------------------------------------------------------
 
-    def begin_gather(self) -> None:
-        """Record the versions of the gathered values.
+    def begin_pass(self) -> bool:
+        """Record the versions of the shard. Returns whether it was written to since the pass before began."""
+        before, self._begun_versions = self._begun_versions, [] if self.buffer is None else self._versions()
+        return self._begun_versions != before
+
+    def begin_gather(self) -> bool:
+        """Record the versions of the gathered values. Returns whether the shard was written to in this pass.
 
         Raises:
             NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.
@@ -517,13 +523,17 @@ class Group:
         self._keep_autograd_out()
         if not self._gathered_versions:
             for param in self.params:
-                _refuse_patched(param.name, local_of(param.sharded))
-        self._gathered_versions = list(map(compat.VERSION, self.buffer.shard))
+                refuse_patched(param.name, local_of(param.sharded))
+        self._gathered_versions = self._versions()
+        return self._gathered_versions != self._begun_versions
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
+        return self._versions() != self._gathered_versions
+
+    def _versions(self) -> list[int]:
         assert self.buffer is not None
-        return list(map(compat.VERSION, self.buffer.shard)) != self._gathered_versions
+        return list(map(compat.VERSION, self.buffer.shard))
 
     def expect_update(self) -> None:
         """Gradients are shown: an optimizer may write to the shard."""
@@ -582,12 +592,4 @@ class Group:
             gathered=[] if aliased else [ranks * size * computed for size in sizes],
             reduce=form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * reduced,
             reducing=[ranks * size * reduced for size in sizes],
-        )
-
-
-def _refuse_patched(name: str, local: torch.Tensor) -> None:
-    if PRE in local.__dict__ or POST in local.__dict__:
-        raise NotImplementedError(
-            f"parameter {name}: its local tensor was given {PRE} or {POST} after fully_shard, which would not be "
-            "called; give fully_shard a tensor subclass that has both"
         )

@@ -18,9 +18,8 @@ from ragged_shard import RaggedDTensor
 from .. import _torch_compat as compat
 from .._plan.group import Dtypes, ParamPlan, Request, spec_of
 from .._plan.mesh import WrongCallError
-from .._plan.param import PLAIN, ManagedParam, Wrapper, local_of
-from .group import POST, PRE, Group
-from .subclass_gather import SubclassGather
+from .._plan.param import PLAIN, POST, PRE, ManagedParam, Wrapper, local_of
+from .group import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,14 +133,9 @@ class SubclassGroup(Group):
 
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
-        """Raise if weights of the parameter are to be quantized, or slices kept for a smaller group."""
+        """Raise ValueError, naming the parameter, if its weights are to be quantized."""
         assert isinstance(param.wrapper, Extension)
         kind, policy = param.wrapper.kind.__name__, request.quantization
-        if request.neighbors is not None and request.neighbors < param.data.shard_size:
-            raise NotImplementedError(
-                f"reshard_after_forward={request.neighbors}: parameter {param.name} is a {kind}, "
-                "which defines its own all-gather and does not support an integer; use True or False"
-            )
         if policy is not None and policy.blocks is not None and param.selected:
             raise ValueError(
                 f"quantization_policy: parameter {param.name} was selected, but is a {kind}, "
@@ -189,19 +183,13 @@ class SubclassGroup(Group):
         return super()._sharded(param, plan, param.wrapper.wrap(local))
 
     def _allocate(self) -> None:
+        from .subclass_gather import SubclassGather  # few models have such parameters
+
         data, compute, layer = self.plan.data, self.plan.dtypes.compute, self._streams.layer
         self._wire = SubclassGather(
             self.name, self.params, data, self.plan.precision, compute, layer, self._make_hook
         )
         super()._allocate()  # without views: the gather makes the unsharded parameters
-
-    def begin_gather(self) -> None:
-        """Record the versions of the gathered values."""
-        self._gathered_versions = self._versions()
-
-    def changed_since_gather(self) -> bool:
-        """Whether the sharded parameters were written to since they were gathered."""
-        return self._versions() != self._gathered_versions
 
     def _versions(self) -> list[int]:
         """Writes through a tensor subclass count in the subclass."""

@@ -22,8 +22,7 @@ from ragged_shard.device import DeviceLayer
 from ragged_shard.dist import raise_on_all_ranks
 
 from .._plan.mesh import DataMesh
-from .._plan.param import MakeHook, ManagedParam, local_of
-from .group import POST, PRE
+from .._plan.param import POST, PRE, MakeHook, ManagedParam, local_of
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each tensor of each parameter
@@ -119,7 +118,7 @@ class SubclassGather(Encoder, WireForm):
         self._recycler = recycler
         for param in self._params:
             width = math.prod(param.shape[1:])
-            ranges = [layout.local_range(param.name, rank) for rank in range(layout.world_size)]
+            ranges = [layout.local_range(param.key, rank) for rank in range(layout.world_size)]
             self._members.append(_Member(param, tuple([(stop - start) // width for start, stop in ranges])))
         return self
 

@@ -1,50 +1,28 @@
 """One `fully_shard` call: its parameters, gathered and freed together."""
 
-import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 import dbuffer
 from dbuffer import Gather, Handle, TransportChoice
 
 from .. import _torch_compat as compat
+from .._grads.buffer import Full
 from .._grads.scaling import ReduceOptions
 from .._plan.group import Request, plan_group
 from .._plan.mesh import DataMesh, check_alike
-from .._plan.param import MakeHook, ManagedParam, Settings
+from .._plan.param import MakeHook, ManagedParam, Place, Settings
 from .._torch.streams import Streams
 from .group import Group
 
 Param = ManagedParam[Group]
 _NO_LABEL: AbstractContextManager[None] = nullcontext()
-
-
-class UnitState(enum.Enum):
-    """The state of a unit's parameters.
-
-    SHARDED     each rank holds its slices; modules hold the sharded parameters
-    GATHERING   an all-gather is under way; modules hold the sharded parameters
-    UNSHARDED   modules hold the unsharded parameters, views of gathered memory
-    PARKED      gathered memory is kept for the next pass; modules hold the sharded parameters
-
-        SHARDED --gather--> GATHERING --unshard--> UNSHARDED --reshard--> SHARDED
-                                                      |  ^
-                                                    park unshard
-                                                      v  |
-                                                     PARKED --reshard--> SHARDED
-    """
-
-    SHARDED = enum.auto()
-    GATHERING = enum.auto()
-    UNSHARDED = enum.auto()
-    PARKED = enum.auto()
 
 
 def refuse_capture(name: str) -> NoReturn:
@@ -83,7 +61,6 @@ class UnitOptions:
     separate_reductions: bool = False  # whether reductions have separate process groups
     forward_prefetch: "tuple[Unit, ...] | None" = None
     backward_prefetch: "tuple[Unit, ...] | None" = None
-    update: Callable[[], None] | None = None  # called in backward, when the gradients are there
 
 
 class Unit:
@@ -94,15 +71,15 @@ class Unit:
         name: the first module's name in the root, for errors and profiles.
         data: the mesh that `fully_shard` was given; parameters may have others.
         mp_policy: of `fully_shard`.
-        state: where its parameters are.
+        full: the full parameters.
+        installed: whether modules hold them; else the sharded ones.
         options: the user's settings; changed by `configure`.
         groups: its parameters by kind, dtype, mesh and training state.
         root: whether no other unit is around it.
         host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
         followers: units whose host this is. It gathers and reduces them, on every rank.
-        uneven: whether units inside that ranks may skip use its parameters, which are tied: some rank may use none.
+        always_reduced: whether some rank may use none of its parameters: units inside that ranks may skip use them.
         keeps_slices: whether a slice of a smaller group is kept after forward.
-        offloaded: whether its shards are in CPU memory and it computes elsewhere.
         closed: why its parameters cannot be used now, and the remedy; empty if they can. See `checkpoint`.
         shown: the parameters that users see gathered outside of passes, with their settings as they were; see `show`.
         entered: the modules whose forward is under way, the outer ones first.
@@ -115,26 +92,27 @@ class Unit:
         request: Request,
         options: UnitOptions,
         streams: Streams,
+        make_hook: MakeHook,
     ) -> None:
         self.modules = modules
         self.name = type(modules[0]).__name__
         self.data = request.data
         self.mp_policy = request.precision
-        self.state = UnitState.SHARDED
+        self.full = Full.EMPTY
+        self.installed = False
         self.options = options
         self.groups: list[Group] = []
         self.root = True
         self.host: Unit | None = None
         self.followers: tuple[Unit, ...] = ()
-        self.uneven = False
+        self.always_reduced = False
         self.closed = ""
         self._request = request
         self.keeps_slices = request.neighbors is not None
-        self.offloaded = isinstance(request.offload, CPUOffloadPolicy)
         self._streams = streams
         if streams.layer.asynchronous:
             weakref.finalize(self, streams.take_back).atexit = False
-        self.make_hook: MakeHook | None = None
+        self._make_hook = make_hook
         self._handles: list[Handle] = []
         self.shown: list[tuple[Param, Settings]] = []
         self._shrunk = False  # after forward slices were kept among neighbors
@@ -153,11 +131,6 @@ class Unit:
             for group in self.groups:
                 group.rename(name)
             self._gathers = []
-
-    def update(self) -> None:
-        """Run the optimizer in backward, if there is one. The gradients are published."""
-        if self.options.update is not None:
-            self.options.update()
 
     def configure(self, **changes: Any) -> None:
         """Change options; a reduction under way keeps the options of its launch."""
@@ -187,6 +160,11 @@ class Unit:
         return [param for group in self.groups for param in group.params]
 
     @property
+    def offloaded(self) -> bool:
+        """Whether shards are in CPU memory and it computes elsewhere."""
+        return any(group.plan.offload is not None for group in self.groups)
+
+    @property
     def trained(self) -> str:
         """The unit's name and the names of its parameters that are trained, which every rank must agree on."""
         names = [param.name for param in self.params if param.sharded.requires_grad]
@@ -196,9 +174,8 @@ class Unit:
         """Groups of these parameters, with memory and values, for `take`. Unit, parameters and modules do not change.
 
         Args:
-            values: full ones, the same on every rank, or sharded ones; by name.
+            values: full ones, the same on every rank; by name.
         """
-        assert self.make_hook is not None
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         for param in params:
             dtypes = (param.dtype, param.grad_dtype)
@@ -212,21 +189,36 @@ class Unit:
                     check_alike(member.name, member.other, cut.placements)
             suffix = "" if len(kinds) == 1 else f" ({members[0].name} ...)"
             reduction = self.options.reduction
-            group = kind(self.name, suffix, plan, members, self._streams, self.make_hook, reduction)
+            group = kind(self.name, suffix, plan, members, self._streams, self._make_hook, reduction)
             group.load(values)
             groups.append(group)
         return groups
 
     def take(self, groups: list[Group]) -> None:
         """Use these groups of `lay_out`, and put their sharded parameters into the modules."""
-        if self.groups:
-            self._gathers = []
         self.groups = groups
         for group in groups:
             group.home = self.modules[0]
-            if self.options.keep_storage:
-                group.keep_storage(True)
             group.commit()
+
+    def take_over(self, group: Group, giver: "Unit", names: Mapping[Place, str]) -> None:
+        """Gather and reduce a group from now on, instead of a unit inside this one. Its memory stays as it is.
+
+        Args:
+            names: of the parameters in this unit.
+        """
+        giver.groups.remove(group)
+        giver._gathers = []
+        self.groups.append(group)
+        group.home = self.modules[0]
+        group.plan = replace(group.plan, neighbors=group.plan.data.neighbors(self._request.neighbors))
+        for param in group.params:
+            param.name = next(names[place] for place in param.places if place in names)
+        group.suffix = f" ({group.params[0].name} ...)"
+        group.rename(self.name)
+        group.gradients.scale(self.options.reduction)
+        if group.keeps_storage:
+            group.keep_storage(False)
 
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
@@ -276,12 +268,22 @@ class Unit:
                 self._gathers = []
 
     def materialize(self) -> None:
-        """Like `adopt`, and allocate parameters that are on the meta device; see `Group`."""
+        """Like `adopt`, and allocate parameters that are on the meta device; see `Group`.
+
+        Raises:
+            Exception: the first error of a group, after the all-reduces of the others, which other ranks are in.
+        """
         self.adopt()
+        problem: Exception | None = None
         for group in self.groups:
             if group.buffer is None:
-                group.materialize()
                 self._gathers = []
+                try:
+                    group.materialize()
+                except Exception as error:
+                    problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _refuse_meta(self) -> None:
         prefix = "" if self.root else f"{self.name}."
@@ -303,7 +305,7 @@ class Unit:
     @property
     def at_rest(self) -> bool:
         """Whether it holds its shards and nothing more."""
-        return self.state is UnitState.SHARDED and not self._shrunk
+        return self.full is Full.EMPTY and not self._shrunk
 
     @property
     def freed(self) -> bool:
@@ -323,52 +325,56 @@ class Unit:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.
 
         Args:
-            after: events that must have completed first. Defaults to all work of the current stream.
+            after: events that must have completed first. Defaults to all work of the current stream. Where the shards
+                were written to since the pass began: these, and all reductions.
         """
-        if self.state is UnitState.UNSHARDED or self.state is UnitState.GATHERING:
+        if self.installed or self.full is Full.BUSY:
             return
         if self._streams.layer.capturing:
             refuse_capture(self.name)
         if self.closed:
             self.check_open()
-        if self.state is UnitState.PARKED:
+        if self.full is Full.PRESENT:
             if not any(group.changed_since_gather() for group in self.groups):
                 return
             self.reshard()
         if self._handles:  # of an earlier gather, of which not all could start
             self.reshard()
         with label("all_gather", self.name):
+            written = False
             for group in self.groups:
                 if group.buffer is None:
                     self.prepare()
-                group.begin_gather()
+                written = group.begin_gather() or written
+            if written:
+                after = [self._streams.layer.record(), *self._streams.reduced()]
             not_at_rest.add(self)
             if not self._gathers:
                 self._gathers = self._gathers_of(self.groups)
             stream = self._streams.gather
             for call in self._gathers:
                 self._handles.append(call.start(stream, after))
-            self.state = UnitState.GATHERING
+            self.full = Full.BUSY
 
     def _gathers_of(self, groups: list[Group]) -> list[Gather]:
-        """The calls that gather these groups: one for each mesh."""
-        by_mesh: dict[DataMesh, list[dbuffer.DBuffer]] = {}
+        """The calls that gather these groups: one for each mesh, and transport."""
+        calls: dict[tuple[Any, ...], list[dbuffer.DBuffer]] = {}
         for group in groups:
             assert group.buffer is not None
-            by_mesh.setdefault(group.plan.data, []).append(group.buffer)
+            calls.setdefault(group.plan.call, []).append(group.buffer)
         transport = self.options.gather_by
-        return [dbuffer.Gather(buffers, transport) for buffers in by_mesh.values()]
+        return [dbuffer.Gather(buffers, transport) for buffers in calls.values()]
 
     def unshard(self, after: Sequence[Any] | None = None) -> None:
         """Gather the parameters, wait for them and put them into the modules."""
-        if self.state is UnitState.UNSHARDED:
+        if self.installed:
             return
-        if self.state is not UnitState.GATHERING:
+        if self.full is not Full.BUSY:
             self.gather(after)
         for handle in self._handles:
             handle.wait()
         self._handles = []
-        self.state = UnitState.UNSHARDED
+        self.full, self.installed = Full.PRESENT, True
         for group in self.groups:
             group.register_unsharded()
 
@@ -381,11 +387,11 @@ class Unit:
         written = False
         if self.shown:
             self.hide()
-        if self.state is not UnitState.SHARDED or self._handles:
+        if self.full is not Full.EMPTY or self._handles:
             for handle in self._handles:
                 handle.wait()
             self._handles = []
-            self.state = UnitState.SHARDED
+            self.full, self.installed = Full.EMPTY, False
             for group in self.groups:
                 assert group.buffer is not None
                 neighbors = group.plan.neighbors if keep_slices and self.keeps_slices else None
@@ -409,7 +415,7 @@ class Unit:
             self.reshard()  # raises
         if self.shown:
             self.hide()
-        self.state = UnitState.PARKED
+        self.installed = False
         for group in self.groups:
             group.register_sharded()
 
@@ -480,7 +486,7 @@ class Unit:
             for group in self.groups
             if group.gradients.written or (complete and group.gradients.partial)
         ]
-        if not (waiting or self.options.reduce_unused):
+        if not (waiting or self.options.reduce_unused or self.always_reduced or self.host is not None):
             return waiting
         return [
             group
@@ -525,7 +531,7 @@ class Unit:
         self.entered.clear()
         self.shown = []
         if self._handles:
-            self.state = UnitState.GATHERING  # also where not all could start
+            self.full, self.installed = Full.BUSY, False  # also where not all could start
         handles, self._handles = self._handles, []
         for handle in handles:
             try:

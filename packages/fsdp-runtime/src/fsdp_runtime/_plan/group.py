@@ -123,6 +123,11 @@ class GroupPlan:
     params: tuple[ParamPlan, ...]
     neighbors: dist.ProcessGroup | None
 
+    @property
+    def call(self) -> tuple[DataMesh, TransportChoice | None]:
+        """Groups with equal ones are in one collective."""
+        return self.data, self.transport
+
     def buffer_options(self, *, gradients: bool = False) -> dict[str, Any]:
         """Common arguments of the `DBuffer`s of parameters and of gradients."""
         data = self.data
@@ -232,7 +237,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
         layout=layout,
         geometry=geometry,
         params=tuple(plans),
-        neighbors=None if request.neighbors is None else data.neighbors(request.neighbors),
+        neighbors=data.neighbors(request.neighbors),
     )
 
 

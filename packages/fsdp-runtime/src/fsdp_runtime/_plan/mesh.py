@@ -58,6 +58,15 @@ class DataMesh:
         self.num_replicas = mesh.size() // self.shard_size
         self.fingerprint = hashlib.sha256(repr(mesh.mesh.tolist()).encode()).hexdigest()[:16]
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the two are of the same process groups, not only of the same ranks."""
+        if not isinstance(other, DataMesh):
+            return NotImplemented
+        return (self.groups, self.mesh, self.spmd) == (other.groups, other.mesh, other.spmd)
+
+    def __hash__(self) -> int:
+        return hash(self.groups)
+
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """This rank's process group on each axis."""
@@ -81,12 +90,12 @@ class DataMesh:
             result.append(_REDUCTIONS[self.groups[-1]])
         return (*result, *_NEIGHBORS.get(self.groups[-1], {}).values())
 
-    def neighbors(self, count: int) -> dist.ProcessGroup | None:
-        """A group of `count` consecutive ranks of the shard axis, or None where that is one rank or all.
+    def neighbors(self, count: int | None) -> dist.ProcessGroup | None:
+        """A group of `count` consecutive ranks of the shard axis; None: `count` is None, one rank or all.
 
         Every rank of the shard axis must ask. Makes a process group the first time it is asked for a count.
         """
-        if count in (1, self.shard_size):
+        if count is None or count in (1, self.shard_size):
             return None
         # Not by the mesh: one that is equal may be left over from process groups that have been destroyed.
         shards = self.groups[-1]

@@ -6,7 +6,7 @@ unsharded from unshard to reshard                     a view of the gathered mem
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -20,6 +20,7 @@ from .. import _torch_compat as compat
 from .mesh import DataMesh, OtherParallelism
 
 G = TypeVar("G")  # the group; this file knows nothing of it
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # of tensor subclasses
 # Makes the hook that autograd calls with the unsharded parameter after accumulating its gradient.
 MakeHook = Callable[["ManagedParam[Any]"], Callable[[torch.Tensor], None]]
 
@@ -37,14 +38,11 @@ _managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = weakref.WeakVa
 
 
 def managed_of(tensor: torch.Tensor) -> "ManagedParam[Any] | None":
-    """The parameter of a unit that a tensor is, sharded or not, or that has taken its place; None for any other."""
+    """The parameter of a unit that a tensor is: sharded, unsharded, or the original; None for any other."""
     managed = _managed.get(id(tensor))
     if managed is None or tensor is managed.sharded or tensor is managed.unsharded:
         return managed
-    for known in managed.replaced:
-        if known() is tensor:
-            return managed
-    return None
+    return managed if managed.original() is tensor else None
 
 
 class Wrapper:
@@ -93,7 +91,8 @@ class ManagedParam(Generic[G]):
     """One parameter of a unit, however many modules share it.
 
     Attributes:
-        name: in the unit; unique there.
+        name: in the unit that has its group; unique there.
+        key: its name in the group's layout: the one in the unit that was made with the group.
         places: where it is registered.
         slots: the dictionaries that hold it, with its key in each.
         shape: of the plain tensor that this rank computes with.
@@ -107,7 +106,7 @@ class ManagedParam(Generic[G]):
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
         digest: of the values that this rank gave `fully_shard`; None: not known.
-        replaced: the parameters that modules held in its place before: the original, and sharded ones of other units.
+        example: the original parameter, which policies get; None as soon as there is a sharded one.
     """
 
     kind: type[G]
@@ -128,11 +127,10 @@ class ManagedParam(Generic[G]):
         example: torch.Tensor,
         wrapper: Wrapper = PLAIN,
     ) -> None:
-        self.name = name
-        self.places = places
-        self.slots = []
-        for place in places:
-            self.slots.append((place.module._parameters, place.attribute))
+        self.name = self.key = name
+        self.places: list[Place] = []
+        self.slots: list[tuple[dict[str, Any], str]] = []
+        self.add_places(places)
         self.shape = shape
         self.data = data
         self.dtype = original.dtype
@@ -151,17 +149,14 @@ class ManagedParam(Generic[G]):
         for key in wrapper.attributes:
             self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
-        self._example: torch.Tensor | None = example
-        self.replaced = [weakref.ref(original)]
+        self.example: Any = example
+        self.original = weakref.ref(original)
 
-    @property
-    def example(self) -> torch.Tensor:
-        """The tensor that a block policy gets: the original parameter, later the sharded one."""
-        if self._example is not None:
-            return self._example
-        if self.other is None:
-            return self.sharded
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    def add_places(self, places: Iterable[Place]) -> None:
+        """Note places where it is registered too."""
+        for place in places:
+            self.places.append(place)
+            self.slots.append((place.module._parameters, place.attribute))
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
         """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
@@ -180,7 +175,7 @@ class ManagedParam(Generic[G]):
 
     def set_sharded(self, tensor: RaggedDTensor) -> None:
         """Make the sharded parameter, once; later calls give the same object other memory."""
-        self._example = None  # its memory can go
+        self.example = None  # its memory can go
         if hasattr(self, "sharded"):
             self.sharded.data = tensor
         else:
@@ -189,12 +184,8 @@ class ManagedParam(Generic[G]):
             if self.grad_dtype is not None:
                 self.sharded.grad_dtype = self.grad_dtype
             _managed[id(self.sharded)] = self
-            for known in self.replaced:
-                if (old := known()) is not None:
-                    before = _managed.get(id(old))
-                    if before is not None and old is before.sharded:
-                        self.replaced.extend(before.replaced)
-                    _managed[id(old)] = self
+            if (original := self.original()) is not None:
+                _managed[id(original)] = self
         self.dtype = tensor.dtype
         self.local = self.sharded.local  # type: ignore[attr-defined]
 
@@ -301,3 +292,12 @@ def checked_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype:
             f"parameter {name} has grad_dtype None, any dtype; fully_shard allocates gradients of one: set it"
         )
     return param.grad_dtype
+
+
+def refuse_patched(name: str, local: torch.Tensor) -> None:
+    """Raise NotImplementedError if all-gather methods were set on a local tensor, which would not be called."""
+    if PRE in local.__dict__ or POST in local.__dict__:
+        raise NotImplementedError(
+            f"parameter {name}: its local tensor was given {PRE} or {POST} after fully_shard, which would not be "
+            "called; give fully_shard a tensor subclass that has both"
+        )

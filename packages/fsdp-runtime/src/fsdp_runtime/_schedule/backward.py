@@ -1,20 +1,20 @@
 """Gradients on their way out of backward: into the groups' buffers, and through reductions.
 
-A reduction:
+    reduce-scatter          lane "reduce"        gathered gradients -> shards
+    (all-reduce             lane "replicate"     over replicas, in the reduction's dtype)
+    hook, divide, `.grad`   on the last lane     and the users' post-accumulate hooks
 
-LAUNCHED     a reduce-scatter over the shard axis is under way; it uses the gathered gradient memory
-FREED        it has completed, and that memory is free
-REPLICATED   the all-reduce over replicas (HSDP) was started, or the user's hook has run where there are none
-(published)  that has completed too (with replicas the hook runs now), and `.grad` is set
+On a device all of it is queued when the reduction is launched. On a CPU the host waits and goes on at fixed points:
 
-Whether a reduction is LAUNCHED or FREED may depend on timing, and differ between ranks. All-reduces and hooks, which
-may communicate, start in the order of the reductions and at points that the program fixes, the same on all ranks.
+    F1  before a reduction is launched: the oldest one, until fewer than `max_reductions` remain
+    F2  before the first gradient is written to a group whose memory a reduction uses
+    F3  at the end of the last backward of a step
+
+Gathered memory is freed at these points only, also on a device. So which collectives, copies and hooks a rank queues,
+and in which order, depends on its program and never on timing.
 """
 
 import contextlib
-import enum
-import operator
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,198 +22,85 @@ import torch.distributed as dist
 
 from dbuffer import AllReduce, DBuffer, Handle
 
-from .._grads.buffer import WRITABLE, Closed, GradBuffer
-from .._grads.missing import Missing
-from .._grads.scaling import AllReduceHook, Scaling
+from .._grads.buffer import Closed, Full, GradBuffer
+from .._grads.scaling import AllReduceHook
+from .._grads.used import UsedParameters
 from .._params.group import Group
 from .._params.unit import Param, Unit, label
-from .._plan.mesh import DataMesh
 from .._torch.streams import Streams
-
-_COMPLETED = operator.attrgetter("completed")
-
-
-class ReductionState(enum.Enum):
-    """See above."""
-
-    LAUNCHED = enum.auto()
-    FREED = enum.auto()
-    REPLICATED = enum.auto()
 
 
 class Reduction:
-    """An in-flight reduction of some groups of one unit. The constructor launches it.
+    """A reduction under way: of some groups of one unit, with the unit's options as they were at its launch.
 
     Attributes:
         unit, groups: the reduced unit and groups.
-        stays_partial: whether there are replicas, and their sum is left to a later one.
-        updates: whether parameters are updated as soon as their gradients are there.
-        state: see `ReductionState`.
+        scatters, sums: collectives that have not been waited for: over shards, and over replicas.
+        scattered, done: on a device, events after the reduce-scatters, and after all of it.
+        closed: what was reduced.
+        used: memory that `finalize` has used on a lane, held until the computation has waited.
+        offloaded: whether gradients are copied to the CPU.
     """
 
-    def __init__(self, unit: Unit, groups: list[Group], streams: Streams, *, updates: bool) -> None:
-        self.unit, self.groups, self.updates = unit, groups, updates
-        options = unit.options
-        self.state = ReductionState.LAUNCHED
-        self._options = options.reduction
-        self._shows_all = options.reduce_unused or options.reduction.hook is not None
-        self._streams = streams
-        self._event: Any = None
-        self._closed: list[Closed] = []
-        self._missing: dict[Group, Missing] = {}  # of groups for which other ranks decide what gets a `.grad`
-        # Buffers on meshes without replicas, and with them.
-        self._sharded: list[tuple[DBuffer, Scaling]] = []
-        self._replicated: list[tuple[DBuffer, Scaling]] = []
-        calls: dict[tuple[Any, ...], tuple[GradBuffer, list[DBuffer]]] = {}  # one per mesh and scaling
-        for group in groups:
-            gradients, data = group.gradients, group.plan.data
-            key = (data, gradients.scaling, gradients.partial)
-            closed = gradients.close(stays_partial=data.hybrid and not self._options.all_reduce)
-            self._closed.append(closed)
-            if closed.missing:
-                self._publish_missing(group, closed)
-            buffer = closed.slots.buffer
-            calls.setdefault(key, (gradients, []))[1].append(buffer)
-            (self._replicated if data.hybrid else self._sharded).append((buffer, gradients.scaling))
-        self.stays_partial = bool(self._replicated) and not self._options.all_reduce
-        self._handles: list[Handle] = []
-        with label("post_backward_reduce", unit.name):
-            for (_, _, partial), (first, buffers) in calls.items():
-                call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
-                self._handles.append(call.start(accumulate=partial, stream=streams.reduce))
-
-    def _publish_missing(self, group: Group, closed: Closed) -> None:
-        """Publish which parameters have no gradient on this rank, if other ranks decide whether they get one.
-
-        Raises:
-            RuntimeError: they do, and the store does not answer.
-        """
-        data = group.plan.data
-        stays_partial = data.hybrid and not self._options.all_reduce
-        if self._shows_all or stays_partial or closed.used_anywhere is not None:
-            return
-        names = {param.index: f"{param.name} of {group.name}" for param in closed.missing}
-        key = f"{group.name} {closed.number}"
-        missing = self._missing[group] = Missing(data, group.gradients.ledger, key, names)
-        group.gradients.published = missing
-        missing.publish()
-
-    def _unused(self, group: Group, closed: Closed) -> Collection[int]:
-        """Numbers of the missing parameters that get no `.grad`. The reduction has completed on its stream."""
-        if closed.used_anywhere is not None:
-            return [param.index for param in closed.missing if param.index not in closed.used_anywhere]
-        missing = self._missing.get(group)
-        if missing is None:
-            return ()
-        if missing.asks:
-            self._streams.layer.wait_on_host(self._event)  # then every rank has published
-        unused = missing.unused()
-        group.gradients.published = None
-        return unused
+    def __init__(self, unit: Unit, groups: list[Group]) -> None:
+        options = unit.options.reduction
+        self.unit, self.groups = unit, groups
+        self.hook, self._hook_stream = options.hook, options.hook_stream
+        self.scatters: list[Handle] = []
+        self.sums: list[Handle] = []
+        self.scattered: Any = None
+        self.done: Any = None
+        self.used: list[torch.Tensor] = []
+        shows_all = unit.options.reduce_unused or options.hook is not None
+        self.closed = [(group, group.gradients.close(shows_all=shows_all)) for group in groups]
+        self.offloaded = any(group.plan.offload is not None for group in groups)
 
     @property
-    def completed(self) -> bool:
-        """Whether the reduce-scatter has completed. Does not block."""
-        return all(map(_COMPLETED, self._handles))
+    def stays_partial(self) -> bool:
+        """Whether sums over replicas are left to a later reduction."""
+        return any(closed.stays_partial for _, closed in self.closed)
 
-    def free(self) -> None:
-        """Wait for the reduce-scatter on its own stream, and free the gathered gradient memory. Once."""
-        if self.state is not ReductionState.LAUNCHED:
-            return
-        layer = self._streams.layer
-        handles, self._handles = self._handles, []
-        with layer.on(self._streams.reduce, ()):
-            for handle in handles:
-                handle.wait()
-            for group, closed in zip(self.groups, self._closed, strict=True):
-                group.gradients.free(closed)
-            self._event = layer.record()
-        self.state = ReductionState.FREED
+    def replicated(self) -> dict[tuple[Any, ...], list[DBuffer]]:
+        """The buffers whose shards are summed over replicas, by (mesh, dtype, op)."""
+        calls: dict[tuple[Any, ...], list[DBuffer]] = {}
+        for group, closed in self.closed:
+            if group.plan.data.hybrid and not closed.stays_partial:
+                buffer = closed.slots.buffer
+                calls.setdefault((*group.plan.call, buffer.dtype, closed.op), []).append(buffer)
+        return calls
 
-    def replicate(self) -> None:
-        """Call the user's hook, or where there are replicas start the all-reduce over them. Once, after `free`."""
-        if self.state is ReductionState.REPLICATED:
-            return
-        self.free()
-        self.state = ReductionState.REPLICATED
-        layer = self._streams.layer
-        if self._options.hook is not None and self._sharded:
-            with layer.on(self._streams.reduce, ()):
-                self._call_hook(self._options.hook, self._sharded)
-                self._event = layer.record()
-        if not self._replicated or self.stays_partial:
-            return
-        with layer.on(self._streams.reduce, ()), label("post_backward_all_reduce", self.unit.name):
-            for buffer, how in self._replicated:
-                reduction = AllReduce([buffer], how.replica_op, how.replica_divide)
-                self._handles.append(reduction.start())
+    def scatter(self, partial: dict[Group, bool], streams: Streams) -> None:
+        """Start the reduce-scatters: one for each mesh and scaling."""
+        options = self.unit.options
+        calls: dict[tuple[Any, ...], tuple[GradBuffer, list[DBuffer]]] = {}
+        for group, closed in self.closed:
+            gradients = group.gradients
+            key = (*group.plan.call, gradients.scaling, partial[group])
+            calls.setdefault(key, (gradients, []))[1].append(closed.slots.buffer)
+        with label("post_backward_reduce", self.unit.name):
+            for (*_, adds), (first, buffers) in calls.items():
+                call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
+                self.scatters.append(call.start(accumulate=adds, stream=streams.reduce))
 
-    def _call_hook(self, hook: AllReduceHook, reduced: list[tuple[DBuffer, Scaling]]) -> None:
-        """Call the user's hook with the shards of these groups."""
-        layer = self._streams.layer
-        if any(buffer.offloaded for buffer, _ in reduced):
-            layer.wait_on_host(layer.record())  # the hook may read copies from the device
-        with layer.on(self._options.hook_stream):
-            for buffer, _ in reduced:
-                for shard in buffer.shard:
+    def finalize(self, streams: Streams) -> None:
+        """Call the all-reduce hook, and show the gradients. On the current stream."""
+        layer = streams.layer
+        shown = [(group, closed) for group, closed in self.closed if not closed.stays_partial]
+        if self.hook is not None:
+            self._call(self.hook, shown, streams)
+        for group, closed in shown:
+            group.expect_update()
+            self.used += group.gradients.publish(closed)
+        self.done = layer.record()
+
+    def _call(self, hook: AllReduceHook, shown: list[tuple[Group, Closed]], streams: Streams) -> None:
+        layer = streams.layer
+        with layer.on(self._hook_stream):
+            for _, closed in shown:
+                for shard in closed.slots.buffer.shard:
                     hook(shard)
             done = layer.record()
         layer.wait(done)
-
-    def publish(self) -> None:
-        """Wait for all of it and show the gradients."""
-        self.replicate()
-        layer = self._streams.layer
-        if self._handles:
-            with layer.on(self._streams.reduce, ()):
-                for handle in self._handles:
-                    handle.wait()
-                if self._options.hook is not None and self._replicated:
-                    self._call_hook(self._options.hook, self._replicated)
-                self._event = layer.record()
-        layer.wait(self._event)
-        if self.groups[0].plan.offload is not None:
-            layer.wait_on_host(self._event)  # the CPU reads copies from the device
-        for group, closed in zip(self.groups, self._closed, strict=True):
-            group.expect_update()
-            if not group.gradients.partial:
-                group.gradients.publish(closed, self._unused(group, closed) if closed.missing else ())
-
-    def abandon(self) -> None:
-        """Wait, ignoring failures, and free the gathered gradient memory: a failed iteration is being cleared away."""
-        layer = self._streams.layer
-        with layer.on(self._streams.reduce, ()):
-            for handle in self._handles:
-                with contextlib.suppress(RuntimeError):  # the failure that is being recovered from
-                    handle.wait()
-            if self.state is ReductionState.LAUNCHED:
-                for closed in self._closed:
-                    closed.slots.buffer.release()
-            self._event = layer.record()
-        if self.groups[0].plan.offload is not None:  # memory of the host is given back
-            layer.wait_on_host(self._event)
-        else:
-            layer.wait(self._event)
-
-
-def find_used_anywhere(groups: list[Group]) -> None:
-    """Set `GradBuffer.used_anywhere` of groups. One all-reduce of a byte a parameter for each axis of their meshes."""
-    by_mesh: dict[DataMesh, list[GradBuffer]] = {}
-    for group in groups:
-        if group.gradients.trained:
-            by_mesh.setdefault(group.plan.data, []).append(group.gradients)
-    for data, members in by_mesh.items():
-        numbers = [(own, index) for own in members for index in sorted(own.trained)]
-        flags = torch.tensor([index in own.written for own, index in numbers], dtype=torch.uint8)
-        flags = flags.to(data.device)
-        for ranks in data.groups:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
-        used: dict[GradBuffer, set[int]] = {own: set(own.used_anywhere or ()) for own in members}
-        for (own, index), flag in zip(numbers, flags.tolist(), strict=True):
-            if flag:
-                used[own].add(index)
-        for own, indices in used.items():
-            own.used_anywhere = frozenset(indices) or None
 
 
 class Backward:
@@ -222,43 +109,28 @@ class Backward:
     Attributes:
         waiting: the units with gradients that no reduction has taken.
         partial: the units with sums that wait to be taken over replicas (HSDP).
-        is_last: whether the end of backward waits for all reductions and shows the gradients.
+        is_last: whether the end of backward waits for all reductions.
         by_hand: whether `finalize_backward` does that instead.
         max_reductions: how many may use gathered gradient memory at once.
-        slow_wire: treat each reduction as pending until the next one starts: the most memory that timing can take.
-        updated: the units whose parameters an optimizer in backward has updated in this one.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.is_last = True
         self.by_hand = False
         self.max_reductions = 1
-        self.slow_wire = False
         self.waiting: set[Unit] = set()
         self.partial: set[Unit] = set()
         self._streams = streams
-        self._queue: list[Reduction] = []  # in the order of their launches
-        self._flying: list[Reduction] = []  # reductions that may use gathered memory
-        self._of_group: dict[Group, Reduction] = {}
-        self.updated: set[Unit] = set()  # in this backward
+        self._scattering: list[Reduction] = []  # use gathered memory; the oldest first
+        self._summing: list[Reduction] = []  # on a CPU: over replicas, not finalized
+        self._held: list[Reduction] = []  # on a device: have shards that the computation has not waited for
+        # By process groups, since ranks compared the used parameters.
+        self._reduced: dict[tuple[dist.ProcessGroup, ...], dict[GradBuffer, None]] = {}
 
     @property
     def ends_step(self) -> bool:
-        """Whether the end of backward shows the gradients."""
+        """Whether the end of backward waits for all reductions."""
         return self.is_last and not self.by_hand
-
-    def begin(self) -> None:
-        """A run of the autograd engine has reached the model."""
-        self.updated = set()
-
-    def check_not_updated(self, unit: Unit) -> None:
-        """Raise RuntimeError if this backward updates the parameters with fewer gradients than it computes."""
-        if unit in self.updated or any(other.unit is unit and other.updates for other in self._queue):
-            raise RuntimeError(
-                f"optimizer_in_backward: backward reaches {unit.name} again after its parameters were updated; a unit "
-                "that forward runs several times, or whose outputs get gradients at different times, needs an "
-                "optimizer after backward"
-            )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -277,76 +149,133 @@ class Backward:
             grad = grad.to_dense()
         group = param.group
         gradients = group.gradients
-        if gradients.state not in WRITABLE:
+        if gradients.full is not Full.PRESENT:
             self._make_room(group)
             self.waiting.add(unit)
         gradients.write(param.index, grad)
 
     def _make_room(self, group: Group) -> None:
-        """Wait until the group's gradient buffer is free, then let it accept gradients."""
-        self.free_completed()
-        using = self._of_group.get(group)
-        if using is not None:
-            using.free()
+        """F2: let the group's gradient buffer accept gradients."""
+        while any(group in reduction.groups for reduction in self._scattering):
+            self._free_oldest()
         group.gradients.accept()
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def reduce(self, unit: Unit, groups: list[Group]) -> None:
-        """Start a reduction, after limiting the number in flight to `max_reductions`."""
+        """Start a reduction, after F1."""
         if not groups:
             return
         self.waiting.discard(unit)
-        updates = self.is_last and unit.options.update is not None
-        if updates:
-            self.check_not_updated(unit)
-        for group in groups:
-            earlier = self._of_group.get(group)
-            if earlier is not None:
-                self._publish_up_to(earlier)
-        while updates and len(self._queue) >= self.max_reductions:
-            self._publish_up_to(self._queue[0])
-        while len(self._flying) >= self.max_reductions:
-            self._flying.pop(0).replicate()
-        reduction = Reduction(unit, groups, self._streams, updates=updates)
+        while len(self._scattering) >= self.max_reductions or any(map(_is_reducing, groups)):
+            self._free_oldest()
+        if any(group in reduction.groups for reduction in self._summing for group in groups):
+            self._finish_sums()
+        streams = self._streams
+        partial = {group: group.gradients.partial for group in groups}
+        reduction = Reduction(unit, groups)
+        self._scattering.append(reduction)
         (self.partial.add if reduction.stays_partial else self.partial.discard)(unit)
-        self._queue.append(reduction)
-        self._flying.append(reduction)
-        for group in groups:
-            self._of_group[group] = reduction
+        reduction.scatter(partial, streams)
+        for group, closed in reduction.closed:
+            if not closed.stays_partial:
+                self._reduced.setdefault(group.plan.data.groups, {})[group.gradients] = None
+        if streams.layer.asynchronous:
+            self._wait_for_scatter(reduction)
+            self._sum(reduction)
+            self._finish_sums()
 
-    def free_completed(self) -> None:
-        """Free the gathered memory of reductions that have completed, before more is asked for."""
-        if self.slow_wire:
+    def _wait_for_scatter(self, reduction: Reduction) -> None:
+        layer = self._streams.layer
+        with layer.on(self._streams.reduce, ()):
+            for handle in reduction.scatters:
+                handle.wait()
+            reduction.scatters = []
+            reduction.scattered = layer.record()
+
+    def _sum(self, reduction: Reduction) -> None:
+        """After the reduce-scatter: start the sums over replicas, or show the gradients."""
+        streams, replicated = self._streams, reduction.replicated()
+        if not replicated:
+            with streams.layer.on(streams.reduce, ()):
+                reduction.finalize(streams)
             return
-        for reduction in self._flying:
-            if reduction.state is ReductionState.LAUNCHED and reduction.completed:
-                reduction.free()
+        self._summing.append(reduction)
+        after = (reduction.scattered,)
+        with label("post_backward_all_reduce", reduction.unit.name):
+            for (*_, op), buffers in replicated.items():
+                reduction.sums.append(AllReduce(buffers, op).start(stream=streams.replicate, after=after))
+
+    def _finish_sums(self) -> None:
+        """Show the gradients that are summed over replicas."""
+        while self._summing:
+            reduction = self._summing[0]
+            with self._streams.layer.on(self._streams.replicate, ()):
+                for handle in reduction.sums:
+                    handle.wait()
+                reduction.finalize(self._streams)
+            self._summing.pop(0)
+
+    def _free_oldest(self) -> None:
+        """Free the gathered memory of the oldest reduction; on a CPU wait for it first."""
+        layer = self._streams.layer
+        reduction = self._scattering[0]
+        if not layer.asynchronous:
+            self._finish_sums()  # of the one before: hooks are called in the order of the reductions
+            self._wait_for_scatter(reduction)
+        layer.wait(reduction.scattered)
+        for group, closed in reduction.closed:
+            group.gradients.free(closed)
+        self._scattering.pop(0)
+        if layer.asynchronous:
+            self._let_go([held for held in self._held if not held.replicated()])
+            self._held.append(reduction)
+        else:
+            self._sum(reduction)
+
+    def _let_go(self, reductions: list[Reduction]) -> None:
+        """Order the computation after reductions: their shards, which it allocated, may be freed from then on."""
+        for reduction in reductions:
+            self._streams.layer.wait(reduction.done)
+            self._held.remove(reduction)
 
     def finish(self) -> None:
-        """Wait for all reductions and show the gradients."""
-        if self._queue:
-            self._publish_up_to(self._queue[-1])
-
-    def _publish_up_to(self, last: Reduction) -> None:
-        """Publish in the order of the launches, so that all-reduces start in the same order on every rank."""
-        while last in self._queue:
-            reduction = self._queue.pop(0)
-            reduction.publish()
-            if reduction in self._flying:
-                self._flying.remove(reduction)
-            for group in reduction.groups:
-                del self._of_group[group]
-            if reduction.updates:
-                self.updated.add(reduction.unit)
-                reduction.unit.update()
+        """F3: wait for all reductions, and let ranks compare which parameters they used."""
+        layer = self._streams.layer
+        exchanges = [UsedParameters(groups, own, self._streams) for groups, own in self._reduced.items()]
+        self._reduced = {}
+        offloaded = [each for each in (*self._scattering, *self._held) if each.offloaded]
+        while self._scattering:
+            self._free_oldest()
+        self._finish_sums()
+        self._let_go(self._held.copy())
+        for exchange in exchanges:
+            exchange.finish()
+        for reduction in offloaded:
+            layer.wait_on_host(reduction.done)  # the CPU reads copies from the device
 
     def abandon(self) -> None:
-        """Forget all reductions, and ignore how they end."""
-        queue, self._queue = self._queue, []
-        self._flying = []
-        self._of_group.clear()
+        """Wait, ignoring failures, and free gathered memory: a failed iteration is being cleared away."""
+        streams, layer = self._streams, self._streams.layer
+        scattering, self._scattering = self._scattering, []
+        summing, self._summing = self._summing, []
+        self._reduced = {}
         self.waiting.clear()
         self.partial.clear()
-        for reduction in queue:
-            reduction.abandon()
+        for reduction in (*scattering, *summing):
+            for handle in (*reduction.scatters, *reduction.sums):
+                with layer.on(streams.reduce, ()), contextlib.suppress(RuntimeError):
+                    handle.wait()
+        for lane in (streams.reduce, streams.replicate):
+            layer.wait(layer.record(lane))
+            if layer.asynchronous and any(reduction.offloaded for reduction in scattering):
+                layer.wait_on_host(layer.record(lane))  # memory of the host is given back
+        self._held = []  # now that the computation is behind the lanes
+        for reduction in scattering:
+            for _, closed in reduction.closed:
+                closed.slots.buffer.release()
+
+
+def _is_reducing(group: Group) -> bool:
+    """Whether a reduction uses the group's gathered gradient memory."""
+    return group.gradients.full is Full.BUSY

@@ -17,7 +17,7 @@ from torch import nn
 from .. import _torch_compat as compat
 from .._params.unit import Param, Unit, label
 from .._torch.tree import cast_to, map_tensors, tensors_in
-from .model import Member
+from .model import Member, owner_of
 
 T = TypeVar("T")
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -61,8 +61,7 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
     if passes.is_begun_by(unit, module):
-        if member.settled != Member.registered or member.borrowed:
-            member.settle()
+        member.begin()
         _outside_transforms(passes.begin_forward, unit)
         device = unit.data.device
         args, kwargs = map_tensors(
@@ -108,27 +107,23 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
         return map_tensors(cast_to(dtype), output)
 
 
-def gradient_hooks(member: Member) -> Callable[[Param], Callable[[torch.Tensor], None]]:
-    """A factory of hooks for the unsharded parameters of a unit, which write gradients into their buffer.
+def gradient_hook(param: Param) -> Callable[[torch.Tensor], None]:
+    """A hook for an unsharded parameter, which writes its gradient into a buffer.
 
-    The hooks hold nothing: autograd keeps them where the garbage collector does not see a cycle.
+    It holds nothing: autograd keeps it where the garbage collector does not see a cycle.
     """
-    known_member = weakref.ref(member)
+    known = weakref.ref(param)
 
-    def make(param: Param) -> Callable[[torch.Tensor], None]:
-        known_param = weakref.ref(param)
+    def hook(unsharded: torch.Tensor) -> None:
+        param = known()
+        if param is not None:
+            owner = owner_of(param)
+            passes = owner.passes
+            if not passes.in_backward:  # the graph does not include a unit's output
+                passes.begin_backward()
+            passes.backward.accept(owner.unit, param)
 
-        def hook(unsharded: torch.Tensor) -> None:
-            member, param = known_member(), known_param()
-            if member is not None and param is not None:
-                passes = member.passes
-                if not passes.in_backward:  # the graph does not include a unit's output
-                    passes.begin_backward()
-                passes.backward.accept(member.unit, param)
-
-        return hook
-
-    return make
+    return hook
 
 
 def _refuse_freed(unit: Unit) -> NoReturn:

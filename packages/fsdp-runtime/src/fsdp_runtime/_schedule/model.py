@@ -4,14 +4,13 @@ Nothing is written onto parameters; a module carries its `Member`.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from torch import nn
 
 from ragged_shard import RaggedDTensor
 
-from .._params.unit import Param, Unit, not_at_rest
+from .._params.unit import Param, Unit
 from .._plan.param import Place, managed_of
 from .passes import Pass, model_in_forward
 
@@ -24,101 +23,82 @@ class Member:
 
     Attributes:
         unit: the unit.
-        passes: shared with the other units of its model after `join`.
-        registered: number of members that were ever registered.
-        joined: the same, when `join` was called last.
-        settled: the same, when `settle` was called last.
-        borrowed: the parameters that its modules use and a unit around holds: name, parameter, that unit.
+        passes: shared with the other units of its model.
     """
-
-    registered: ClassVar[int] = 0
 
     def __init__(self, unit: Unit, passes: Pass) -> None:
         self.unit = unit
         self.passes = passes
         passes.units.append(unit)
-        self.joined = self.settled = -1
-        self._ties = ""  # as reported
-        self.borrowed: list[tuple[str, Param, Unit]] = []
+        self._checked = False  # whether its ties are known
+        # Parameters that its modules use and a unit around holds: name, parameter, that unit.
+        self._outside: list[tuple[str, Param, Unit]] = []
 
     def join(self) -> None:
-        """Let all units inside this one share its model, under their names in it, if units were added since."""
-        if self.joined == Member.registered:
-            return
-        self.joined = Member.registered
-        is_root = (
-            self.unit.root
-        )  # names in an inner unit would differ from names on ranks that did not call it
+        """Let all units inside this new one, the outermost, share its model, under their names in it."""
         for module in self.unit.modules:
             for name, inner in module.named_modules():
                 member = member_of(inner)
                 if member is None or member is self:
                     continue
-                member.unit.become_inner(name if is_root and inner is member.unit.modules[0] else None)
-                member._share(self.passes)
-        if self.unit.root:
-            followers: dict[Unit, list[Unit]] = {}
-            for module in self.unit.modules:
-                _find_followers(module, self.unit, False, followers)
-            for host, units in followers.items():
-                host.followers = tuple(units)
-                for unit in units:
-                    unit.host = host
+                member.unit.become_inner(name if inner is member.unit.modules[0] else None)
+                if member.passes is not self.passes:
+                    member.passes.units.remove(member.unit)
+                    member.passes = self.passes
+                    self.passes.units.append(member.unit)
+        followers: dict[Unit, list[Unit]] = {}
+        for module in self.unit.modules:
+            _find_followers(module, self.unit, False, followers)
+        for unit in self.passes.units:
+            unit.followers = tuple(followers.get(unit, ()))
+            for follower in unit.followers:
+                follower.host = unit
 
-    def settle(self) -> None:
-        """Before a forward that this unit begins: join units that were added, and check tied parameters.
+    def begin(self) -> None:
+        """Before a forward that this unit begins: from the first one on no unit is added. Checks tied parameters.
 
         Raises:
             RuntimeError: a module uses a parameter of a unit that is not around it, or not in this forward.
         """
-        if self.settled != Member.registered:
-            self.join()
-            self._find_shared()
-            self.settled = Member.registered
-        for name, managed, unit in self.borrowed:
+        if not self._checked:
+            self._find_ties()
+            self._checked = self.passes.frozen = True
+        for name, managed, unit in self._outside:
             if managed.registered() is not managed.unsharded:
                 raise RuntimeError(
                     f"{self.unit.name}.{name} is tied to modules outside, so that {unit.name} gathers it: call that "
                     "module's forward, or its unshard() first"
                 )
 
-    def _find_shared(self) -> None:
+    def _find_ties(self) -> None:
         """Find the parameters that several modules use: raise, or report which unit holds them."""
         names: dict[Param, dict[str, None]] = {}
-        self.borrowed = []
         for name, path, attribute, registered in uses_in(self.unit.modules):
             managed = managed_of(registered)
-            owner = None if managed is None else owner_of(managed)
-            if managed is None or owner is None:
+            if managed is None:
                 continue
+            owner = owner_of(managed)
             unit, inner = owner.unit, not self.unit.root and owner.passes is self.passes
-            if Place(path[-1], attribute) not in managed.places or (
-                not inner and set(path).isdisjoint(unit.modules)
-            ):
+            apart = set(path).isdisjoint(unit.modules)
+            if Place(path[-1], attribute) not in managed.places or (apart and not inner):
                 raise RuntimeError(
                     f"{name} is the same parameter as {managed.name} of another fully_shard call ({unit.name}), "
                     "which does not hold it for this module. Tie parameters before fully_shard, and call it on a "
                     "module around all that share one, usually the model itself, before the first forward"
                 )
             if unit.host is None and any(_is_skippable(module) for module in path):
-                unit.uneven = True
-            if set(path).isdisjoint(unit.modules):
-                self.borrowed.append((name, managed, unit))
+                unit.always_reduced = True
+            if apart:
+                self._outside.append((name, managed, unit))
             names.setdefault(managed, {})[name] = None
-        tied = []
         for managed, same in names.items():
-            if len(same) > 1 and (owner := owner_of(managed)) is not None:
-                tied.append(f"{' = '.join(same)} in {owner.unit.name}")
-        text = "; ".join(tied) if self.unit.root else ""
-        if text and text != self._ties:
-            _log.info("tied parameters, each gathered and reduced once: %s", text)
-            self._ties = text
-
-    def _share(self, passes: Pass) -> None:
-        if self.passes is not passes:
-            self.passes.units.remove(self.unit)
-            self.passes = passes
-            passes.units.append(self.unit)
+            if len(same) > 1 and self.unit.root:
+                unit = owner_of(managed).unit
+                others = [param.name for param in managed.group.params if param is not managed]
+                with_it = f", with {', '.join(others)}" if others else ""
+                _log.info(
+                    "%s: one parameter, gathered and reduced by %s%s", " = ".join(same), unit.name, with_it
+                )
 
 
 def _find_followers(
@@ -154,15 +134,15 @@ def _is_skippable(module: nn.Module) -> bool:
 
 def register(member: Member) -> None:
     """Note a new member on its modules."""
-    Member.registered += 1
     for module in member.unit.modules:
         module.__dict__[_ATTRIBUTE] = member
 
 
-def owner_of(managed: Param) -> Member | None:
-    """The unit that has a parameter; None if it has given it away."""
+def owner_of(managed: Param) -> Member:
+    """The unit that has a parameter."""
     member = member_of(managed.group.home)
-    return member if member is not None and managed.group in member.unit.groups else None
+    assert member is not None
+    return member
 
 
 def _unreduced(sharded: RaggedDTensor) -> str:
@@ -171,8 +151,7 @@ def _unreduced(sharded: RaggedDTensor) -> str:
     if not model:
         return ""
     managed = managed_of(sharded)
-    owner = None if managed is None else owner_of(managed)
-    of = "a sharded tensor" if managed is None or owner is None else f"{managed.name} of {owner.unit.name}"
+    of = "a sharded tensor" if managed is None else f"{managed.name} of {owner_of(managed).unit.name}"
     return (
         f"full_tensor() or redistribute() of {of} {tuple(sharded.shape)} in a forward of {model}: each rank would "
         "get its own batch's gradient only. Call the module that has the parameter, or its unshard() before, or a "
@@ -200,14 +179,3 @@ def uses_in(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[nn.Module, ..
             if child is not None:
                 ahead.append((f"{prefix}{name}.", (*path, child)))
     return uses
-
-
-def gathered_around(modules: Iterable[nn.Module]) -> list[Unit]:
-    """Units that hold gathered memory and whose modules have one of these inside."""
-    wanted, units = set(modules), []
-    for unit in list(not_at_rest):
-        for outer in unit.modules:
-            if not wanted.isdisjoint(inner for inner in outer.modules() if inner is not outer):
-                units.append(unit)
-                break
-    return units

@@ -19,22 +19,20 @@ from torch import nn
 from dbuffer import CollectiveOrder, watch_order
 
 from .. import _torch_compat as compat
+from .._grads.buffer import Full
 from .._params.empty_buffers import empty_buffers
-from .._params.group import Group
 from .._params.seeds import check_same_values
-from .._params.unit import Unit, UnitState, label, refuse_capture
+from .._params.unit import Unit, label, refuse_capture
 from .._torch.streams import Streams
-from .backward import Backward, find_used_anywhere
+from .backward import Backward
 
 U = TypeVar("U")
 _MAX_PASSES = 64  # forwards before one backward whose order is remembered
-_PATIENCE = 5.0  # seconds to wait for other ranks' order of collectives, where this rank's is new
 _EMPTY = (
-    "without values since to_empty: compute them again or load them. No state dict has those with persistent=False, but"
+    "without values since to_empty, or on meta: compute or load them. No state dict has those of persistent=False, but"
     " set_full_state_dict(model, state_dict, rank0_only=True) sends them from rank 0, if it has them"
 )
 _AT_ONCE: tuple[Any, ...] = ()  # wait for no event
-_PRESENT = (UnitState.UNSHARDED, UnitState.PARKED)  # nothing has to be gathered
 
 
 _begun: "weakref.WeakSet[Pass]" = weakref.WeakSet()  # passes that have begun a forward, some long ago
@@ -100,6 +98,7 @@ class Pass:
         streams: on which they communicate, and the recycler of their gathered memory.
         prefetch_depth: how many units are gathered ahead.
         in_backward: whether a run of the autograd engine has reached the model.
+        frozen: whether a forward has begun, so that no unit can be added.
         last_backward: the units in the order of the last backward.
     """
 
@@ -108,6 +107,7 @@ class Pass:
         self.backward = Backward(streams)
         self.prefetch_depth = 1
         self.in_backward = False
+        self.frozen = False
         self.streams = streams
         self._post_optim_event: Any = None
         self._root: Unit | None = None  # of the forward under way
@@ -123,8 +123,7 @@ class Pass:
         self.last_backward: list[Unit] = []
         self._thread = 0  # that ran the last forward
         self._graph: Any = None  # weak, to what the graph of the last forward holds
-        self._compared: list[CollectiveOrder] = []  # of the process groups in use, with the other ranks
-        self._comparing = threading.Lock()  # a state dict may be made in another thread during a pass
+        self._orders: list[CollectiveOrder] = []  # of the process groups in use
 
     def gather_after(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event, once, instead of all work of the current stream."""
@@ -163,6 +162,11 @@ class Pass:
             for unit in self.units:
                 unit.prepare()
             self._gathers_follow(event)
+            written = [group.begin_pass() for unit in self.units for group in unit.groups]
+            if any(written):
+                # Hooks of gradients may have, in reductions that the last backward did not wait for.
+                for reduced in self.streams.reduced():
+                    self.streams.layer.wait(reduced, self.streams.gather)
             self._root = root
             self._thread = threading.get_ident()
             _begun.add(self)
@@ -170,7 +174,6 @@ class Pass:
                 empty = empty_buffers(root.modules)
                 if not alone:
                     check_same_values(self.units)
-                if not alone:
                     self._watch_order(empty)
                 if empty:
                     raise RuntimeError(f"{', '.join(empty)}: buffers {_EMPTY}")
@@ -179,28 +182,23 @@ class Pass:
             self._order.begin()
 
     def _watch_order(self, empty: list[str]) -> None:
-        """Compare the ranks' parameters, in a root's first forward, and then the order of their collectives.
+        """Compare the ranks' parameters, in a root's first forward, and from then on the order of their collectives.
 
         Ranks that train different parameters would start different reductions; those with empty buffers start none.
         """
-        scopes: dict[dist.ProcessGroup, str] = {}  # names of this model that are the same on a group's ranks
         trained: dict[dist.ProcessGroup, dict[str, None]] = {}
         for unit in self.units:
             for group in unit.groups:
                 if group.buffer is not None and not group.plan.data.simulated:
                     for ranks in group.plan.data.groups_in_use:
-                        scopes.setdefault(ranks, f"buffer {group.buffer.number_on(ranks)}")
                         trained.setdefault(ranks, {})[unit.trained] = None
-        self._compared = []
-        for ranks, scope in scopes.items():
+        self._orders = []
+        for ranks, facts in trained.items():
             order = watch_order(ranks)
             if order is not None:
-                order.begin(scope)
-                facts = list(trained[ranks])  # as many on every rank
-                if empty:
-                    facts[0] = f"nothing, with {', '.join(empty)}: buffers {_EMPTY}"
-                order.agree(facts, self.streams.layer, _PATIENCE)
-                self._compared.append(order)
+                text = f"nothing, with {', '.join(empty)}: buffers {_EMPTY}" if empty else "; ".join(facts)
+                order.compare(text, self.streams.layer)
+                self._orders.append(order)
 
     def model_in_forward(self, thread: int) -> str:
         """Name of the root whose forward is under way in a thread; empty if none is."""
@@ -244,10 +242,10 @@ class Pass:
             if limited and ahead == self.prefetch_depth:
                 return
             skipped = what == "backward" and not other.options.unshard_in_backward
-            if other is unit or other.state in _PRESENT or skipped:
+            if other is unit or other.full is Full.PRESENT or skipped:
                 continue
             ahead += 1
-            if other.state is not UnitState.GATHERING:
+            if other.full is not Full.BUSY:
                 with label(f"{what}_prefetch for {other.name}"):
                     other.gather(_AT_ONCE)
                     self._ahead.add(other)
@@ -287,33 +285,26 @@ class Pass:
         for unit in self.units:
             if unit in self._ahead:
                 unit.reshard()
-            if shows and unit.state is UnitState.UNSHARDED:
+            if shows and unit.installed:
                 unit.show()
         self._ahead.clear()
         self._order.end()
         self._root = None
         if not trimmed:
             self.streams.recycler.trim()  # the loss has the memory to itself
-        with self._comparing:
-            for order in self._compared:
-                order.compare(self.streams.layer)
+        self._end_orders()
+
+    def _end_orders(self) -> None:
+        for order in self._orders:
+            order.end_pass(self.streams.layer)
 
     def before_save(self) -> None:
-        """Put the sharded parameters into the modules if no pass is under way, and compare the order of collectives.
+        """Put the sharded parameters into the modules if no pass is under way.
 
-        It is compared again because the device may not have been done with the last pass. Called from another thread
-        than the one that runs passes, it leaves the modules as they are.
+        In another thread than the one that runs passes: leave the modules as they are.
         """
         if threading.get_ident() == self._thread:
             self.rest(free=False)
-        layer = self.streams.layer
-        if not layer.asynchronous or all(order.titles for order in self._compared):
-            return
-        layer.synchronize()
-        with self._comparing:
-            for order in self._compared:
-                if not order.titles:  # no pass has begun meanwhile in the thread that runs passes
-                    order.compare(layer)
 
     def follow_graph(self, token: object) -> None:
         """Put the sharded parameters into the modules when this forward's graph, which holds the token, is dropped.
@@ -346,7 +337,7 @@ class Pass:
             offloaded = False
             for unit in self.units:
                 offloaded = offloaded or unit.offloaded
-                if unit.state is UnitState.UNSHARDED:
+                if unit.installed:
                     if free and unit.options.reshard_after_forward is not False:
                         unit.reshard()
                     else:
@@ -373,12 +364,9 @@ class Pass:
             unit.unshard(_AT_ONCE)
             return
         if unit not in self._in_backward_of:
-            if unit.options.update is not None:
-                self.backward.check_not_updated(unit)
-            self.backward.free_completed()
             self._in_backward_of.add(unit)
             self._backward.enter(unit)
-        elif unit.state is UnitState.UNSHARDED:
+        elif unit.installed:
             return
         with label("pre_backward", unit.name):
             if unit.options.unshard_in_backward:
@@ -392,18 +380,25 @@ class Pass:
                 self._prefetch("backward", unit, expected, explicit is None)
 
     def begin_backward(self) -> None:
-        """A run of the autograd engine has reached the model: finish the reductions at its end."""
+        """A run of the autograd engine has reached the model: finish the reductions at its end.
+
+        Raises:
+            NotImplementedError: it is compiled autograd's.
+        """
+        if compat.compiled_autograd():
+            raise NotImplementedError(
+                f"backward of {self.units[0].name} under compiled autograd: fully_shard gathers and reduces from "
+                "hooks, which a traced backward would not call. Turn it off; torch.compile of blocks works"
+            )
         self.in_backward = True
         for unit in self.units:
             if unit.shown:
                 unit.hide(in_backward=True)
-        self.backward.begin()
         compat.at_end_of_backward(self._end_backward)
         expected = self._left[::-1]
         if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
             expected = self.last_backward  # the order that really came last time
         self._backward.begin(expected)
-        self._gathers_follow()
 
     def leave_backward(self, unit: Unit) -> None:
         """A unit's backward has ended: free the parameters, start reducing the gradients."""
@@ -419,30 +414,21 @@ class Pass:
                 if not self._backward.upcoming():
                     self.streams.recycler.trim()  # nothing more is expected to be gathered
         if unit.options.requires_gradient_sync:
-            groups = unit.groups_to_reduce()
-            if unit.uneven:
-                find_used_anywhere(unit.groups)
-                groups = [group for group in unit.groups if group.gradients.used_anywhere]
-            self.backward.reduce(unit, groups)
+            self.backward.reduce(unit, unit.groups_to_reduce())
 
     def _leave_followers(self, followers: Sequence[Unit]) -> None:
-        """Free units that ranks may skip, and reduce the gradients that any rank has of them."""
-        groups: list[Group] = []
+        """Free units that ranks may skip, and reduce their gradients, zeros where this rank has none."""
         for unit in followers:
             if not unit.options.reshard_after_backward:
                 _finish_gathering(unit)
             elif not unit.at_rest:
                 unit.reshard()
             if unit.options.requires_gradient_sync:
-                groups += unit.groups
-        find_used_anywhere(groups)
-        for unit in followers:
-            if unit.options.requires_gradient_sync:
-                self.backward.reduce(unit, [g for g in unit.groups if g.gradients.used_anywhere])
+                self.backward.reduce(unit, unit.groups_to_reduce())
 
     def _check_follower(self, unit: Unit) -> None:
         """Raise RuntimeError if a unit that ranks may skip is not gathered: other ranks may not gather it now."""
-        if unit.state in _PRESENT or unit.state is UnitState.GATHERING:
+        if unit.full is not Full.EMPTY:
             return
         host = "another unit that is not" if unit.host is None else unit.host.name
         raise RuntimeError(
@@ -481,9 +467,7 @@ class Pass:
         self.backward.finish()
         self._left = []
         self.streams.recycler.trim()  # the optimizer has the memory to itself
-        with self._comparing:
-            for order in self._compared:
-                order.compare(self.streams.layer, _PATIENCE)
+        self._end_orders()
 
     def leave_backward_by_hand(self, unit: Unit) -> None:
         """Like `leave_backward`, for pipeline schedules that split backward and write `.grad` without running hooks."""
@@ -531,9 +515,8 @@ class Pass:
             unit.reset()
         if any(unit.offloaded for unit in self.units):
             self.finish_copies()
-        with self._comparing:
-            for order in self._compared:
-                order.discard()
+        for order in self._orders:
+            order.cut_off()
 
 
 def _gather_followers(unit: Unit, *, backward: bool) -> None:
@@ -545,5 +528,5 @@ def _gather_followers(unit: Unit, *, backward: bool) -> None:
 
 def _finish_gathering(follower: Unit) -> None:
     """Wait for its gather, on ranks that skipped it too: `CollectiveOrder.compare` needs that on all ranks."""
-    if follower.state is UnitState.GATHERING:
+    if follower.full is Full.BUSY:
         follower.unshard(_AT_ONCE)

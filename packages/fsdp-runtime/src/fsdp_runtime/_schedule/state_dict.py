@@ -13,6 +13,7 @@ values under `X`, which are quantized.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,16 +25,14 @@ from ragged_shard import RaggedDTensor, RaggedShard
 
 from .._params.unit import Param, Unit
 
+_names: weakref.WeakKeyDictionary[Param, str] = weakref.WeakKeyDictionary()  # the first in a state dict
+_loading: weakref.WeakKeyDictionary[Param, object] = (
+    weakref.WeakKeyDictionary()
+)  # the call that has loaded it
 
-def attach(unit: Unit) -> None:
-    """Hook a unit into saving and loading of each module that holds one of its parameters."""
-    modules = dict.fromkeys(unit.modules)
-    names: weakref.WeakKeyDictionary[Param, str] = weakref.WeakKeyDictionary()  # the first in a state dict
-    loading: weakref.WeakKeyDictionary[Param, object] = weakref.WeakKeyDictionary()
-    for group in unit.groups:
-        for param in group.params:
-            for place in param.places:
-                modules[place.module] = None
+
+def attach(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Hook a unit into saving and loading of modules that hold parameters of it."""
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.check_open()
@@ -50,11 +49,11 @@ def attach(unit: Unit) -> None:
                 keep_vars = value is param.unsharded
                 state_dict[key] = value = param.sharded if keep_vars else param.sharded.detach()
             if value is not param.sharded:
-                first = names.get(param, key)
+                first = _names.get(param, key)
                 if first != key and first in state_dict:
                     value.load_into_copy()
                 else:
-                    names[param] = key
+                    _names[param] = key
                 param.group.split_entry(param, state_dict, key)
 
     def before_load(
@@ -85,9 +84,9 @@ def attach(unit: Unit) -> None:
             loaded: torch.Tensor = param.group.as_sharded(param, value)
             if assign and isinstance(value, nn.Parameter):
                 loaded = value if loaded is value else nn.Parameter(loaded, value.requires_grad)
-            if not assign and loading.get(param) is call:  # loaded under another name already
+            if not assign and _loading.get(param) is call:  # loaded under another name already
                 param.group.check_same(param, param.sharded, loaded)
-            loading[param] = call
+            _loading[param] = call
             state_dict[prefix + attribute] = loaded
 
     for each in modules:

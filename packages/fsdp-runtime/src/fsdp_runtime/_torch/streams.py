@@ -15,20 +15,29 @@ class Streams:
     Attributes:
         layer: streams and events of the device.
         recycler: where gathered memory comes from.
-        gather, reduce: where all-gathers and reductions are launched; None on CPU.
+        gather, reduce, replicate: where all-gathers, reduce-scatters and sums over replicas are launched; None on CPU.
     """
 
     def __init__(self, layer: DeviceLayer) -> None:
         self.layer = layer
         self.recycler = shared_recycler(layer.device, lean=True)
-        self.recycler.home = layer.current_stream()
+        self._compute: Any = layer.current_stream()
         self.gather: Any = layer.new_stream(priority=-1)
         self.reduce: Any = layer.new_stream(priority=-1)
+        self.replicate: Any = layer.new_stream()
 
     def take_back(self) -> None:
-        """Let memory that ends from now on, used by collectives under way or not, be free only behind them."""
-        for stream in (self.gather, self.reduce):
-            self.layer.wait(self.layer.record(stream), self.recycler.home)
+        """Let memory that ends from now on be free only behind all that uses it: a model may die in mid-flight.
+
+        Gathered memory goes back to the gathers' stream, shards and gradients to the computation's.
+        """
+        self.layer.wait(self.layer.record(self._compute), self.gather)
+        for stream in (self.gather, self.reduce, self.replicate):
+            self.layer.wait(self.layer.record(stream), self._compute)
+
+    def reduced(self) -> list[Any]:
+        """Events after all reductions, and the users' hooks in them, which may write to shards."""
+        return [self.layer.record(stream) for stream in (self.reduce, self.replicate)]
 
 
 # One for each device, as long as a unit uses it: models in one process gather one after the other anyway.

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .rules import Made, Rule, Shapes, Split
+from .rules import Equation, Shapes
 
 
-def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Rule]:
+def equations_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Equation]:
     """The model's own rules for the tensors of a file, by the name of the model's tensor.
 
     Raises:
@@ -28,7 +28,7 @@ def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str
     loading, mapping = library
     renamings, converters = _divided(mapping.get_model_conversion_mapping(twin) or (), loading)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    rules: dict[str, Rule] = {}
+    equations: dict[str, Equation] = {}
     converted: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for file in sorted(files, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(file, renamings, converters)
@@ -36,29 +36,30 @@ def rules_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str
             _, sources = converted.setdefault(name, (by_pattern[pattern], {}))
             sources.setdefault(pattern, []).append(file)
         elif name in shapes and name != file:
-            rules[name] = Made(((file,),))
+            equations[name] = Equation((name,), ((file,),))
     for name, (converter, sources) in converted.items():
         lists = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
-        rules.update(_rules_of(name, converter, lists, loading))
-    return rules
+        equation = _equation(name, converter, lists, loading)
+        equations.update(dict.fromkeys(equation.models, equation))
+    return equations
 
 
-def _rules_of(name: str, converter: Any, lists: list[list[str]], loading: Any) -> dict[str, Rule]:
-    """The rules that one converter stands for; `lists`: of names in the file, one for each of its patterns."""
+def _equation(name: str, converter: Any, lists: list[list[str]], loading: Any) -> Equation:
+    """The equation of a converter; `lists` are names in the file, one list for each of its patterns."""
     merge, concatenate, chunk = loading.MergeModulelist, loading.Concatenate, loading.Chunk
     stack = len({len(files) for files in lists}) == 1
     match converter.operations:
         case [merge(dim=0)] if stack and len(lists) == 1:
-            return {name: Made(tuple((file,) for file in lists[0]), stacked=True)}
+            return Equation((name,), tuple((file,) for file in lists[0]), stacked=True)
         case [merge(dim=0), concatenate(dim=dim)] if stack and dim > 0:
-            return {name: Made(tuple(zip(*lists, strict=True)), stacked=True, dim=dim - 1)}
+            return Equation((name,), tuple(zip(*lists, strict=True)), stacked=True, dim=dim - 1)
         case [concatenate(dim=dim)]:
-            return {name: Made((tuple(file for files in lists for file in files),), dim=dim)}
+            return Equation((name,), (tuple(file for files in lists for file in files),), dim=dim)
         case [chunk(dim=dim, num_shards_attribute=None)] if len(lists) == len(lists[0]) == 1:
             first, *others = converter.target_patterns
             if name.count(first) == 1:
                 models = (name, *(name.replace(first, other) for other in others))
-                return dict.fromkeys(models, Split(lists[0][0], models, dim))
+                return Equation(models, (tuple(lists[0]),), dim=dim)
     operations = [type(operation).__name__ for operation in converter.operations]
     raise ValueError(
         f"{name} is made of {[file for files in lists for file in files][:4]} by {operations} of transformers, which "
@@ -74,7 +75,7 @@ class FileGroups:
 
     Attributes:
         names: the model's names of each group, in the order in which groups are complete.
-        made: what each group becomes, on meta, by the names of the file.
+        made: the tensors of each group in the form of files, on meta, by name.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

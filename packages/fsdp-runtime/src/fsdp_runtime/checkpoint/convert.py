@@ -5,11 +5,7 @@ safetensors                        --mapped-->    one tensor at a time         -
 """
 
 import argparse
-import io
-import operator
 import os
-import pathlib
-import pickle
 import shutil
 import sys
 import warnings
@@ -18,87 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ragged_shard import Box
 from ragged_shard.device import CPU
 
-from .files import Checkpoint, Stored, library, write_file
-from .safetensors_export import file_names, split_by_size, write_index
+from .files import Checkpoint, library
+from .reader import METADATA, Reader
+from .safetensors_export import file_names, split_by_size, write_files
 
-METADATA = ".metadata"
 _BIN = 1 << 24  # bytes that are loaded at a time; a larger tensor alone
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Names in torch's `.metadata`; classes of torch.distributed.checkpoint.metadata, dtypes and paths are in addition.
-_NAMES = {
-    "collections.OrderedDict",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-}
-
-
-class Reader(FileSystemReader):
-    """DCP's reader that runs no code of a pickle: its metadata, read once, has the names of `_NAMES` only."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``.
-
-        Raises:
-            OSError: it is missing.
-            ValueError: it is damaged, names something else, or does not have each element of a tensor once.
-        """
-        if self._metadata is None:
-            content = (Path(self.path) / METADATA).read_bytes()
-            try:
-                made: Metadata = _Unpickler(io.BytesIO(content)).load()
-                for name, about in made.state_dict_metadata.items():
-                    if isinstance(about, TensorStorageMetadata):
-                        _check_chunks(name, about)
-            except Exception as error:  # a damaged pickle raises anything
-                raise ValueError(f"{METADATA}: damaged: {type(error).__name__}: {error}") from error
-            self._metadata = made
-        return self._metadata
-
-
-def _check_chunks(name: str, about: TensorStorageMetadata) -> None:
-    """Raise ValueError unless each element of a tensor is in one chunk: torch would leave the others uninitialised."""
-    whole, covered = Box((0,) * len(about.size), tuple(about.size)), 0
-    open_ones: list[Box] = []  # which reach beyond where the next chunk begins, along the first dimension
-    for box in sorted((Box(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks), key=lambda b: b.offsets):
-        if not box.numel:
-            continue
-        if whole.intersection(box) != box:
-            raise ValueError(f"a chunk of {name} at {box.offsets} of {box.sizes} is not inside {whole.sizes}")
-        open_ones = [b for b in open_ones if not box.sizes or b.offsets[0] + b.sizes[0] > box.offsets[0]]
-        if any(b.intersection(box) for b in open_ones):
-            raise ValueError(f"{name} has elements of the chunk at {box.offsets} of {box.sizes} twice")
-        open_ones.append(box)
-        covered += box.numel
-    if covered != whole.numel:
-        raise ValueError(f"chunks of {name} have {covered} elements; expected {whole.numel}")
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _NAMES:
-            return super().find_class(module, name)
-        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
-            return pathlib.PurePath  # where it was saved, on any system
-        if (module, name) == ("builtins", "getattr"):
-            return operator.getitem  # Python before 3.11.4 pickles a member of an enum as getattr(enum, name)
-        value = vars(metadata if module == metadata.__name__ else torch).get(name)
-        if isinstance(value, torch.dtype) or getattr(value, "__module__", None) == metadata.__name__:
-            return value
-        raise ValueError(f"it names {module}.{name}, which is not part of a checkpoint")
 
 
 def convert_checkpoint(
@@ -136,7 +66,7 @@ def convert_checkpoint(
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        with warnings.catch_warnings():  # that one process saves and loads is what is meant
+        with warnings.catch_warnings():  # one process saves and loads, as intended
             warnings.simplefilter("ignore", UserWarning)
             if (source / METADATA).exists():
                 names = _to_safetensors(source, unfinished, dtype, entry, max_file_bytes)
@@ -158,45 +88,44 @@ def _to_safetensors(
     keys = _keys_of_model(reader.read_metadata(), entry, source)
     stored = {
         name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
-        for name, key in keys.items()
-        if isinstance(about := reader.read_metadata().state_dict_metadata[key], TensorStorageMetadata)
+        for name, (_, about) in keys.items()
     }
     made = {name: tensor.to(_cast(name, tensor.dtype, dtype)) for name, tensor in stored.items()}
     names, nbytes = list(made), [tensor.nbytes for tensor in made.values()]
-    bins = split_by_size(nbytes, limit)
-    files = dict(zip(file_names(len(bins)), bins, strict=True))
 
     def tensors() -> Iterator[torch.Tensor]:
         for part in split_by_size(nbytes, _BIN):
             chosen = [names[index] for index in part]
-            state = {keys[name]: torch.empty_like(stored[name], device=CPU) for name in chosen}
+            state = {keys[name][0]: torch.empty_like(stored[name], device=CPU) for name in chosen}
             dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-            yield from (state.pop(keys[name]).to(made[name].dtype) for name in chosen)
+            yield from (state.pop(keys[name][0]).to(made[name].dtype) for name in chosen)
 
-    values = tensors()
-    for file, members in files.items():
-        write_file(folder / file, {names[index]: made[names[index]] for index in members}, values)
-    if len(files) > 1:
-        where = {names[index]: file for file, members in files.items() for index in members}
-        write_index(folder, where, sum(nbytes))
+    bins = split_by_size(nbytes, limit)
+    files = {
+        folder / file: {names[index]: made[names[index]] for index in members}
+        for file, members in zip(file_names(len(bins)), bins, strict=True)
+    }
+    write_files(folder, files, tensors())
     return names
 
 
-def _keys_of_model(metadata: Metadata, entry: str | None, source: Path) -> dict[str, str]:
-    """The keys in DCP's flat state dict of a model's tensors, by their names in the model."""
-    paths = {
-        key: tuple(map(str, (metadata.planner_data or {}).get(key, (key,))))
+def _keys_of_model(
+    metadata: Metadata, entry: str | None, source: Path
+) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    """Keys in DCP's flat state dict and descriptions of a model's tensors, by their names in the model."""
+    by_path = {
+        tuple(map(str, (metadata.planner_data or {}).get(key, (key,)))): (key, about)
         for key, about in metadata.state_dict_metadata.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    roots = {path[0] if len(path) > 1 else "" for path in paths.values()}
+    roots = {path[0] if len(path) > 1 else "" for path in by_path}
     if entry is None:
         entry = "model" if "model" in roots else ""
-    if entry:
-        joined = {".".join(path): key for key, path in paths.items()}
-        names = {n.removeprefix(f"{entry}."): key for n, key in joined.items() if n.startswith(f"{entry}.")}
-    else:
-        names = {path[0]: key for key, path in paths.items() if len(path) == 1}
+    names = {
+        ".".join(path).removeprefix(f"{entry}."): value
+        for path, value in by_path.items()
+        if (".".join(path).startswith(f"{entry}.") if entry else len(path) == 1)
+    }
     if not names:
         there = sorted(root or "tensors at the top" for root in roots)
         raise ValueError(f"{source} has no tensors in the entry {entry!r} of its state dict; it has {there}")
@@ -216,30 +145,30 @@ def _cast(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dt
 class _Planner(DefaultSavePlanner):
     """DCP's planner for a state dict on meta, whose tensors are read from files when they are written."""
 
-    def __init__(self, stored: dict[str, Stored]) -> None:
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         super().__init__()
-        self._stored = stored
+        self._checkpoint, self._prefix = checkpoint, prefix
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """The tensor, mapped separately, so that its pages are unmapped once it is written."""
-        stored, like = self._stored[index.fqn], super().lookup_object(index)
-        with library().safe_open(stored.file, framework="pt") as file:
-            values: torch.Tensor = file.get_tensor(stored.name).to(like.dtype)
+        name, like = index.fqn.removeprefix(self._prefix), super().lookup_object(index)
+        with library().safe_open(self._checkpoint.files[name], framework="pt") as file:
+            values: torch.Tensor = file.get_tensor(name).to(like.dtype)
         return values
 
 
 def _to_dcp(source: Path, folder: Path, dtype: torch.dtype | None, entry: str | None) -> list[str]:
-    tensors = Checkpoint(source).tensors
+    checkpoint = Checkpoint(source)
     state: dict[str, Any] = {
-        name: torch.empty(stored.shape, dtype=_cast(name, stored.dtype, dtype), device="meta")
-        for name, stored in tensors.items()
+        name: torch.empty(tensor.shape, dtype=_cast(name, tensor.dtype, dtype), device="meta")
+        for name, tensor in checkpoint.tensors.items()
     }
     for key in reversed(entry.split(".") if entry else []):
         state = {key: state}
-    planner = _Planner({f"{entry}.{name}" if entry else name: stored for name, stored in tensors.items()})
+    planner = _Planner(checkpoint, f"{entry}." if entry else "")
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # a tensor at a time, also where CUDA is
     dcp_save(state, storage_writer=writer, planner=planner, no_dist=True)
-    return list(tensors)
+    return list(checkpoint.tensors)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

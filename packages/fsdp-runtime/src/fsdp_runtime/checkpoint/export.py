@@ -9,14 +9,16 @@ from torch import nn
 
 from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
 
+from .._torch.tree import local_tensor
+from .merged import Adapter, Merged
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
-from .targets import Entry, entries_of_model
+from .targets import Target, entries_of_model
 
 _CALLER = "iter_full_params"
 
 
 def iter_full_params(
-    model: nn.Module,
+    model: nn.Module | Merged,
     *,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 1 << 30,
@@ -26,17 +28,17 @@ def iter_full_params(
 
     All ranks go in step, unit by unit in the order of memory, each in runs of tensors that follow one another: one
     all-gather where a run is all of a segment, else one broadcast from each rank that holds some of it; with `ranks`
-    one all-to-all for each of them. Each receiver is sent what it lacks, in `dtype`, once. Tensors of other parallelism
-    are then gathered over that; those that are kept as codes or as tensor subclasses, and DTensors, one at a time on
-    all ranks. At first one all-gather of small objects compares the arguments.
+    one all-to-all for each of them. Each receiver is sent the bytes that it lacks, in `dtype`, once. Tensors that
+    another parallelism cuts are then gathered over its mesh; codes, tensor subclasses and DTensors one at a time on all
+    ranks. At first one all-gather of small objects compares the arguments.
 
     Memory for it is at most `bucket_bytes` at any time, as long as the caller holds nothing but the last tensor; or
-    twice the largest tensor, where that is more (with `ranks` three times). Tensors are the caller's; those of one run
+    twice the largest tensor if it is larger (with `ranks` three times). Tensors are the caller's; tensors of one run
     share memory. Of tied parameters the first name comes. The parameters must not change meanwhile.
 
     Args:
-        model: in which no forward or backward is under way.
-        dtype: of floating-point tensors. Defaults to what they are kept in.
+        model: in which no forward or backward is under way; or `merged_params` of it.
+        dtype: of floating-point tensors. Defaults to the dtypes of the shards.
         bucket_bytes: of gathered memory.
         ranks: global ranks that receive; the others iterate over nothing, but take part. Defaults to all.
 
@@ -47,19 +49,29 @@ def iter_full_params(
     return Exporter(model, dtype, bucket_bytes, ranks, buffers=False).tensors()
 
 
+def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
+    """The tensors to export; see `entries_of_model`."""
+    return (
+        model.entries(buffers=buffers)
+        if isinstance(model, Merged)
+        else entries_of_model(model, buffers=buffers)
+    )
+
+
 class Exporter:
-    """What to gather, agreed on by all ranks.
+    """A plan of gathers, equal on all ranks.
 
     Args:
         buffers: persistent buffers too.
 
     Attributes:
         entries: in the order in which they come.
+        adapters: what is merged into them, by name.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Merged,
         dtype: torch.dtype | None,
         bucket_bytes: int,
         ranks: Collection[int] | None,
@@ -68,28 +80,35 @@ class Exporter:
         caller: str = _CALLER,
     ) -> None:
         problem: Exception | None = None
-        self.entries: list[Entry] = []
+        self.entries: list[Target] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         self._dtype = dtype
+        self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
         try:
             _check(bucket_bytes, self._ranks)
-            self.entries = entries_of_model(model, buffers=buffers)
+            self.entries = entries_of(model, buffers=buffers)
         except Exception as error:  # the other ranks must not wait for this one
             problem = error
         options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "ranks": self._ranks}
         same_on_all_ranks(options, error=problem, caller=caller)
         grouped = [entry for entry in self.entries if entry.param is not None]
         self._single = [entry for entry in self.entries if entry.param is None]
-        dtypes = [self.dtype_of(entry) for entry in grouped]
+        dtypes = [e.tensor.dtype if e.name in self.adapters else self.dtype_of(e) for e in grouped]
         # The caller still holds the last run when the next is gathered; and a slice may be cast to be sent.
         self._runs = runs_of_entries(grouped, dtypes, bucket_bytes // (2 if ranks is None else 3))
 
-    def dtype_of(self, entry: Entry) -> torch.dtype:
+    def dtype_of(self, entry: Target) -> torch.dtype:
         """In which a tensor is exported."""
         tensor = entry.tensor
         if self._dtype is None or not tensor.is_floating_point():
             return tensor.dtype
         return self._dtype
+
+    def sources(self, entry: Target) -> list[torch.Tensor]:
+        """This rank's tensors that an entry is made of."""
+        adapters = self.adapters.get(entry.name, ())
+        factors = [slots[attribute] for adapter in adapters for slots, attribute in adapter.factors]
+        return [local_tensor(tensor) for tensor in (entry.tensor, *factors)]
 
     def on_meta(self) -> dict[str, torch.Tensor]:
         """The tensors that come, on meta, in their order."""
@@ -111,30 +130,37 @@ class Exporter:
     def _whole_run(self, run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         with torch.no_grad():
             full = gather(run, receivers_of(run, self._ranks))
-        if full is None:
-            return
-        tensors = tensors_of(run, full)
+        tensors = None if full is None else tensors_of(run, full)
         del full
-        while True:
+        for entry in run.members:
             with torch.no_grad():
-                pair = next(tensors, None)
-            if pair is None:
-                return
-            if self._receives:
-                yield pair
-            del pair
+                tensor = None if tensors is None else next(tensors)[1]
+                if entry.name in self.adapters:
+                    tensor = self._merged(entry, tensor)
+            if tensor is not None and self._receives:
+                yield entry.name, tensor
+            del tensor
 
-    def _whole_entry(self, entry: Entry) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole_entry(self, entry: Target) -> Iterator[tuple[str, torch.Tensor]]:
         tensor: Any = entry.tensor
         with torch.no_grad():
             own = True  # whether the whole tensor is the model's own memory
             if isinstance(tensor, DISTRIBUTED):
                 own = all(placement.is_replicate() for placement in tensor.placements)
                 tensor = tensor.full_tensor()
+            if entry.name in self.adapters:
+                tensor, own = self._merged(entry, tensor.clone() if own else tensor), False
             if self._receives:
                 tensor = tensor.to(self.dtype_of(entry), copy=own)
         if self._receives:
             yield entry.name, tensor
+
+    def _merged(self, entry: Target, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """A weight with its adapters, on ranks that have it; the others send their part of the factors."""
+        for adapter in self.adapters[entry.name]:
+            factors = adapter.whole_factors()
+            whole = adapter.merge(whole, factors) if whole is not None and self._receives else whole
+        return None if whole is None else whole.to(self.dtype_of(entry))
 
 
 def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:

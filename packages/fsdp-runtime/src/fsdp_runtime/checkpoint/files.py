@@ -1,61 +1,24 @@
 """Safetensors files, mapped into memory: bytes are read when they are used. The library checks headers against files.
 
-folder  ->  index or *.safetensors  ->  Stored: name, and the tensor in its file
+folder  ->  index or *.safetensors  ->  mapped tensors by name  ->  values of a box
+
+FP8 weights are `X` in e4m3 and `X_scale_inv` with a scale for each tile; `config.json` has the size of tiles.
 """
 
-import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ragged_shard import Box
-from ragged_shard.device import CPU
 
 Ints = tuple[int, ...]
+SCALES = "_scale_inv"
 _LONGEST_NAME = 255  # of a file
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields another path to write to; the file gets its name when the block ends, and is removed if it raises."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: as the header says.
-        file: where it is.
-        tensor: its bytes there, mapped and not yet read.
-    """
-
-    name: str
-    file: Path
-    tensor: torch.Tensor = field(compare=False, repr=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In the file."""
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In the file."""
-        return tuple(self.tensor.shape)
 
 
 class Checkpoint:
@@ -65,8 +28,8 @@ class Checkpoint:
         path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
 
     Attributes:
-        folder: with the files.
-        tensors: what is stored, by name.
+        tensors: the stored tensors by name, mapped and not yet read.
+        files: the file of each.
         fingerprint: of files' names and sizes, and of names, dtypes and shapes; equal where ranks see the same files.
 
     Raises:
@@ -77,27 +40,87 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.folder = self.path if self.path.is_dir() else self.path.parent
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.files: dict[str, Path] = {}
         headers = hashlib.sha256()
         for file, listed in _files_of(self.path):
             tensors = _mapped(file)
             about = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
             headers.update(repr((file.name, file.stat().st_size, about)).encode())
             for name in tensors if listed is None else listed:
-                self._add(name, file, tensors)
+                if name not in tensors:
+                    raise ValueError(
+                        f"{file}: {name[:200]} is not in it, but the index lists it there; index and files belong to "
+                        "different checkpoints"
+                    )
+                if name in self.tensors:
+                    both = f"{self.files[name].name} and in {file.name}"
+                    raise ValueError(f"{self.path}: {name[:200]} is in {both}; expected it once")
+                self.tensors[name], self.files[name] = tensors[name], file
         self.fingerprint = headers.hexdigest()
 
-    def _add(self, name: str, file: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if name not in tensors:
+    def decoder(self, name: str) -> Callable[[Box], torch.Tensor]:
+        """A function that reads a box of an e4m3 tensor, multiplied by the scales of its tiles, in fp32.
+
+        Raises:
+            ValueError: it has no scales, or scales of other tiles than the folder's `config.json` says; by name.
+        """
+        codes, scales, file = self.tensors[name], self.tensors.get(name + SCALES), self.files[name]
+        if scales is None:
+            raise ValueError(f"{name} is e4m3, and there is no {name}{SCALES} to multiply it with, in {file}")
+        path = file.parent / "config.json"
+        size: Any = _read_json(path) if path.exists() else {}
+        for key in ("quantization_config", "weight_block_size"):
+            size = size.get(key) if isinstance(size, dict) else None
+        if not isinstance(size, list) or [type(number) for number in size] != [int, int] or min(size) < 1:
             raise ValueError(
-                f"{file}: {name[:200]} is not in it, but the index lists it there; index and files belong to "
-                "different checkpoints"
+                f"{path}: quantization_config.weight_block_size is {str(size)[:200]}; expected [rows, columns] of a "
+                "tile"
             )
-        if name in self.tensors:
-            other = self.tensors[name].file.name
-            raise ValueError(f"{self.path}: {name[:200]} is in {other} and in {file.name}; expected it once")
-        self.tensors[name] = Stored(name, file, tensors[name])
+        tiles = [-(-length // step) for length, step in zip(codes.shape[-2:], size, strict=False)]
+        expected = (*codes.shape[:-2], *tiles)
+        if codes.ndim < 2 or tuple(scales.shape) != expected or not scales.is_floating_point():
+            raise ValueError(
+                f"{name}{SCALES} is {scales.dtype} of shape {tuple(scales.shape)}; expected {expected} for tiles of "
+                f"{size}"
+            )
+
+        def values(box: Box) -> torch.Tensor:
+            *above, row, column = box.slices()
+            of_rows, of_columns = (
+                torch.arange(at.start, at.stop) // step for at, step in zip((row, column), size, strict=True)
+            )
+            factors = scales[tuple(above)][..., of_rows[:, None], of_columns].float()
+            return codes[box.slices()].float().mul_(factors)
+
+        return values
+
+
+def read_safetensors(
+    path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """The tensors of safetensors files, for `load_state_dict`; FP8 weights are read back from their codes.
+
+    On the CPU, on every rank that calls it; communicates nothing.
+
+    Args:
+        path: a `.safetensors` file, an index, or a folder with either; where weights are FP8 next to a `config.json`
+            that has `weight_block_size`.
+        dtype: of weights that were FP8.
+
+    Raises:
+        ValueError: an FP8 weight without scales, or with scales of another shape than `weight_block_size` says; or a
+            damaged file; by name.
+        OSError: a file is missing or cannot be read.
+        ImportError: safetensors is not installed.
+    """
+    checkpoint = Checkpoint(path)
+    tensors = dict(checkpoint.tensors)
+    for name, codes in checkpoint.tensors.items():
+        if codes.dtype == torch.float8_e4m3fn:
+            tensors[name] = checkpoint.decoder(name)(whole(tuple(codes.shape))).to(dtype)
+            del tensors[name + SCALES]
+    return tensors
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
@@ -112,7 +135,7 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files, and of each the tensors that count; None: all."""
+    """The files, each with the tensors that count; None: all."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         if len(indices) > 1:
@@ -126,7 +149,7 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
         path = indices[0]
     if path.suffix != ".json":
         return [(path, None)]
-    content = read_json(path)
+    content = _read_json(path)
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ValueError(f"{path}: no weight_map from tensor names to file names")
@@ -139,64 +162,7 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
 
 
-def write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterator[torch.Tensor]) -> None:
-    """Write one safetensors file, a tensor at a time; it has its name when it is complete.
-
-    Args:
-        content: what the file has, by name, on meta.
-        tensors: their values in that order; more may follow.
-
-    Raises:
-        ValueError: a dtype that files do not have; naming the tensor.
-        OSError: the file cannot be written.
-    """
-    header = header_of(content)
-    with atomic_write(path) as unfinished, unfinished.open("wb") as file:
-        file.write(header)
-        for name, like in content.items():
-            tensor = next(tensors)
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} of {tensor.shape}; expected {like.dtype} of {like.shape}"
-                )
-            flat = tensor.to(CPU).reshape(-1)
-            if flat.nbytes:
-                file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
-            del tensor, flat  # before the next is made
-
-
-def header_of(content: Mapping[str, torch.Tensor]) -> bytes:
-    """The header of a safetensors file whose tensors follow one another in this order, for the bytes after it.
-
-    Raises:
-        ValueError: a dtype that files do not have; naming the tensor.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, tensor in content.items():
-        end = begin + tensor.nbytes
-        entries[name] = {
-            "dtype": _code(name, tensor.dtype),
-            "shape": tuple(tensor.shape),
-            "data_offsets": (begin, end),
-        }
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _code(name: str, dtype: torch.dtype) -> str:
-    """A dtype as the library writes it."""
-    try:
-        saved = library().torch.save({"x": torch.empty(0, dtype=dtype)})
-    except KeyError:
-        raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
-    return str(json.loads(saved[8:])["x"]["dtype"])
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises ValueError or OSError with its path."""
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -213,5 +179,5 @@ def library() -> Any:
 
 
 def whole(shape: Ints) -> Box:
-    """All of a tensor."""
+    """The box of an entire tensor."""
     return Box((0,) * len(shape), shape)

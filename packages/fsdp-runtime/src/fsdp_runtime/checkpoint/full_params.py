@@ -10,14 +10,14 @@ from torch import nn
 from .._params.group import Group
 from .._params.unit import Param, Unit
 from .runs import gather, runs_of_entries, tensors_of
-from .targets import Entry, units_of
+from .targets import Target, units_of
 
 _INSIDE = "are whole inside of full_params; leave it before they are used"
 
 
 @contextmanager
 def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Inside, the units in a module have whole, plain parameters; what was written to them goes into the shards.
+    """Inside, the units in a module have whole, plain parameters; values written to them go into the shards.
 
     For code that works on weights, such as peft's `merge_adapter`, and `merge_and_unload`, whose result trains on if
     `fully_shard` took `model.get_base_model()` and not the model around it. Every rank enters, and must write the same.
@@ -27,7 +27,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     Args:
         module: with units inside, or one itself; in which no forward or backward is under way.
-        writeback: keep what is written. False: for reading.
+        writeback: copy written values into the shards. False: for reading.
 
     Raises:
         RuntimeError: parameters are offloaded, or in another `full_params`.
@@ -58,7 +58,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             with torch.no_grad():
                 written = [(param, _written(param)) for param, _ in whole]
                 for param, value in written:
-                    param.group.write_back(param, param.group.plan.geometry.cut(param.name, value))
+                    param.group.write_back(param, param.group.plan.geometry.cut(param.key, value))
     finally:
         for unit in units:
             unit.closed = ""
@@ -71,10 +71,10 @@ def _check(unit: Unit) -> None:
     unit.check_open()
     for group in unit.groups:
         for param in group.params:
-            what = group.refused_whole if param.other is None else "cut by another parallelism"
-            if what:
+            reason = group.refused_whole if param.other is None else "cut by another parallelism"
+            if reason:
                 raise NotImplementedError(
-                    f"full_params: {param.name} of {unit.name} is {what}; use its full_tensor()"
+                    f"full_params: {param.name} of {unit.name} is {reason}; use its full_tensor()"
                 )
             if param.sharded.is_meta:
                 raise ValueError(f"full_params: {param.name} of {unit.name} is on the meta device")
@@ -86,7 +86,7 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
             sharded: Any = param.sharded
             yield param, sharded.full_tensor()
         return
-    entries = [Entry(param.name, param.sharded.detach(), param) for param in group.params]
+    entries = [Target(param.name, param.sharded.detach(), param) for param in group.params]
     entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
     by_name = {param.name: param for param in group.params}
     most = sum(segment.shard_size for segment in group.plan.layout.segments) * group.plan.data.shard_size * 8

@@ -16,7 +16,7 @@ from ragged_shard.dist import DISTRIBUTED
 from ragged_shard.state_dict import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
-from .targets import adopt_assigned, give_memory, targets_of, units_of
+from .targets import adopt_assigned, buffers_without_values, give_memory, targets_of, units_of
 
 __all__ = [
     "get_full_optimizer_state_dict",
@@ -34,7 +34,7 @@ def set_full_state_dict(
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
     Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
-    ranges out of its own state dict and communicates nothing but a small object; with `rank0_only` they are sent from
+    ranges out of its own state dict and communicates only a small object; with `rank0_only` they are sent from
     rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
     changed. Parameters that were on meta are other objects afterwards: build optimizers then. With `rank0_only` buffers
     that no state dict has (`persistent=False`) come from rank 0 too, where another rank has none and rank 0 does.
@@ -43,7 +43,8 @@ def set_full_state_dict(
         model: the same on every rank.
         state_dict: name -> whole tensor; with `rank0_only` anything on other ranks.
         rank0_only: only rank 0 has it.
-        strict: names must be exactly the model's. False: load those that both have; parameters on meta must be there.
+        strict: names must be exactly the model's, and no buffer may be left without values: compute those that no state
+            dict has first. False: load common names; parameters on meta must be there.
 
     Raises:
         ValueError: missing or unexpected names, a wrong shape, different values for a tied parameter, a mesh that does
@@ -58,7 +59,11 @@ def set_full_state_dict(
     except Exception as error:  # the other ranks must not wait for this one
         problem = error
     ragged_shard.dist.raise_on_all_ranks(problem, _SET)
-    give_memory(model)
+    try:
+        give_memory(model)
+    except Exception as error:
+        problem = error
+    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
     ragged_shard.state_dict.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
     if rank0_only:
         _send_buffers(model)
@@ -119,6 +124,10 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         if len(present) < len(names) and (strict or (target.tensor.is_meta and not present)):
             missing = next(name for name in names if name not in state_dict)
             raise ValueError(f"{missing} is missing from the state dict")
+    if strict and (empty := buffers_without_values(model, state_dict)):
+        raise ValueError(
+            f"buffers {empty} have no values, and the state dict has none; compute them first, or pass strict=False"
+        )
     if strict and (unexpected := sorted(state_dict.keys() - known)):
         raise ValueError(
             f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such names)"
@@ -132,7 +141,7 @@ def get_full_optimizer_state_dict(
 
     As `ragged_shard.state_dict.full_optimizer_state_dict`.
 
-    Gathered units are resharded first: torch names an optimizer's parameters by those that the modules have.
+    Gathered units are resharded first: torch takes the names of an optimizer's parameters from the modules.
     """
     _reshard(model)
     return ragged_shard.state_dict.full_optimizer_state_dict(
@@ -152,7 +161,7 @@ def set_full_optimizer_state_dict(
     *,
     rank0_only: bool = False,
 ) -> None:
-    """Load what `get_full_optimizer_state_dict` returned, as `set_full_state_dict` does it.
+    """Load the result of `get_full_optimizer_state_dict`, as `set_full_state_dict` loads weights.
 
     Gathered units are resharded first. An optimizer without states makes them by a step with a learning rate of zero
     (torch's way). Frozen parameters get their saved states too, which torch's functions drop.

@@ -1,40 +1,43 @@
 """`load_safetensors`: each rank copies its own blocks from the mapped files into its shard."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ragged_shard import Box
-from ragged_shard.dist import same_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
 
-from .._params.empty_buffers import is_empty
-from .conversions import rules_of
-from .files import Checkpoint, Stored
-from .fp8_files import SCALES, decoder
-from .rules import Piece, Rule, Shapes, pieces_for
-from .targets import Target, adopt_assigned, give_memory, targets_of, views_of
+from .. import _torch_compat as compat
+from .._torch.tree import local_tensor
+from .conversions import equations_of
+from .files import SCALES, Checkpoint, whole
+from .rules import Equation, Piece, Rule
+from .targets import Target, adopt_assigned, buffers_without_values, give_memory, targets_of
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did.
+    """Result of `load_safetensors`.
 
     Attributes:
         bytes_read: of tensors, by this rank; without scales of FP8.
         missing: names of the model that no file has (`strict=False`); they keep their values.
         unexpected: names of the files that the model does not have (`strict=False`).
-        without_values: names of the model's buffers that no file has (`persistent=False`) and that are on meta, or that
-            nothing has written since `to_empty`. The first forward refuses the latter.
+        empty: buffers without values, on meta or since `to_empty` (`strict=False`); most are in no file.
+        cast: names whose dtype in the files is another than the model's.
     """
 
     bytes_read: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    without_values: tuple[str, ...] = ()
+    empty: tuple[str, ...]
+    cast: tuple[str, ...]
 
 
 def load_safetensors(
@@ -47,27 +50,30 @@ def load_safetensors(
 ) -> LoadReport:
     """Load a checkpoint into a model, sharded or not, on the meta device or not; every rank calls it.
 
-    Each rank reads the byte ranges of what it holds: over all ranks the bytes of the files once (with HSDP once for
-    each replica; FP8 scales and tensors that are not sharded on every rank that needs them). Files are mapped, and
-    nothing is broadcast: a 64-byte all-reduce compares the files that ranks see, and groups on meta issue that of
-    `fully_shard`.
+    Each rank reads the byte ranges of its shards: over all ranks the bytes of the files once (with HSDP once for each
+    replica; FP8 scales and tensors that are not sharded on every rank that needs them). Files are mapped, and nothing
+    is broadcast: a 64-byte all-reduce compares the files that ranks see, another one their errors, and groups on meta
+    issue the all-reduce of `fully_shard`.
 
     Values are cast to the parameters' dtype. FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values.
-    Parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: where
-    one is wrong, nothing is changed. Non-persistent buffers stay as they are, also on meta; no file has them.
+    Parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: if
+    one is wrong, nothing is changed. Non-persistent buffers, which no file has, stay as they are.
 
     Args:
         model: on every rank with the same names.
         path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
-        rules: what has another name or form in the files: `Rename`, `Fused`, `Split`; the first that fits counts. After
-            them come those of transformers 5 for its own models.
-        strict: raise where names are missing or unexpected. False: leave them; parameters on meta must all be there.
+        rules: for tensors that have another name or form in the files; the first rule that fits counts. Rules of
+            transformers 5 for its own models come after them.
+        strict: raise if names are missing or unexpected, or a buffer would be left without values: compute rotary
+            tables first. False: leave them, and report them; parameters on meta must all be there.
         group: the ranks that load. Defaults to all.
 
     Raises:
-        ValueError, TypeError: missing, unexpected, a wrong shape or dtype, tied parameters with different values, a
-            damaged file, or ranks that see different files; on every rank, by name.
-        OSError: a file is missing or is none; on every rank.
+        ValueError, TypeError: missing or unexpected names, a wrong shape or dtype, tied parameters with different
+            values, a damaged file, or ranks that see different files; on every rank, by name.
+        OSError: a file is missing or cannot be read; on every rank.
+        RuntimeError: a tensor could not be copied after all checks; on every rank, naming the tensor and its files.
+            Tensors before it are loaded.
         NotImplementedError: a parameter that is a tensor subclass of another kind.
         ImportError: safetensors is not installed.
     """
@@ -83,102 +89,150 @@ def load_safetensors(
     files = {f"the checkpoint at {path}": checkpoint and checkpoint.fingerprint}
     same_on_all_ranks(files, group, error=problem, caller="load_safetensors")
     assert plan is not None
-    give_memory(model)
-    with torch.no_grad():
-        bytes_read = sum(map(plan.fill, targets_of(model)))
-    without = [name for name, buffer in model.named_buffers() if buffer.is_meta or is_empty(buffer)]
-    return LoadReport(bytes_read, tuple(plan.missing), tuple(plan.unexpected), tuple(without))
+    bytes_read = 0
+    try:
+        give_memory(model)
+        for target in targets_of(model):
+            bytes_read += plan.fill(target)
+    except Exception as error:
+        problem = error
+    same_on_all_ranks({}, group, error=problem, caller="load_safetensors")
+    names = (plan.missing, plan.unexpected, plan.empty, sorted(plan.cast))
+    return LoadReport(bytes_read, *map(tuple, names))
 
 
 class _Plan:
     """Pieces of files for each tensor of a model. Raises as `load_safetensors`.
 
     Attributes:
-        missing, unexpected: names, as of `LoadReport`.
+        missing, unexpected, empty, cast: as in `LoadReport`.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> None:
-        self._checkpoint, self._used = checkpoint, set[str]()
+        self._checkpoint, self._used, self.cast = checkpoint, set[str](), set[str]()
         self._decoders: dict[str, Callable[[Box], torch.Tensor]] = {}  # of FP8 tensors of the files
         self._pieces: dict[str, list[Piece]] = {}  # by the first name of the model's tensor
         targets = targets_of(model)
         shapes = {n: tuple(target.tensor.shape) for target in targets for n in (target.name, *target.also)}
-        own = rules_of(model, shapes, checkpoint.tensors)
+        own = equations_of(model, shapes, checkpoint.tensors)
         for target in targets:
-            self._find(target, shapes, rules, own)
+            for name in (target.name, *target.also):
+                by_rules = [rule.equation(name, shapes[name]) for rule in rules]
+                self._find(target, name, [*by_rules, own.get(name), Equation((name,), ((name,),))], shapes)
         self.missing = [target.name for target in targets if target.name not in self._pieces]
         self.unexpected = sorted(checkpoint.tensors.keys() - self._used)
-        if strict and (self.missing or self.unexpected):
+        self.empty = buffers_without_values(model, self._pieces)
+        if strict and (self.missing or self.unexpected or self.empty):
+            empty = f", buffers without values {_few(self.empty)}" if self.empty else ""
             raise ValueError(
-                f"{checkpoint.path}: missing {_few(self.missing)}, unexpected {_few(self.unexpected)}; give rules for "
-                "names that differ, or strict=False to leave these out"
+                f"{checkpoint.path}: missing {_few(self.missing)}, unexpected {_few(self.unexpected)}{empty}; pass "
+                "rules for names that differ, compute buffers that are in no file first, or pass strict=False to leave "
+                "these out"
             )
         for target in targets:
             if target.tensor.is_meta and target.name in self.missing:
                 raise ValueError(
                     f"{target.name} is on the meta device, and no tensor of {checkpoint.path} is for it; initialize it "
-                    "first, or give a rule"
+                    "first, or pass a rule"
                 )
 
-    def _find(self, target: Target, shapes: Shapes, rules: Sequence[Rule], own: dict[str, Rule]) -> None:
-        """Find a tensor's pieces under each of its names; they must have the same values."""
-        for name in (target.name, *target.also):
-            pieces = pieces_for(
-                name, shapes, self._checkpoint.tensors, [*rules, *filter(None, [own.get(name)])]
-            )
-            if pieces is None:
-                continue
-            target.refuse_subclass()
-            for piece in pieces:
-                self._use(piece.stored, target)
-            if not self._same_values(pieces, self._pieces.setdefault(target.name, pieces)):
-                raise ValueError(
-                    f"{target.name} and {', '.join(target.also)} are one parameter of the model, and have different "
-                    f"values in {self._checkpoint.path}"
-                )
-
-    def _use(self, stored: Stored, target: Target) -> None:
-        """Check that a stored tensor's dtype is one that the model's can be cast from."""
-        self._used.add(stored.name)
-        wanted = target.tensor.dtype
-        if wanted == stored.dtype:
+    def _find(
+        self, target: Target, name: str, equations: list[Equation | None], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Find a tensor's pieces under one of its names; under each name they must have the same values."""
+        for equation in filter(None, equations):
+            pieces = equation.pieces(name, shapes, self._checkpoint.tensors)
+            if pieces is not None:
+                break
+        else:
             return
-        floating = wanted.is_floating_point and stored.dtype.is_floating_point
-        if not floating or stored.dtype == torch.float4_e2m1fn_x2:
-            raise TypeError(f"{stored.name} is {stored.dtype}; {target.name} expects {wanted}")
-        if stored.dtype == torch.float8_e4m3fn:
-            self._decoders[stored.name] = decoder(stored, self._checkpoint)
-            self._used.add(stored.name + SCALES)
-
-    def _same_values(self, pieces: list[Piece], others: list[Piece]) -> bool:
-        return pieces == others or (
-            [piece.box for piece in pieces] == [other.box for other in others]
-            and all(
-                torch.equal(self._read(a, a.box), self._read(b, b.box))
-                for a, b in zip(pieces, others, strict=True)
+        local = local_tensor(_writable(target))
+        if compat.is_wrapper_subclass(local):
+            raise NotImplementedError(
+                f"{target.name} is kept as a {type(local).__name__}, which is not written from files; use "
+                "model.load_state_dict(read_safetensors(path))"
             )
-        )
+        for file in dict.fromkeys(file for row in equation.rows for file in row):
+            self._use(file, target)
+        others = self._pieces.setdefault(target.name, pieces)
+        pairs = list(zip(pieces, others, strict=False))
+        same = [piece.box for piece in pieces] == [other.box for other in others]
+        if not same or not all(a == b or self._read(a, a.box).equal(self._read(b, b.box)) for a, b in pairs):
+            raise ValueError(
+                f"{target.name} and {', '.join(target.also)} are one parameter of the model, and have different "
+                f"values in {self._checkpoint.path}"
+            )
+
+    def _use(self, file: str, target: Target) -> None:
+        """Check that values of a file's tensor can be cast to the model's dtype."""
+        self._used.add(file)
+        stored, wanted = self._checkpoint.tensors[file].dtype, target.tensor.dtype
+        if wanted == stored:
+            return
+        self.cast.add(target.name)
+        floating = wanted.is_floating_point and stored.is_floating_point
+        if not floating or stored == torch.float4_e2m1fn_x2:
+            raise TypeError(f"{file} is {stored}; {target.name} expects {wanted}")
+        if stored == torch.float8_e4m3fn:
+            self._decoders[file] = self._checkpoint.decoder(file)
+            self._used.add(file + SCALES)
 
     def _read(self, piece: Piece, part: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of a box of a piece, for a tensor of this dtype; mapped, and not yet read, unless they are FP8."""
-        box, decode = piece.in_file(part), self._decoders.get(piece.stored.name)
-        if decode is None or dtype == piece.stored.dtype:
-            return piece.stored.tensor[box.slices()].view(part.sizes)
-        return decode(box).view(part.sizes)
+        box, tensor, decode = (
+            piece.in_file(part),
+            self._checkpoint.tensors[piece.file],
+            self._decoders.get(piece.file),
+        )
+        values = tensor[box.slices()] if decode is None or dtype == tensor.dtype else decode(box)
+        return values.view(part.sizes)
 
     def fill(self, target: Target) -> int:
-        """Copy the boxes that this rank holds of a tensor; the bytes that were read."""
-        if target.name not in self._pieces:
-            return 0
-        nbytes, boxes, values = 0, target.boxes(), target.values()
-        for box, view in views_of(values, boxes):
-            for piece in self._pieces[target.name]:
+        """Copy this rank's boxes of a tensor; returns the bytes that were read.
+
+        Raises:
+            RuntimeError: of any error, with the names of the tensor and its files.
+        """
+        pieces = self._pieces.get(target.name, [])
+        try:
+            return self._copy(target, pieces) if pieces else 0
+        except Exception as error:
+            files = sorted({str(self._checkpoint.files[piece.file]) for piece in pieces})
+            raise RuntimeError(
+                f"{target.name} could not be loaded from {', '.join(files)}, and the model has some of the values: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    @torch.no_grad()
+    def _copy(self, target: Target, pieces: list[Piece]) -> int:
+        nbytes, values = 0, _writable(target)
+        for box, view in _boxes_of(values):
+            for piece in pieces:
                 part = piece.box.intersection(box)
                 if part is not None:
                     view[part.slices(box.offsets)].copy_(self._read(piece, part, view.dtype))
-                    nbytes += part.numel * piece.stored.dtype.itemsize
-        target.keep(values)
+                    nbytes += part.numel * self._checkpoint.tensors[piece.file].itemsize
+        if target.param is not None:
+            target.param.group.keep(target.tensor.detach(), values)
         return nbytes
+
+
+def _writable(target: Target) -> torch.Tensor:
+    """A tensor to write values into: the target's, or memory for values of codes."""
+    tensor = target.tensor.detach()
+    return tensor if target.param is None else target.param.group.writable(tensor)
+
+
+def _boxes_of(tensor: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+    """This rank's boxes of a tensor, each with a view of its memory in the box's shape."""
+    if not isinstance(tensor, DISTRIBUTED):
+        yield whole(tuple(tensor.shape)), tensor
+        return
+    for chunk in tensor.__create_chunk_list__():
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box.numel:
+            view = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+            yield box, view.detach().as_subclass(torch.Tensor)
 
 
 def _few(names: Sequence[str]) -> str:

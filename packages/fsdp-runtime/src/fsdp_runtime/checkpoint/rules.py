@@ -1,223 +1,189 @@
-"""How tensors of a model follow from tensors of files that have other names, or are fused or stacked there.
+"""How tensors of a model follow from tensors of files that have other names, or are joined or stacked there.
 
-    Rename   model.layers.0.norm.weight    <-  layers.0.norm.weight
-    Fused    qkv_proj.weight               <-  q_proj.weight, k_proj.weight, v_proj.weight, one below the other
-             experts.gate_up_proj (E, 2I, H)  <-  experts.{index}.gate_proj.weight, experts.{index}.up_proj.weight
-    Split    q_proj.weight                 <-  the first rows of qkv_proj.weight
-             experts.{index}.w1.weight     <-  one matrix of a stacked experts.w1
-
-In a pattern `{index}` stands for a number, the number of an expert, and any other `{word}` for whatever is there.
+Rule("{layer}.norm", "model.{layer}.norm")      another name
+Rule("qkv", ("q", "k", "v"))                    qkv of the model is q, k and v of the files, one below the other
+Rule(("gate", "up"), "gate_up")                 gate of the model is the first rows of gate_up
+Rule("experts.down", "experts.{index}.down")    a stack (E, I, H) of the model is E tensors of the files
+Rule("experts.{index}.down", "experts.down")    tensors of the model are elements of a stack of the files
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+
+import torch
 
 from ragged_shard import Box
 
-from .files import Ints, Stored, whole
+from .files import Ints
 
 Shapes = Mapping[str, Ints]
-Source = Mapping[str, Stored]
-_FIELD = re.compile(r"\{(\w+)\}")
+Source = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a model's tensor that a box of a stored tensor fills, in the same order of elements.
+class Rule:
+    """Tensors of the model, joined along a dimension, are tensors of the files, joined along it.
 
-    Attributes:
-        stored: where it is.
-        box: in the model's tensor.
-        offsets: of the box in the stored tensor, which may have fewer or more leading dimensions, of size 1 in the box.
+    In a pattern `{index}` stands for a number, and any other `{word}` for any text, equal on both sides. If only one
+    side has `{index}`, the other side's tensor is a stack, whose first dimension counts the elements.
+
+    Args:
+        model: pattern of a name in the model, or patterns in order.
+        file: pattern of a name in the files, or patterns in order.
+        dim: dimension along which tensors are joined, of an element in a stack.
     """
 
-    stored: Stored
-    box: Box
-    offsets: Ints
+    model: str | Sequence[str]
+    file: str | Sequence[str]
+    dim: int = 0
 
-    def in_file(self, part: Box) -> Box:
-        """Where a box inside of this one is in the stored tensor."""
-        common = min(len(self.offsets), len(part.sizes))
-        inside = [o - at for o, at in zip(part.offsets, self.box.offsets, strict=True)]
-        extra = len(self.offsets) - common
-        moved = [at + by for at, by in zip(self.offsets[extra:], inside[len(inside) - common :], strict=True)]
-        return Box((*self.offsets[:extra], *moved), ((1,) * extra + part.sizes[len(part.sizes) - common :]))
-
-
-class Rule(Protocol):
-    """Anything that finds the pieces of a tensor of the model."""
-
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """The pieces of a tensor of the model. None: the rule does not say, or nothing that it names is there.
+    def equation(self, name: str, shape: Ints) -> "Equation | None":
+        """The equation of a tensor of the model; None if no pattern matches its name.
 
         Raises:
-            ValueError: some are missing, or of shapes that do not go together; by name.
+            ValueError: the other side has a word that the matching pattern does not have.
         """
-
-
-@dataclass(frozen=True)
-class Made:
-    """A tensor of the model that tensors of files make up: one row of them, or a row for each element of a stack.
-
-    Args:
-        rows: names in the files.
-        stacked: whether rows are stacked.
-        dim: along which those of a row follow one another; of the files' tensors.
-    """
-
-    rows: tuple[tuple[str, ...], ...]
-    stacked: bool = False
-    dim: int = 0
-
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """As `Rule.find`."""
-        shape, files = shapes[name], [file for row in self.rows for file in row]
-        missing = [file for file in files if file not in source]
-        if len(missing) == len(files):
-            return None
-        if missing:
-            raise ValueError(f"{name} is made of {len(files)} tensors, of which {missing[0]} is missing")
-        if self.stacked and shape[:1] != (len(self.rows),):
-            raise ValueError(f"{name} of shape {shape} is a stack, of which {len(self.rows)} are there")
-        pieces: list[Piece] = []
-        for index, row in enumerate(self.rows):
-            lead = (index,) if self.stacked else ()
-            pieces += self._one_after_another(name, lead, shape[len(lead) :], [source[file] for file in row])
-        return pieces
-
-    def _one_after_another(self, name: str, lead: Ints, shape: Ints, parts: list[Stored]) -> list[Piece]:
-        """Pieces that fill the element `lead` of a model's tensor (all of it where that is empty)."""
-        pieces, at, several = [], 0, len(parts) > 1
-        if several and not 0 <= self.dim < len(shape):
-            raise ValueError(f"{name} of shape {shape} has no dimension {self.dim}, which a rule names")
-        for stored in parts:
-            offsets, expected = [0] * len(shape), list(shape)
-            if several and len(stored.shape) == len(shape):
-                offsets[self.dim], expected[self.dim] = at, stored.shape[self.dim]
-                at += stored.shape[self.dim]
-            if stored.shape != tuple(expected):
-                raise ValueError(f"{stored.name} has shape {stored.shape}; {name} expects {tuple(expected)}")
-            box = Box((*lead, *offsets), (*(1,) * len(lead), *stored.shape))
-            pieces.append(Piece(stored, box, (0,) * len(shape)))
-        if several and at != shape[self.dim]:
-            names = [stored.name for stored in parts]
-            raise ValueError(
-                f"{names} have {at} together along dimension {self.dim}; {name} expects {shape[self.dim]}"
-            )
-        return pieces
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A tensor of the model that several tensors of the file make up.
-
-    Args:
-        model: pattern of its name.
-        files: patterns of theirs, in order. With `{index}`: a stack, of as many as the first dimension has.
-        dim: along which they follow one another; of the file's tensors.
-    """
-
-    model: str
-    files: tuple[str, ...]
-    dim: int = 0
-
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """As `Rule.find`."""
-        match = _regex(self.model).fullmatch(name)
+        models, files = ((side,) if isinstance(side, str) else side for side in (self.model, self.file))
+        match = next(filter(None, (_regex(model).fullmatch(name) for model in models)), None)
         if match is None:
             return None
         words = match.groupdict()
-        stacked = "index" not in words and any("{index}" in file for file in self.files)
-        count = shapes[name][0] if stacked and shapes[name] else 0
-        indices = map(str, range(count)) if stacked else [words.get("index", "")]
-        rows = tuple(
-            tuple(_fill(file, {**words, "index": index}) for file in self.files) for index in indices
+        of_files = any("{index}" in file for file in files)
+        stacked, index = of_files and "index" not in words, words.get("index")
+        elements: Iterable[int | str | None] = range(*shape[:1] or (0,)) if stacked else (index,)
+        return Equation(
+            tuple(_filled(model, words) for model in models),
+            tuple(tuple(_filled(file, {**words, "index": at}) for file in files) for at in elements),
+            stacked,
+            None if of_files or index is None else int(index),
+            self.dim,
         )
-        return Made(rows, stacked, self.dim).find(name, shapes, source)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Tensors of the model that follow one another in one tensor of the file.
-
-    Args:
-        file: pattern of the file's tensor.
-        models: patterns of the model's, in order. With `{index}`: of each matrix of a stacked tensor.
-        dim: along which they follow one another; of the model's tensors.
-    """
-
-    file: str
-    models: tuple[str, ...]
-    dim: int = 0
-
-    def find(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """As `Rule.find`."""
-        matches = [_regex(model).fullmatch(name) for model in self.models]
-        position, match = next(((at, match) for at, match in enumerate(matches) if match), (0, None))
-        if match is None:
-            return None
-        words = match.groupdict()
-        stored = source.get(_fill(self.file, words))
-        if stored is None:
-            return None
-        names, shape, dim = [_fill(model, words) for model in self.models], shapes[name], self.dim
-        unknown = [part for part in names if part not in shapes or not 0 <= dim < len(shapes[part])]
-        if unknown:
-            raise ValueError(
-                f"{name} is a slice of {stored.name}, as is {unknown[0]}, which the model does not have, or without a "
-                f"dimension {dim}"
-            )
-        sizes = [shapes[part][dim] for part in names]
-        lead = (int(words["index"]),) if "index" in words and "{index}" not in self.file else ()
-        expected = (*stored.shape[: len(lead)], *shape[:dim], sum(sizes), *shape[dim + 1 :])
-        if stored.shape != expected or (lead and lead[0] >= stored.shape[0]):
-            raise ValueError(
-                f"{name} of shape {shape} is a slice of {stored.name} of shape {stored.shape}; expected "
-                f"{('more than ' + str(lead[0]), *expected[1:]) if lead else expected}"
-            )
-        offsets = [0] * len(shape)
-        offsets[dim] = sum(sizes[:position])
-        return [Piece(stored, whole(shape), (*lead, *offsets))]
-
-
-def Rename(model: str, file: str) -> Fused:  # noqa: N802  # reads as one of the kinds of rules
-    """A tensor of the model that has another name in the file."""
-    return Fused(model, (file,))
-
-
-def pieces_for(name: str, shapes: Shapes, source: Source, rules: Sequence[Rule]) -> list[Piece] | None:
-    """What fills a tensor of the model: by the first rule whose tensors are there, else under its own name.
-
-    None: nothing does. Raises ValueError as the rules.
-    """
-    for rule in (*rules, Made(((name,),))):
-        pieces = rule.find(name, shapes, source)
-        if pieces is not None:
-            return pieces
-    return None
 
 
 @lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
     seen: set[str] = set()
-    parts, end = [], 0
-    for field in _FIELD.finditer(pattern):
-        word = field[1]
-        parts.append(re.escape(pattern[end : field.start()]))
-        kind = r"\d+" if word == "index" else ".+"
-        parts.append(f"(?P={word})" if word in seen else f"(?P<{word}>{kind})")
+
+    def group(field: re.Match[str]) -> str:
+        word, text = field[1], r"\d+" if field[1] == "index" else ".+"
+        again = word in seen
         seen.add(word)
-        end = field.end()
-    return re.compile("".join(parts) + re.escape(pattern[end:]))
+        return f"(?P={word})" if again else f"(?P<{word}>{text})"
+
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", group, re.escape(pattern)))
 
 
-def _fill(pattern: str, words: Mapping[str, str]) -> str:
+def _filled(pattern: str, words: Mapping[str, object]) -> str:
     try:
-        return _FIELD.sub(lambda field: words[field[1]], pattern)
+        return pattern.format_map(words)
     except KeyError as error:
         raise ValueError(
             f"rule: {pattern!r} has the word {error}, which the pattern on the other side does not have"
         ) from None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a model's tensor that a box of a file's tensor fills, in the same order of elements.
+
+    Attributes:
+        file: name of the file's tensor.
+        box: in the model's tensor.
+        index: of the element, if the file's tensor is a stack.
+        shift: from a place in the model's tensor, or an element of it if it is a stack, to the place in the file's.
+    """
+
+    file: str
+    box: Box
+    index: Ints
+    shift: Ints
+
+    def in_file(self, part: Box) -> Box:
+        """The box of the file's tensor that fills a box inside of this one."""
+        skip, ones = len(part.sizes) - len(self.shift), (1,) * len(self.index)
+        moved = Box(part.offsets[skip:], part.sizes[skip:]).moved(self.shift)
+        return Box(self.index + moved.offsets, ones + moved.sizes)
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A rule for names without patterns.
+
+    Attributes:
+        models: names in the model, in order.
+        rows: names in the files, in order: one row, or a row for each element of a stack in the model.
+        stacked: whether the model's tensor is such a stack.
+        index: the element, if the files' tensor is a stack.
+        dim: as of `Rule`.
+    """
+
+    models: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+    index: int | None = None
+    dim: int = 0
+
+    def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
+        """The pieces of a tensor of the model; None if the files have no tensor of the equation.
+
+        Raises:
+            ValueError: some are missing, or shapes do not fit; by name.
+        """
+        files = [file for row in self.rows for file in row]
+        missing = [file for file in files if file not in source]
+        if len(missing) == len(files):
+            return None
+        if missing:
+            raise ValueError(f"{name} is made of {len(files)} tensors, and the files have no {missing[0]}")
+        if unknown := [model for model in self.models if model not in shapes]:
+            raise ValueError(
+                f"{name} is joined with {unknown[0]} in {files[0]}, and the model has no {unknown[0]}"
+            )
+        if self.stacked and shapes[name][:1] != (len(self.rows),):
+            raise ValueError(f"{name} of shape {shapes[name]} is a stack of {len(self.rows)} in the files")
+        return [
+            piece
+            for number, row in enumerate(self.rows)
+            for piece in self._row(name, (number,) if self.stacked else (), row, shapes, source)
+        ]
+
+    def _row(
+        self, name: str, above: Ints, row: Sequence[str], shapes: Shapes, source: Source
+    ) -> Iterator[Piece]:
+        """The pieces of a tensor, or of one element of a stack: intersections of boxes in the joined tensor.
+
+        Shapes fit if the intersections cover the model's tensor, and both sides have equally many elements.
+        """
+        index = () if self.index is None else (self.index,)
+        in_files = {file: tuple(source[file].shape) for file in row}
+        models = _joined([shapes[model][len(above) :] for model in self.models], self.dim)
+        files = _joined([shape[len(index) :] for shape in in_files.values()], self.dim)
+        own, covered = models[self.models.index(name)], 0
+        fits = {len(box.sizes) for box in (*models, *files)} == {len(own.sizes)}
+        fits &= len(models) == len(files) == 1 or 0 <= self.dim < len(own.sizes)
+        fits &= not index or all(index < shape[:1] for shape in in_files.values())
+        for file, box in zip(row, files, strict=True) if fits else ():
+            common = own.intersection(box)
+            if common is not None:
+                covered += common.numel
+                place = common.moved(tuple(-at for at in own.offsets))
+                shift = tuple(a - b for a, b in zip(own.offsets, box.offsets, strict=True))
+                yield Piece(file, Box(above + place.offsets, (1,) * len(above) + place.sizes), index, shift)
+        if not fits or covered != own.numel or sum(b.numel for b in models) != sum(b.numel for b in files):
+            element = "".join(f"element {number} of " for number in above + index)
+            sides = [[f"{m} {shapes[m]}" for m in self.models], [f"{f} {s}" for f, s in in_files.items()]]
+            raise ValueError(
+                f"{element}{', '.join(sides[0])} of the model cannot be {', '.join(sides[1])} of the files, joined "
+                f"along dimension {self.dim}"
+            )
+
+
+def _joined(shapes: Sequence[Ints], dim: int) -> list[Box]:
+    """Boxes of tensors that follow one another along a dimension."""
+    boxes, begin = [], 0
+    for shape in shapes:
+        boxes.append(Box(tuple(begin if d == dim else 0 for d in range(len(shape))), shape))
+        begin += sum(shape[dim : dim + 1])
+    return boxes

@@ -1,7 +1,7 @@
 """Runs of tensors that follow one another in a group's memory, gathered without a copy.
 
     segment, 3 ranks   |   rank 0   |   rank 1   |   rank 2   |
-    a run                      [ a ][   b   ]                    rank 0 and rank 1 send what they hold of it
+    a run                      [ a ][   b   ]                    rank 0 and rank 1 send their parts of it
 
 The pieces of a run, rank by rank, are its tensors one after the other, so that they arrive where they belong.
 """
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._params.group import Group
-from .targets import Entry
+from .targets import Target
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Run:
         start, stop: elements of the gathered segment.
     """
 
-    members: tuple[Entry, ...]
+    members: tuple[Target, ...]
     dtype: torch.dtype
     start: int
     stop: int
@@ -64,10 +64,10 @@ class Run:
         return buffer.shard[self.segment].detach()[begin : begin + high - low], low
 
 
-def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], most: int) -> list[Run]:
-    """Entries of groups in runs of at most `most` bytes; a larger tensor is a run of its own."""
+def runs_of_entries(entries: Sequence[Target], dtypes: Sequence[torch.dtype], most: int) -> list[Run]:
+    """Entries of groups in runs of at most `most` bytes; a larger tensor is a separate run."""
     runs: list[Run] = []
-    members: list[Entry] = []
+    members: list[Target] = []
     for index, entry in enumerate(entries):
         dtype, place, end = dtypes[index], entry.place, entry.place.offset + entry.place.numel
         if members:
@@ -83,7 +83,7 @@ def runs_of_entries(entries: Sequence[Entry], dtypes: Sequence[torch.dtype], mos
     return runs
 
 
-def _run(members: list[Entry], dtype: torch.dtype) -> Run:
+def _run(members: list[Target], dtype: torch.dtype) -> Run:
     first, last = members[0].place, members[-1].place
     run = Run(tuple(members), dtype, first.offset, last.offset + last.numel)
     layout = run.group.plan.layout
@@ -106,8 +106,8 @@ def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
     """The elements of a run, in its dtype, on receivers; None on others.
 
     One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
-    some of it, or one all-to-all for each receiver. A receiver gets what it lacks, nobody more. Bytes are sent, since
-    backends move few dtypes.
+    some of it, or one all-to-all for each receiver. A receiver gets the bytes that it lacks and no others.
+    Bytes are sent, since backends move few dtypes.
     """
     data = run.group.plan.data
     piece, low = run.own()
@@ -148,7 +148,7 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
 
 
 def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a gathered run, views of it; those that another parallelism cut are gathered over that too."""
+    """The tensors of a gathered run, views of it; if another parallelism cuts them, gathered over its mesh."""
     for entry in run.members:
         param = entry.param
         assert param is not None

@@ -1,10 +1,13 @@
 """The whole model as safetensors files, named and split as Hugging Face's loaders expect them."""
 
+import ctypes
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,8 @@ from ragged_shard.dist import gather_from_ranks
 
 from .conversions import FileGroups
 from .export import Exporter
-from .files import atomic_write, header_of, write_file
+from .files import library
+from .merged import Merged, base_of
 
 INDEX = "model.safetensors.index.json"
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
@@ -23,7 +27,7 @@ _CALLER = "save_safetensors"
 
 
 def save_safetensors(
-    module: nn.Module,
+    module: nn.Module | Merged,
     folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -32,15 +36,16 @@ def save_safetensors(
 ) -> list[Path]:
     """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
 
-    Tensors come as those of `iter_full_params`, to rank 0 alone, which writes them one by one: memory for it is at most
+    Tensors are gathered as in `iter_full_params`, on rank 0 alone, which writes them one by one: memory is at most
     `bucket_bytes` on any rank. One file is `model.safetensors`; several are `model-00001-of-0000N.safetensors` with
     `model.safetensors.index.json`. Of tied parameters the first name is written. Files are complete under their names
-    or not there. Those of an earlier export into the folder are removed first: loaders would take its index or its
+    or not there. Files of an earlier export into the folder are removed first: loaders would take its index or its
     single file for the new weights. One `model.safetensors` replaces another when it is complete.
 
     Args:
         module: with the names that the files should have; of a transformers model the files have the names and forms
-            that its `save_pretrained` writes, and tensors that it converts together are on rank 0's CPU together.
+            that its `save_pretrained` writes, and tensors that it converts together are on rank 0's CPU together. Or
+            `merged_params` of it.
         folder: made where it is missing.
         dtype: of floating-point tensors in the files; None: as they are.
         max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
@@ -55,7 +60,7 @@ def save_safetensors(
     """
     folder, problem = Path(folder), ""
     exporter = Exporter(module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER)
-    groups = FileGroups(module, exporter.on_meta())
+    groups = FileGroups(base_of(module), exporter.on_meta())
     bins = split_by_size([sum(t.nbytes for t in made.values()) for made in groups.made], max_file_bytes)
     files = {
         folder / name: {key: tensor for index in members for key, tensor in groups.made[index].items()}
@@ -88,18 +93,36 @@ def _write(
 ) -> None:
     """Write the files, and the index of several, in place of an earlier export's."""
     for content in files.values():
-        header_of(content)  # raises before anything is changed
+        _header_of(content)  # raises before anything is changed
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir(), reverse=True):  # the index before the files that it names
         if _FILES.fullmatch(path.name) and [path] != list(files):
             path.unlink()
+    write_files(folder, files, tensors)
+
+
+def write_files(
+    folder: Path, files: Mapping[Path, Mapping[str, torch.Tensor]], tensors: Iterator[torch.Tensor]
+) -> None:
+    """Write safetensors files, and the index of several, a tensor at a time; each has its name when it is complete.
+
+    Args:
+        folder: folder of the index.
+        files: content of each, on meta.
+        tensors: their values, in that order.
+
+    Raises:
+        ValueError: a dtype that files do not have; naming the tensor.
+        OSError: a file cannot be written.
+    """
     for path, content in files.items():
-        write_file(path, content, tensors)
+        _write_file(path, content, tensors)
     if len(files) > 1:
+        total = sum(tensor.nbytes for content in files.values() for tensor in content.values())
         where = {name: path.name for path, content in files.items() for name in content}
-        write_index(
-            folder, where, sum(tensor.nbytes for content in files.values() for tensor in content.values())
-        )
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+        with _atomic_write(folder / INDEX) as unfinished:
+            unfinished.write_text(text + "\n")
 
 
 def file_names(count: int) -> list[str]:
@@ -107,18 +130,6 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def write_index(folder: Path, where: Mapping[str, str], total: int) -> None:
-    """Write the index of several files.
-
-    Args:
-        where: the file of each tensor.
-        total: bytes of all tensors.
-    """
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-    with atomic_write(folder / INDEX) as unfinished:
-        unfinished.write_text(text + "\n")
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -132,3 +143,56 @@ def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
         bins[-1].append(index)
         filled += size
     return bins
+
+
+def _write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterator[torch.Tensor]) -> None:
+    header = _header_of(content)
+    with _atomic_write(path) as unfinished, unfinished.open("wb") as file:
+        file.write(header)
+        for name, like in content.items():
+            tensor = next(tensors)
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of {tensor.shape}; expected {like.dtype} of {like.shape}"
+                )
+            flat = tensor.to(CPU).reshape(-1)
+            if flat.nbytes:
+                file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+            del tensor, flat  # before the next is made
+
+
+def _header_of(content: Mapping[str, torch.Tensor]) -> bytes:
+    """The header of a file whose tensors follow one another in this order, for the bytes after it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in content.items():
+        end = begin + tensor.nbytes
+        entries[name] = {
+            "dtype": _code(name, tensor.dtype),
+            "shape": tuple(tensor.shape),
+            "data_offsets": (begin, end),
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _code(name: str, dtype: torch.dtype) -> str:
+    """A dtype as the library writes it."""
+    try:
+        saved = library().torch.save({"x": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
+    return str(json.loads(saved[8:])["x"]["dtype"])
+
+
+@contextmanager
+def _atomic_write(path: Path) -> Iterator[Path]:
+    """Yields another path to write to; the file gets its name when the block ends, and is removed if it raises."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
 """Adapters to trainers, a module each: `fsdp_runtime.integrations.accelerate`.
 
-Each imports its trainer where it is used, and changes nothing of it.
+Each imports its trainer when it is used.
 """

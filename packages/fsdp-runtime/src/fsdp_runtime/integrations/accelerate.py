@@ -27,22 +27,31 @@ from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
 from ragged_shard import RaggedDTensor
 
-from ._replaced import replaced
+
+@contextmanager
+def replaced(module: Any, **values: Any) -> Iterator[None]:
+    """Replace names of another project's module inside: for projects without an option that an adapter needs."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Shard a model as a `FullyShardedDataParallelPlugin` of FSDP2 says. In place; call it before making the optimizer.
+    """Shard a model in place with the options of an FSDP2 plugin. Call it before making the optimizer.
 
-    Units are those that accelerate makes: the modules of the plugin's wrap policy, the input embedding, the final norm
-    with the output embedding, and the rest. With mixed precision trained parameters become fp32 first. With
-    `cpu_ram_efficient_loading` only rank 0's values count: the others give their memory back before the model is
-    sharded, and every rank gets its slices from rank 0, a tensor at a time.
+    Units are accelerate's: the modules of the plugin's wrap policy, the input embedding, the final norm with the output
+    embedding, and the rest. With mixed precision trained parameters become fp32 first. With `cpu_ram_efficient_loading`
+    only rank 0's values count: the others free their memory before the model is sharded, and every rank receives its
+    slices from rank 0, a tensor at a time.
 
     Args:
         model: not sharded; after activation checkpointing was applied to it.
         plugin: its wrap policy, precision, offload, `reshard_after_forward`, `ignored_modules`.
         mesh: as for `fully_shard`; `accelerator.torch_device_mesh`'s data-parallel axes. None: all ranks.
-        options: of `fully_shard` that the plugin does not know, such as `block_policy` and `quantization_policy`.
+        options: further arguments of `fully_shard`, such as `block_policy` and `quantization_policy`.
 
     Raises:
         ValueError: a plugin of FSDP1, or one with activation checkpointing; a model that is sharded already.
@@ -66,14 +75,12 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     values = model.state_dict() if dist.get_rank() == 0 else {}
     buffers = _to_meta(model)
     _shard_units(model, plugin, options)
-    kinds = {
-        param.device_mesh.device_type for param in model.parameters() if isinstance(param, RaggedDTensor)
-    }
-    device = torch.device(kinds.pop())
+    params = (param for param in model.parameters() if isinstance(param, RaggedDTensor))
+    device = torch.device(next(params).device_mesh.device_type)
     model.to_empty(device=device)
-    set_full_state_dict(model, values, rank0_only=True)
     for owner, name, buffer in buffers:
         owner.register_buffer(name, buffer.to(device), persistent=False)
+    set_full_state_dict(model, values, rank0_only=True)
     return model
 
 
@@ -130,7 +137,7 @@ def _final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Give a model's memory back, shared parameters still shared. Returns the buffers that no state dict has."""
+    """Move a model to meta; shared parameters stay shared. Returns the buffers that no state dict has."""
     kept = [
         (module, name, buffer)
         for module in model.modules()
@@ -153,8 +160,8 @@ def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     """`accelerator.prepare` of a sharded model, its optimizer, loaders and schedulers. Communicates nothing more.
 
-    Accelerate tells parameters by their memory's address, which those have in common that this rank holds nothing of.
-    So optimizers are given their own parameters back.
+    Accelerate identifies parameters by their memory's address, which is the same for all parameters without elements on
+    this rank. So this restores the optimizers' parameters.
     """
     before = [
         (optimizer, [list(group["params"]) for group in optimizer.param_groups])
@@ -171,11 +178,11 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 def load_state(accelerator: Any, input_dir: str | Path | None = None, **options: Any) -> None:
     """`accelerator.load_state`, also of full state dicts, which torch cannot slice.
 
-    Sharded ones are read by each rank; of full ones rank 0 gives every rank its slices, a tensor at a time. A file that
-    one rank alone cannot read raises there, and the others wait until the launcher ends them.
+    Each rank reads sharded ones; rank 0 sends slices of full ones, a tensor at a time. If only one rank cannot read a
+    file, it raises, and the launcher ends the others.
 
     Args:
-        accelerator: with models that `shard` has sharded, prepared.
+        accelerator: with prepared models from `shard`.
         input_dir, options: of `accelerator.load_state`.
     """
     with full_state_dicts():
@@ -184,7 +191,7 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
 
 @contextmanager
 def full_state_dicts() -> Iterator[None]:
-    """Inside, torch's setters of state dicts load full ones into models of fsdp_runtime; all else is as ever.
+    """Inside, torch's setters of state dicts load full ones into models of fsdp_runtime.
 
     Replaces `set_model_state_dict` and `set_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`.
     """

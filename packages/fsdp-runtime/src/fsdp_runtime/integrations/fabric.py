@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import FSDPModule, clip_grad_norm_, fully_shard, set_full_state_dict
 
-from ._replaced import replaced
-from .accelerate import full_state_dicts
+from .accelerate import full_state_dicts, replaced
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -35,8 +34,8 @@ def parallelize(
 
     Args:
         classes: each module of one of these classes becomes a unit, inner ones first; then the model with the rest.
-        tensor_parallel: called first, with the model and the `tensor_parallel` axis of Fabric's mesh, where that has
-            more than one rank.
+        tensor_parallel: called first, with the model and the `tensor_parallel` axis of Fabric's mesh, if that has more
+            than one rank.
         options: of `fully_shard`; its mesh is the `data_parallel` axis.
 
     Raises:
@@ -74,10 +73,7 @@ def strategy(parallelize_fn: Parallelize, **options: Any) -> Any:
 
 
 class RaggedStrategy:
-    """What a `ModelParallelStrategy` needs for models of fsdp_runtime. Mix it in before that class, or call `strategy`.
-
-    Sharded checkpoints, `no_backward_sync` and clipping by value are Fabric's own.
-    """
+    """Mixin for a `ModelParallelStrategy` with models of fsdp_runtime: norms, and full checkpoints."""
 
     def clip_gradients_norm(
         self,
@@ -87,11 +83,7 @@ class RaggedStrategy:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """`fsdp_runtime.clip_grad_norm_` for `Fabric.clip_gradients(max_norm=...)`; parameters on several meshes too.
-
-        Returns:
-            The norm before, a plain 0-d tensor, the same on every rank. Fabric's own returns a DTensor.
-        """
+        """The norm before clipping, a plain 0-d tensor, also with parameters on several meshes."""
         precision: Any = self.precision  # type: ignore[attr-defined]
         precision.unscale_gradients(optimizer)
         parameters = precision.main_params(optimizer)
@@ -100,24 +92,10 @@ class RaggedStrategy:
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """As Fabric's, for `Fabric.load` and `Fabric.load_raw`; full checkpoints too, which torch cannot slice.
+        """The other entries of a checkpoint; loads the model and optimizers in `state`. Full checkpoints too.
 
-        Of a file each rank maps the bytes and copies its own ranges of the model; rank 0 sends optimizer states, a
-        tensor at a time. During the call Fabric's `_load_raw_module_state` is replaced.
-
-        Args:
-            path: a folder (sharded) or a file (full), seen by all ranks; rank 0's counts.
-            state: the model (of a raw file, a state dict by itself), or a dict of the model, optimizers and the rest.
-            strict: names must be exactly the model's, and all that `state` asks for must be in the file.
-            weights_only: of `torch.load`.
-
-        Returns:
-            What else the file has.
-
-        Raises:
-            ValueError, TypeError: names, shapes or kinds that differ.
-            KeyError: something that `state` asks for is not in the file.
-            OSError, RuntimeError: a file that cannot be read.
+        Each rank maps a full file and copies its ranges of the model; rank 0 sends optimizer states, a tensor at a
+        time. During the call Fabric's `_load_raw_module_state` is replaced. Arguments and errors are Fabric's.
         """
         from lightning_fabric.strategies import model_parallel
 

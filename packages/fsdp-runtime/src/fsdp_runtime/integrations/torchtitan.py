@@ -23,12 +23,7 @@ from torch import nn
 
 from fsdp_runtime import FSDPModule, fully_shard
 
-from ._replaced import replaced
-
-# What torchtitan passes to fully_shard, from its own configuration.
-_OF_TORCHTITAN = (
-    "mesh", "mp_policy", "reshard_after_forward", "offload_policy", "shard_placement_fn", "dp_mesh_dims",
-)  # fmt: skip
+from .accelerate import replaced
 
 
 def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable[..., nn.Module]:
@@ -39,25 +34,17 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
 
     Args:
         theirs: the spec's own, such as `torchtitan.models.llama3.parallelize_llama`.
-        options: of `fully_shard` that torchtitan does not pass, such as `block_policy`; for every unit.
-
-    Returns:
-        A function with the arguments of `theirs`, which returns the sharded model.
+        options: arguments of `fully_shard` that torchtitan does not pass, such as `block_policy`; for every unit.
 
     Raises:
-        ValueError: an option that torchtitan passes itself. When called: pipelines, context parallelism or an
-            `spmd_backend` that are not supported, before anything is changed; or `theirs` did not shard the model with
-            `fully_shard`.
+        ValueError: (when called) pipelines, context parallelism or an `spmd_backend` that are not supported, before
+            anything is changed; or `theirs` did not shard the model with `fully_shard`.
+        TypeError: (when called) an option that torchtitan passes itself.
     """
-    if taken := [name for name in _OF_TORCHTITAN if name in options]:
-        raise ValueError(
-            f"parallelize_fn got {taken[0]}, which torchtitan passes to fully_shard itself; set it in torchtitan's "
-            "configuration (parallelism, training)"
-        )
-
     import torchtitan.distributed.fsdp as shared
 
-    ours = functools.partial(fully_shard, **options)
+    def ours(module: Any, **passed: Any) -> Any:
+        return fully_shard(module, **passed, **options)
 
     @functools.wraps(theirs)
     def parallelized(model: nn.Module, **named: Any) -> nn.Module:
@@ -78,21 +65,18 @@ def parallelize_fn(theirs: Callable[..., nn.Module], **options: Any) -> Callable
 
 
 def _check_dims(parallel_dims: Any) -> None:
-    """Refuse what nobody has tried, and backends that cut parameters and activations as fully_shard does not know."""
-    for name, enabled in (("pipeline", parallel_dims.pp_enabled), ("context", parallel_dims.cp_enabled)):
-        if enabled:
-            raise ValueError(
-                f"parallelize_fn: parallelism.{name}_parallel_degree is more than 1, which has not been tried with "
-                "fsdp_runtime in torchtitan; set it to 1, or keep torchtitan's own parallelize_fn"
-            )
+    """Refuse untested combinations, and backends whose parameters and activations `fully_shard` would misread."""
     backend = parallel_dims.spmd_backend
-    if backend == "full_dtensor":
-        raise ValueError(
-            'parallelize_fn: parallelism.spmd_backend is "full_dtensor", whose activations are DTensors on the whole '
-            'mesh, but gathered parameters are not; use "partial_dtensor"'
-        )
-    if backend == "spmd_types" and (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
-        raise ValueError(
-            'parallelize_fn: parallelism.spmd_backend is "spmd_types" with tensor or expert parallelism, whose '
-            'parameters are plain tensors that do not say how they are cut; use "partial_dtensor"'
-        )
+    split = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+    refused = {
+        "pipeline_parallel_degree is more than 1": parallel_dims.pp_enabled,
+        "context_parallel_degree is more than 1": parallel_dims.cp_enabled,
+        'spmd_backend is "full_dtensor"': backend == "full_dtensor",
+        'spmd_backend is "spmd_types" with tensor or expert parallelism': backend == "spmd_types" and split,
+    }
+    for name, chosen in refused.items():
+        if chosen:
+            raise ValueError(
+                f"parallelize_fn: parallelism.{name}, which fsdp_runtime does not support in torchtitan; use 1 and "
+                '"partial_dtensor", or keep torchtitan\'s own parallelize_fn'
+            )

@@ -21,44 +21,41 @@ from fsdp_runtime.integrations import accelerate
 class RaggedTrainer:
     """Mix it in before transformers' `Trainer`: with `fsdp=True` the model is sharded by fsdp_runtime.
 
-    The model is sharded by `integrations.accelerate.shard`, with the trainer's `fsdp_config`, before the optimizer is
-    made or the first evaluation, which needs no training before it. Clipping, accumulation and saving are the
-    trainer's own. Without `fsdp` nothing is changed.
+    `integrations.accelerate.shard` does so with the trainer's `fsdp_config`, before the optimizer is made or the first
+    evaluation, which may come before training. Without `fsdp` the mixin changes nothing.
     """
 
     def __init__(self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """`Trainer`'s arguments, and `shard_options`: of `fully_shard` that `fsdp_config` does not know."""
+        """`Trainer`'s arguments, and `shard_options`: further arguments of `fully_shard`."""
         self.shard_options = dict(shard_options or {})
         self._own_params: list[list[nn.Parameter]] = []
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Shard the model, then as the trainer does."""
+        """The trainer's optimizer, over the sharded model."""
         self._shard()
-        if self._sharded:
-            for module in self._trainer.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # an evaluation leaves some gathered
+        trainer: Any = self
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves some gathered
         parent: Any = super()
         optimizer = parent.create_optimizer(model)
         self._own_params = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the trainer does, after the optimizer that Accelerate has prepared got its own parameters back.
-
-        Accelerate tells parameters by their memory's address, which those have in common that a rank holds nothing of.
-        """
+        """The trainer's scheduler. Restores the optimizer's parameters first; see `accelerate.prepare`."""
+        trainer: Any = self
         if self._sharded:
-            for group, params in zip(self._trainer.optimizer.param_groups, self._own_params, strict=True):
+            for group, params in zip(trainer.optimizer.param_groups, self._own_params, strict=True):
                 group["params"] = params
         parent: Any = super()
         return parent.create_scheduler(num_training_steps, optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer does; before training too, where Accelerate's FSDP2 asks for an optimizer."""
+        """The trainer's loop, also before training, for which Accelerate's FSDP2 requires an optimizer."""
         self._shard()
-        trainer = self._trainer
+        trainer: Any = self
         parent: Any = super()
         enabled = trainer.is_fsdp_enabled
         if self._sharded:
@@ -81,21 +78,16 @@ class RaggedTrainer:
             return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
 
     @property
-    def _trainer(self) -> Any:
-        return self
-
-    @property
-    def _plain_model(self) -> nn.Module:
-        """The model; inside of what torch.compile made of it, if that is the trainer's."""
-        model: nn.Module = self._trainer.model
-        return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)  # type: ignore[no-any-return]
-
-    @property
     def _sharded(self) -> bool:
-        return self._trainer.is_fsdp_enabled and isinstance(self._plain_model, FSDPModule)
+        trainer: Any = self
+        if not trainer.is_fsdp_enabled:
+            return False
+        return isinstance(
+            trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), FSDPModule
+        )
 
     def _shard(self) -> None:
-        trainer = self._trainer
+        trainer: Any = self
         if not trainer.is_fsdp_enabled or self._sharded:
             return
         accelerator = trainer.accelerator

@@ -15,31 +15,32 @@ import torch
 from torch import nn
 
 from .. import _torch_compat as compat
-from .._torch.tree import cast_to, local_tensor
+from .._torch.tree import cast_to
 from ..checkpoint.conversions import FileGroups
-from ..checkpoint.export import Exporter
-from ..checkpoint.targets import entries_of_model
+from ..checkpoint.export import Exporter, entries_of
+from ..checkpoint.merged import Merged, base_of
 
 
-def weight_source(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30) -> Any:
+def weight_source(
+    model: nn.Module | Merged, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30
+) -> Any:
     """A vLLM `WeightSource` of a model: its parameters and persistent buffers, whole, as its files have them.
 
-    Names and forms are those of the state dict, of a transformers model those that `save_pretrained` writes. `metadata`
-    communicates nothing. `iter_full` is `iter_full_params`, which every rank calls and iterates to the end; each pass
-    reads the model again. It has no `iter_local`: vLLM describes shards by `Shard` alone.
+    Names and forms are the state dict's; of a transformers model, as `save_pretrained` writes them. `metadata`
+    communicates nothing. Every rank calls `iter_full` (which is `iter_full_params`) and iterates to the end; each pass
+    reads the model again. There is no `iter_local`: vLLM describes shards by `Shard` alone.
 
-    A pass has the values at the call of `iter_full`, or raises: if a LoRA is merged, the iterator made, and the LoRA
-    unmerged before the engine reads, it raises on the ranks whose shards changed. In-place changes count, including
-    optimizers' steps; those by a replayed CUDA graph do not.
+    A pass has the values at the call of `iter_full`; if shards changed in between, by an optimizer's step or a merged
+    LoRA, it raises on their ranks. It does not see changes by a replayed CUDA graph.
 
     Args:
-        model: sharded or not; without a forward or backward under way during a pass.
+        model: sharded or not; without a forward or backward under way during a pass. Or `merged_params` of it.
         dtype: of floating-point tensors. Defaults to theirs.
         bucket_bytes: of gathered memory; see `iter_full_params`.
 
     Raises:
         ImportError: vLLM is not installed.
-        RuntimeError: a pass, whose tensors changed; or the model has other tensors than `metadata`; by name.
+        RuntimeError: (in a pass) tensors changed, or the model has other tensors than `metadata`.
     """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -52,25 +53,19 @@ def weight_source(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_
         def metadata(self) -> list[Any]:
             """Name, dtype and shape of each tensor, in the order of `iter_full`; every rank has all of them."""
             cast, tensors = cast_to(dtype), dict[str, torch.Tensor]()
-            for entry in entries_of_model(model, buffers=True):
+            for entry in entries_of(model, buffers=True):
                 kept = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
                 tensors[entry.name] = cast(kept)
-            return [ParamMeta(*meta) for meta in _described(FileGroups(model, tensors).made)]
+            return [ParamMeta(*meta) for meta in _described(FileGroups(base_of(model), tensors).made)]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             """A pass over the whole tensors."""
             exporter = Exporter(model, dtype, bucket_bytes, None, buffers=True, caller="iter_full")
-            groups = FileGroups(model, exporter.on_meta())
+            groups = FileGroups(base_of(model), exporter.on_meta())
             before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
-            for old, new in zip(before, now := _described(groups.made), strict=False):
-                if old != new:
-                    raise RuntimeError(
-                        f"iter_full: {new[0]} {new[1]} {new[2]} comes where metadata has {old[0]} {old[1]} {old[2]}; "
-                        "make a new weight_source after changes of the model's tensors"
-                    )
-            if len(before) != len(now):
+            if before != _described(groups.made):
                 raise RuntimeError(
-                    f"iter_full: the model has {len(now)} tensors and metadata {len(before)}; make a new weight_source"
+                    "iter_full: the model's tensors differ from metadata; make a new weight_source"
                 )
             return _pass(exporter, groups)
 
@@ -83,12 +78,12 @@ def _described(made: list[dict[str, torch.Tensor]]) -> list[tuple[str, torch.dty
 
 def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.Tensor]]:
     """The exporter's tensors in the form of files, as long as they have the values that they have now."""
-    shards = {entry.name: local_tensor(entry.tensor) for entry in exporter.entries}
-    before = dict(zip(shards, compat.versions(shards.values()), strict=True))
+    shards = {entry.name: exporter.sources(entry) for entry in exporter.entries}
+    before = {name: compat.versions(tensors) for name, tensors in shards.items()}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, full in exporter.tensors():
-            if compat.versions([shards[name]]) != [before[name]]:
+            if compat.versions(shards[name]) != before[name]:
                 raise RuntimeError(
                     f"iter_full: {name} was written to since iter_full was called; read all tensors of a pass before "
                     "an optimizer's step, and while a LoRA is merged"

@@ -82,7 +82,7 @@ def _scratch(unit: Unit) -> int:
     """Bytes of one reduction: one call for each mesh."""
     total = 0
     for data in unit.meshes:
-        groups = [group for group in unit.groups if group.plan.data is data and group.memory().reducing]
+        groups = [group for group in unit.groups if group.plan.data == data and group.memory().reducing]
         plans = [group.plan for group in groups]
         forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
         encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]

@@ -22,7 +22,6 @@ from ragged_shard.device import CPU, is_cpu
 from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
-from .in_backward import updated_in_backward
 
 _ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
 _PIECE = 1 << 16  # elements in one sum on a CPU: over longer ones torch's kernels there lose digits
@@ -46,8 +45,8 @@ def clip_grad_norm_(
     others on `dp` and `tp`); plain tensors count as the same on all ranks. A parameter without a gradient on this rank
     adds nothing; other ranks may have one. A gradient that you replaced is clipped where it is.
 
-    Communicates one all-reduce of 8 bytes for all gradients that are cut over the same ranks; if several axes cut them
-    and no process group has just these ranks, one for each axis. Nothing is gathered.
+    Communicates one all-reduce of 8 bytes for all gradients that are cut over the same ranks; if several axes cut each
+    of them, one for each axis. Nothing is gathered.
 
     Args:
         parameters: the same ones on every rank.
@@ -63,7 +62,7 @@ def clip_grad_norm_(
         A plain 0-d tensor, fp32 or the widest dtype of a gradient.
 
     Raises:
-        RuntimeError: the norm is not finite, if asked; or `optimizer_in_backward` has updated the parameters.
+        RuntimeError: the norm is not finite, if asked.
         NotImplementedError: parameters on different ranks, without `copies`.
         ValueError: `norm_type` is not positive, or `pp_mesh` has several axes.
     """
@@ -76,11 +75,6 @@ def clip_grad_norm_(
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
-        )
-    if updated_in_backward(params):
-        raise RuntimeError(
-            "clip_grad_norm_: optimizer_in_backward updates some of these parameters before the norm of all gradients "
-            "is known; clip with an optimizer after backward"
         )
     gradients = _Gradients(params)
     if not copies:

@@ -50,7 +50,7 @@ class QuantizationPolicy:
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
             `BlockInt8(256, rounding="stochastic")`: gradients of selected weights travel as integer codes, others in
             their dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
-            replicas stays in the parameters' dtype.
+            replicas stays in the reduction's dtype.
         at_rest: the blocks that selected weights, which are not trained, are kept in: `BlockNF4(64)`,
             `BlockInt8(256)` or `BlockFP8((128, 128))`. Their codes and scales are the shard, the payload of gathers,
             and the entries of state dicts. None: values are kept.

@@ -180,17 +180,6 @@ class AtRestGroup(OnWireGroup):
         layout = planned(params, request, ALIGNMENT, partial(common_block, blocks.tile[0]))
         return layout, BlocksAtRest(blocks)
 
-    def check_taken_over(self, param: ManagedParam[Any], request: Request) -> None:
-        """Raise ValueError, naming the parameter, if the unit that takes it over would not keep these codes."""
-        policy: Any = request.quantization
-        wanted = policy.at_rest if policy is not None and param.selected else None
-        if wanted != _format(self.plan):
-            raise ValueError(
-                f"quantization_policy: parameter {param.name} is kept as codes of {_format(self.plan)} by the unit "
-                f"around, and would be kept {'as values' if wanted is None else f'as codes of {wanted}'} here; give "
-                "both the same policy, or shard inner modules first"
-            )
-
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         if is_at_rest(value):  # values of these would be quantized twice
             return quantized(self.plan, plan, value)
@@ -217,6 +206,7 @@ class AtRestGroup(OnWireGroup):
         """Replace the parameter's entry of a state dict by its codes and scales."""
         del state_dict[key]
         codes, scales = entries_of(param.sharded)
+        cast(RaggedDTensor, scales).save_apart()
         state_dict.update({key + CODES: codes, key + SCALES: scales})
         for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
             vars(param.sharded).setdefault(name, "an entry of state dicts")

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from .config import RunConfig, add_run_options, resumed_config, run_config
-from .errors import TrainError, one_line, say, silence
-from .report import closing_lines
+from torch.distributed.elastic.multiprocessing import SignalException
 
-_NEEDED = ("block_optim", "matplotlib", "numpy")
+from .checkpoint import latest, read_about, run_to_resume
+from .compare import compare
+from .config import RunConfig, add_run_options, resumed_config, run_config
+from .errors import TrainError, one_line, say
+from .launch import LAUNCHED, end_process, pick_ranks, rank_status, start_ranks
+from .plan import print_plan
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line, as all others."""
+    """Raises errors, which become one line."""
 
     def error(self, message: str) -> NoReturn:
         raise TrainError(f"{message} (see {self.prog} --help)")
@@ -26,12 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fsdp-train``; returns the exit status: 0, 2 for a user error, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if LAUNCHED in os.environ:
+            return rank_status(None)
         first = arguments[0] if arguments else "-"
         if not first.startswith("-") and first not in _SUBCOMMANDS:
             raise TrainError(f"{first!r} is not a subcommand: there are {', '.join(_SUBCOMMANDS)}")
-        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-        if missing and not {"-h", "--help"} & set(arguments):
-            raise TrainError(f"{', '.join(missing)} not installed: pip install 'fsdp-runtime[train]'")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise TrainError(
+                "matplotlib, which draws the curves, is missing: pip install 'fsdp-runtime[train]'"
+            )
         if first in _SUBCOMMANDS:
             if "RANK" in os.environ:
                 raise TrainError(f"{first} starts its own ranks: run it without torchrun")
@@ -39,57 +45,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads our table has left
-        silence(sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except SignalException as error:  # ranks have saved and left
+        return 128 + error.sigval
     except (TrainError, OSError) as error:
         say(f"fsdp-train: {one_line(error)}")
         return 2
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
-    return _Parser(prog=f"fsdp-train {name}".strip(), description=text)
-
-
-def _overview() -> str:
-    """The top of ``--help``."""
-    rows = [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
-    first = "Pretrain a small transformer on real text, sharded over all local ranks."
-    return "\n".join([first, "", "subcommands (each has --help); without one it trains:", *rows])
+    return _Parser(
+        prog=f"fsdp-train {name}".strip(),
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def _train(argv: list[str]) -> int:
-    parser = _parser("", _overview())
+    rows = [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
+    first = "Pretrain a small transformer on real text, sharded over all local ranks."
+    parser = _parser(
+        "", "\n".join([first, "", "subcommands (each has --help); without one it trains:", *rows])
+    )
     parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run_options(parser)
     options = parser.parse_args(argv)
     config = _resumed(options) if options.resume else run_config(options)
     if "RANK" in os.environ:
-        from .launch import run_rank, status_of
-
         if options.ranks is not None and options.ranks != int(os.environ["WORLD_SIZE"]):
             raise TrainError(f"--ranks {options.ranks} under a torchrun of {os.environ['WORLD_SIZE']} ranks")
-        return status_of(lambda: run_rank(config), prints=True)
-    from .launch import pick_ranks, start_ranks
-
+        return rank_status(config)
     ranks = pick_ranks(config, options.ranks)
     config.check(ranks)
-    summary = start_ranks(config, ranks)
-    say(closing_lines(summary))
-    return 128 + summary["stopped_by"] if summary["stopped"] and summary["stopped_by"] else 0
+    return start_ranks(config, ranks)
 
 
 def _resumed(options: argparse.Namespace) -> RunConfig:
-    from .runs import run_to_resume, saved_config
-
     run = run_to_resume(options.out)
-    return resumed_config(options, run, saved_config(run))
+    checkpoint = latest(run)
+    assert checkpoint is not None  # run_to_resume returns no other
+    return resumed_config(options, run, RunConfig.from_json(read_about(checkpoint)["config"]))
 
 
 def _compare(argv: list[str]) -> int:
-    from .compare import compare
-
     parser = _parser("compare", "The same model, data and steps in several ways, interleaved.")
     parser.add_argument(
         "--vary",
@@ -97,21 +94,14 @@ def _compare(argv: list[str]) -> int:
         help="system=A,B,..., optimizer=A,B,... or gathers=fp32,bf16,fp8,... (default: %(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
-    parser.add_argument("--seeds", default="", help="one round per seed instead, such as 0,1,2")
     add_run_options(parser)
     options = parser.parse_args(argv)
-    if options.seeds and options.seed is not None:
-        raise TrainError("--seeds and --seed: give one of the two")
-    try:
-        seeds = [int(seed) for seed in options.seeds.split(",") if seed]
-    except ValueError:
-        raise TrainError(f"--seeds {options.seeds}: expected numbers with commas between them") from None
     config = run_config(options) if options.vary.startswith("optimizer") else _for_comparison(options)
-    return compare(config, options.vary, options.rounds, seeds, options.ranks)
+    return compare(config, options.vary, options.rounds, options.ranks)
 
 
 def _for_comparison(options: argparse.Namespace) -> RunConfig:
-    """A comparison is short, saves nothing and uses torch's optimizer, which every system takes."""
+    """A short run that saves nothing, with torch's optimizer, which every system accepts."""
     for name, value in (("steps", 40), ("save_every", 0), ("eval_every", 0), ("optimizer", "torch-adamw")):
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -119,33 +109,20 @@ def _for_comparison(options: argparse.Namespace) -> RunConfig:
 
 
 def _plan(argv: list[str]) -> int:
-    from .plan import print_plan
-
-    parser = _parser("plan", "The bytes that each rank will hold, by unit and by kind. Nothing is allocated.")
+    parser = _parser("plan", "The bytes of a rank by kind. Allocates nothing.")
     add_run_options(parser)
     options = parser.parse_args(argv)
     return print_plan(run_config(options), options.ranks)
 
 
-def _verify(argv: list[str]) -> int:
-    from .runs import verify
-
-    parser = _parser("verify", "Check that checkpoints are as they were written; name damaged files.")
-    parser.add_argument("run", help="a run's folder, or one of its checkpoints")
-    return verify(parser.parse_args(argv).run)
-
-
 _SUBCOMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "compare": ("the same work on several systems, optimizers or wire formats", _compare),
-    "plan": ("what a rank will hold in memory, before anything is trained", _plan),
-    "verify": ("whether checkpoints are as they were written", _verify),
+    "plan": ("the bytes of a rank, before a run", _plan),
 }
 
 
 if __name__ == "__main__":
     status = main()
     if "RANK" in os.environ:  # started by torchrun
-        from .launch import end_process
-
         end_process(status)
     sys.exit(status)

@@ -1,16 +1,14 @@
-"""Trains the same work in several ways, interleaved: a table, the loss curves, and a check of the losses.
+"""``fsdp-train compare``: the same work in several ways, interleaved; a table, loss curves, and a check of the losses.
 
 --vary system=fsdp_runtime,fsdp2,ddp     one run per system; losses must agree
 --vary optimizer=adamw,muon              one run per optimizer, each at its default learning rate
---vary gathers=fp32,bf16,fp8,fp8-int8    what gathers and reductions send
---seeds 0,1,2                            at each seed; final losses may differ as much as the first way's seeds do
+--vary gathers=fp32,bf16,fp8,fp8-int8    one run per format of gathers and reductions
 """
 
 import dataclasses
-import json
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -20,13 +18,13 @@ import torch
 
 from ragged_shard.device import is_cpu
 
+from .checkpoint import RUNS, next_free
 from .config import SYSTEMS, RunConfig
 from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
-from .optimizers import optimizer_spec
+from .optimizers import OPTIMIZERS
 from .report import METRICS, draw_curves, read_metrics
-from .runs import RUNS, next_free
 from .systems import not_installed
 
 # Largest relative distance of two systems' losses over a run: sums are taken in another order, and casts to bf16
@@ -50,7 +48,7 @@ Entries = list[dict[str, Any]]
 
 @dataclass
 class Way:
-    """One of the ways to train that are compared: its changes of the run, and the metrics of its runs."""
+    """One of the ways to train: its changes of the run, and the metrics of its runs."""
 
     name: str
     changes: dict[str, Any]
@@ -65,78 +63,57 @@ class Way:
         def median(key: str) -> float:
             return float(statistics.median(statistics.median(entry[key] for entry in run) for run in timed))
 
-        memory = statistics.median(max(entry["memory_mb"] for entry in run) for run in steps)
-        loss = self.losses()[-1]
         return {
             "tokens_per_s": median("tokens_per_s"),
             "step_s": median("cpu_s"),
-            "memory_mb": memory,
-            "loss": loss,
+            "memory_mb": statistics.median(max(entry["memory_mb"] for entry in run) for run in steps),
+            "loss": self.losses()[-1],
         }
 
     def losses(self) -> list[float]:
         """Training losses of the last run."""
-        return _losses(self.entries[-1], "train")
-
-    def final_losses(self) -> list[float]:
-        """Held-out loss after the last step of each run."""
-        return [_losses(entries, "held_out")[-1] for entries in self.entries]
-
-
-def _losses(entries: Entries, kind: str) -> list[float]:
-    """All losses of one kind, those that are not finite too."""
-    return [entry["loss"] for entry in entries if entry["kind"] == kind]
+        return [entry["loss"] for entry in self.entries[-1] if entry["kind"] == "train"]
 
 
 def compare(
     config: RunConfig,
     vary: str,
     rounds: int,
-    seeds: Sequence[int],
     asked_ranks: int | None,
     run: Callable[[RunConfig, int], Entries] | None = None,
 ) -> int:
-    """Train in each way, `rounds` times interleaved, or once per seed; print and save the table, plot the losses.
+    """Train in each way, `rounds` times interleaved; print and save the table, plot the losses.
 
-    Returns 0, or 1 if losses differ by more than the tolerance of systems or the spread of the first way's seeds.
+    Returns 0, or 1 if losses of systems differ by more than the tolerance.
 
     Raises:
-        TrainError: an unknown way, none installed, fewer than two seeds, or a run that failed.
+        TrainError: an unknown way, none installed, or a run that failed.
     """
     if rounds < 1:
         raise TrainError(f"--rounds {rounds}: expected at least 1")
-    if seeds and (len(seeds) < 2 or len(set(seeds)) < len(seeds)):
-        raise TrainError(f"--seeds {','.join(map(str, seeds))}: expected two different ones or more")
     what, ways = ways_of(config, vary, asked_ranks)
     out = Path(config.out) if config.out else next_free(RUNS)
-    if seeds:
-        config = dataclasses.replace(config, eval_every=config.steps)
-    turns: list[dict[str, Any]] = [{"seed": seed} for seed in seeds] or [{}] * rounds
-    for number, turn in enumerate(turns):
+    for number in range(rounds):
         for way in ways if number % 2 == 0 else ways[::-1]:
-            say(f"round {number + 1} of {len(turns)}: {way.name} on {way.ranks} ranks")
+            say(f"round {number + 1} of {rounds}: {way.name} on {way.ranks} ranks")
             folder = str(out / f"{way.name}-{number + 1}")
-            changed = dataclasses.replace(config, **way.changes, **turn, out=folder, plot=False)
+            changed = dataclasses.replace(config, **way.changes, out=folder, plot=False)
             way.entries.append((run or run_quietly)(changed, way.ranks))
-    return _conclude(config, ways, seeds, out, what)
+    return _conclude(config, ways, out, what)
 
 
 def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str, list[Way]]:
-    """The varied option, and its values that are installed; the others are reported."""
+    """The varied option, and a way for each value; prints systems that are not installed."""
     what, _, names = vary.partition("=")
-    known = {"system": list(SYSTEMS), "gathers": list(GATHERS), "optimizer": None}
+    known = {"system": list(SYSTEMS), "gathers": list(GATHERS), "optimizer": list(OPTIMIZERS)}
     if what not in known or not names:
         raise TrainError(f"--vary {vary}: expected {', '.join(f'{name}=A,B,...' for name in known)}")
-    ways, reasons = [], []
+    ways: list[Way] = []
     for name in names.split(","):
-        allowed = known[what]
-        if allowed is None:
-            optimizer_spec(name)  # raises for an unknown one
-        elif name not in allowed:
+        if name not in (allowed := known[what]):
             raise TrainError(f"--vary {what}: {name!r} is not one of {', '.join(allowed)}")
         if reason := not_installed(name) if what == "system" else None:
-            reasons.append(f"{name}: {reason}")
-            say(reasons[-1])
+            say(f"{name}: {reason}")
             continue
         changes: dict[str, Any] = GATHERS[name] if what == "gathers" else {what: name}
         if what == "system" and name != "fsdp_runtime":
@@ -144,7 +121,7 @@ def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str,
         asked = None if name == "one" else asked_ranks
         ways.append(Way(name, changes, pick_ranks(dataclasses.replace(config, **changes), asked)))
     if not ways:
-        raise TrainError("; ".join(reasons))
+        raise TrainError(f"--vary {vary}: none of these is installed")
     return what, ways
 
 
@@ -155,12 +132,12 @@ def run_quietly(config: RunConfig, ranks: int) -> Entries:
         TrainError: it failed or was stopped.
     """
     config.check(ranks)
-    if start_ranks(config, ranks, quiet=True)["stopped"]:
+    if start_ranks(config, ranks, quiet=True):
         raise TrainError("stopped")
     return read_metrics(Path(config.out or ".") / METRICS)
 
 
-def _conclude(config: RunConfig, ways: list[Way], seeds: Sequence[int], out: Path, what: str) -> int:
+def _conclude(config: RunConfig, ways: list[Way], out: Path, what: str) -> int:
     """Print and save the table; 1 if losses differ too much."""
     rows = {way.name: way.row() for way in ways}
     head = (
@@ -168,24 +145,13 @@ def _conclude(config: RunConfig, ways: list[Way], seeds: Sequence[int], out: Pat
         f"ranks {', '.join(f'{way.name}: {way.ranks}' for way in ways)}; {config.batch} x {config.seq_len} tokens a "
         f"step, {config.steps} steps, {config.precision}"
     )
-    status, verdict = 0, list[str]()
-    if seeds:
-        status, verdict = compare_seeds(ways, seeds)
-    elif what == "system":
-        status, verdict = compare_losses(config, ways)
+    status, verdict = compare_losses(config, ways) if what == "system" else (0, [])
     report = "\n".join([head, "", *table(rows, what, not is_cpu(pick_device("auto"))), "", *verdict, ""])
     print(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
-    (out / "rows.json").write_text(json.dumps(rows, indent=1))
-    names = {way.name: way.entries for way in ways}
-    curves = (
-        {f"{name}, seed {seed}": runs[i] for name, runs in names.items() for i, seed in enumerate(seeds)}
-        if seeds
-        else {name: runs[-1] for name, runs in names.items()}
-    )
-    draw_curves(curves, out / "curves.png", f"by {what}")
-    print(f"table.md, rows.json and curves.png are in {out}")
+    draw_curves({way.name: way.entries[-1] for way in ways}, out / "curves.png", f"by {what}")
+    print(f"table.md and curves.png are in {out}")
     return status
 
 
@@ -224,24 +190,3 @@ def compare_losses(config: RunConfig, ways: list[Way]) -> tuple[int, list[str]]:
             + ("agree" if same else "DO NOT AGREE")
         )
     return status, lines
-
-
-def compare_seeds(ways: list[Way], seeds: Sequence[int]) -> tuple[int, list[str]]:
-    """Status and a table of final held-out losses per seed; each way is compared with the first at the same seed."""
-    base = ways[0].final_losses()
-    allowed = max(base) - min(base)
-    lines = [
-        f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | furthest from {ways[0].name} |",
-        f"| --- |{' --- |' * (len(seeds) + 2)}",
-    ]
-    too_far = []
-    for way in ways:
-        values = way.final_losses()
-        distance = max(abs(a - b) for a, b in zip(values, base, strict=True))
-        if not distance <= allowed:  # a NaN too
-            too_far.append(way.name)
-        cells = " | ".join(f"{value:.4f}" for value in values)
-        lines.append(f"| {way.name} | {cells} | {statistics.mean(values):.4f} | {distance:.4f} |")
-    end = f"further than that: {', '.join(too_far)}" if too_far else "none is further than that"
-    lines += ["", f"The seeds of {ways[0].name} are {allowed:.4f} apart; {end}"]
-    return int(bool(too_far)), lines

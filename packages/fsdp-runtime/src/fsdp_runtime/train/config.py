@@ -4,17 +4,17 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from ragged_shard.device import device_layer, is_cpu
+from ragged_shard.device import is_cpu
 
 from .errors import TrainError
-from .hardware import DEVICES, check_present, pick_device
+from .hardware import pick_device
 from .model import PRESETS, ModelConfig
 from .optimizers import optimizer_spec, parse_block_option
-from .tracing import step_range
 
 System = Literal["fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
@@ -23,7 +23,6 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "block": ("auto", "none"),
     "quantize": ("none",),
     "reduce": ("none",),
-    "offload_activations": (False,),
     "hsdp": (1,),
 }
 
@@ -35,12 +34,11 @@ def _option(default: Any, text: str, *, least: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a rank needs to know. Each field but `model` is a flag of the command line."""
+    """The options of a run. Each field except `model` is a flag of the command line."""
 
     model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
     data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
     held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
-    hf_config: str | None = _option(None, "build a transformers model from this config file instead")
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option(
         "uint16", "type of .bin token files"
     )
@@ -73,11 +71,9 @@ class RunConfig:
         "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"
     )
     reshard: bool = _option(True, "free gathered blocks between forward and backward (default: yes)")
-    offload_activations: bool = _option(False, "keep activations in CPU memory")
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each", least=1)
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
-    log_every: int = _option(1, "steps between lines of metrics", least=1)
     profile: str | None = _option(
         None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
     )
@@ -88,77 +84,49 @@ class RunConfig:
     )
     resume: bool = _option(
         False,
-        "resume from the newest intact checkpoint of the run; its options are the defaults (default: no)",
+        "resume from the newest checkpoint of the run; its options are the defaults (default: no)",
     )
     plot: bool = _option(True, "draw curves at the end (default: yes)")
-    device: str = _option("auto", f"auto, {' or '.join(DEVICES)}")
+    device: str = _option("auto", "auto, cpu, cuda or another accelerator")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
-    late: float = _option(
-        60.0,
-        "seconds without progress after which the late collective and missing ranks are named; 0 for never",
-    )
 
     def check(self, world_size: int) -> None:
-        """Raises `TrainError` for any mistake that shows without data and without other ranks."""
+        """Raises `TrainError` for any mistake that is visible without data and without other ranks."""
+        if world_size < 1:
+            raise TrainError(f"--ranks {world_size}: expected at least 1")
         for option in _OPTIONS:
             value, least = getattr(self, option.name), option.metadata["least"]
             if None not in (least, value) and not least <= value < math.inf:
                 expected = "at least 1" if least else "0 or more"
                 raise TrainError(f"{_flag(option.name)} {value}: expected {expected}")
             choices = get_args(option.type) if get_origin(option.type) is Literal else (value,)
-            choices = ("auto", *DEVICES) if option.name == "device" else choices
             if value not in choices:
                 raise TrainError(f"{_flag(option.name)} {value!r}: expected one of {', '.join(choices)}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise TrainError(f"--lr {self.lr}: expected a positive number")
         if not 0 < self.timeout < 1e6:
             raise TrainError(f"--timeout {self.timeout:g}: expected seconds, more than 0")
-        if not 0 <= self.late < self.timeout:
-            raise TrainError(
-                f"--late {self.late:g}: expected seconds below --timeout {self.timeout:g}, or 0 for no reports"
-            )
-        if self.profile and step_range(self.profile).stop > self.steps:
-            raise TrainError(
-                f"--profile {self.profile}: the last step of --steps {self.steps} is {self.steps - 1}"
-            )
+        if self.profile and (last := step_range(self.profile)[-1]) >= self.steps:
+            raise TrainError(f"--profile {self.profile}: --steps {self.steps} has no step {last}")
         optimizer_spec(self.optimizer)
         parse_block_option(self.block)
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
         for name, plain in _EVERYWHERE.items():
             if self.system != "fsdp_runtime" and (value := getattr(self, name)) not in plain:
-                value = ",".join(value) if isinstance(value, tuple) else value
                 raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
-        check_present(self.device)
-        if self.offload_activations and not device_layer(pick_device(self.device)).asynchronous:
+        pick_device(self.device)
+        if not self.divides(world_size):
             raise TrainError(
-                "--offload-activations: the device is the CPU, whose memory holds all of it anyway"
+                f"--hsdp {self.hsdp} copies must divide the ranks, and {world_size} ranks x {self.accumulate} "
+                f"microbatches a global batch of {self.batch} sequences"
             )
-        if self.hf_config and not Path(self.hf_config).is_file():
-            raise TrainError(f"--hf-config {self.hf_config}: no such file")
-        self._check_division(world_size)
 
     def divides(self, world_size: int) -> bool:
-        """True if `--hsdp` divides this number of ranks, which divides the batch."""
+        """True if `--hsdp` divides this number of ranks, and ranks times microbatches the batch."""
         return world_size % self.hsdp == 0 and self.batch % (world_size * self.accumulate) == 0
-
-    def _check_division(self, ranks: int) -> None:
-        """Raises `TrainError`, with numbers that fit, where copies do not divide the ranks, or ranks the batch."""
-        if ranks % self.hsdp:
-            near = -(-ranks // self.hsdp) * self.hsdp
-            raise TrainError(f"--hsdp {self.hsdp} copies of {ranks} ranks: use --ranks {near}")
-        parts = ranks * self.accumulate
-        if self.batch % parts == 0:
-            return
-        fits = [] if self.resume else [f"--batch {-(-self.batch // parts) * parts}"]  # a run keeps its batch
-        fewer = [number for number in range(1, ranks) if self.divides(number)]
-        fits += [f"{fewer[-1]} ranks"] if fewer else []
-        raise TrainError(
-            f"a global batch of {self.batch} sequences does not divide by {ranks} ranks x {self.accumulate} "
-            f"microbatches: use {' or '.join(fits) or 'another --accumulate'}"
-        )
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Linear warm-up to `peak`, then a cosine down to ``min_lr * peak`` at the last step."""
@@ -171,8 +139,7 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         """Plain data, for a checkpoint or another process. Paths are absolute: it may be read in another folder."""
         paths = {name: [_absolute(path) for path in getattr(self, name)] for name in ("data", "held_out")}
-        hf_config = self.hf_config and _absolute(self.hf_config)
-        return {**dataclasses.asdict(self), **paths, "hf_config": hf_config}
+        return {**dataclasses.asdict(self), **paths}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
@@ -183,6 +150,14 @@ class RunConfig:
         """
         lists = {name: tuple(data[name]) for name in ("data", "held_out")}
         return cls(**{**data, **lists, "model": ModelConfig(**data["model"])})
+
+
+def step_range(text: str) -> range:
+    """Steps of "START:STOP", without STOP; raises `TrainError` for another text, or no steps."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match and (steps := range(int(match[1]), int(match[2]))):
+        return steps
+    raise TrainError(f"--profile {text}: expected START:STOP with START before STOP, such as 10:13")
 
 
 def _absolute(path: str) -> str:
@@ -208,7 +183,7 @@ def _flag(name: str) -> str:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that make a `RunConfig`, and `--ranks`. Those that are not used are None."""
+    """Add the options of a `RunConfig`, and `--ranks`. Unused ones are None."""
     run = parser.add_argument_group("run")
     run.add_argument("--ranks", type=int, help="local ranks (default: all GPUs, else all CPU cores)")
     for option in _OPTIONS:
@@ -234,52 +209,23 @@ def _add(group: Any, flag: str, name: str, hint: Any, text: str) -> None:
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
-    """The run that parsed options describe."""
+    """The run of parsed options."""
     values = _values(options)
-    check_present(values.get("device", "auto"))
     values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
-    sizes = _sizes(options)
-    if sizes and options.hf_config:
-        raise TrainError(f"{next(iter(sizes))}: sizes are those of --hf-config {options.hf_config}")
     return RunConfig(model=_model(options, PRESETS["small"]), **values)
 
 
 def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
-    """The options of a resumed run: its saved ones, replaced by those on the command line.
-
-    Raises:
-        TrainError: another `hf_config`; of others the checkpoint says whether they may change.
-    """
-    values = _values(options)
-    if "hf_config" in values and _absolute(values.pop("hf_config")) != saved.hf_config:
-        raise TrainError(
-            f"--hf-config {options.hf_config}: the run in {run} has {saved.hf_config}, whose weights are of "
-            "another model"
-        )
-    changes = {
-        "profile": None,
-        "model": _model(options, saved.model),
-        **values,
-        "out": str(run),
-        "resume": True,
-    }
-    return dataclasses.replace(saved, **changes)
+    """The options of a resumed run: its saved ones, replaced by those on the command line."""
+    changes = {"profile": None, "model": _model(options, saved.model), **_values(options)}
+    return dataclasses.replace(saved, **{**changes, "out": str(run), "resume": True})
 
 
 def _values(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of `RunConfig` that are on the command line, except the model's."""
-    values = {option.name: getattr(options, option.name) for option in _OPTIONS}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None
-    }
-
-
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of the model that are on the command line, by flag."""
-    flags = {"--preset": options.preset} | {flag: getattr(options, name) for name, flag in _SIZES.items()}
-    return {flag: value for flag, value in flags.items() if value is not None}
+    given = {option.name: getattr(options, option.name) for option in _OPTIONS}
+    lists = {name: tuple(given[name]) for name in ("data", "held_out") if given[name] is not None}
+    return {name: value for name, value in {**given, **lists}.items() if value is not None}
 
 
 def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:

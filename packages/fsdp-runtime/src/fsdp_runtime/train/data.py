@@ -1,7 +1,7 @@
 """Training and held-out files, their tokens as one long run, and the sequences of each batch.
 
-Text files are bytes as tokens (256 of them); `.npy` and `.bin` files are token arrays, mapped, not read. A corpus is a
-list of arrays and where each begins; nothing is copied.
+Text files are bytes as tokens (256 of them); `.bin` files are token arrays, mapped, not read. A corpus is a list of
+arrays and the position of each; nothing is copied.
 
 Sequence number g of a run, counted over all steps and ranks, is window ``permute(g % windows)`` of epoch
 ``g // windows``. Step s takes numbers s*B ... s*B + B - 1; microbatch a and rank r take theirs from that by
@@ -22,7 +22,7 @@ import torch
 from .errors import TrainError
 from .hardware import to_device
 
-ARRAYS = (".npy", ".bin")
+ARRAYS = ".bin"
 HELD_OUT_SHARE = 0.05  # of files; of each file's end where files are too few to split
 _BYTES = 256
 
@@ -41,7 +41,7 @@ class Corpus:
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> Any:
-        """Tokens [start, stop) as int64, across files if need be."""
+        """Tokens [start, stop) as int64, also across files."""
         out = np.empty(stop - start, dtype=np.int64)
         file = int(np.searchsorted(self.starts, start, side="right")) - 1
         position = start
@@ -55,7 +55,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextData:
-    """A training and a held-out corpus over one vocabulary; `identity` tells one data set from another."""
+    """A training and a held-out corpus over one vocabulary; `identity` differs between data sets."""
 
     train: Corpus
     held_out: Corpus
@@ -81,18 +81,16 @@ def read_data(
             vocabulary, or too few tokens for one sequence.
     """
     files = _expand(paths) if paths else _standard_library()
-    source = (
-        ", ".join(paths) if paths else f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
-    )
+    where = ", ".join(paths) or f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
     held_files = _expand(held_out) if held_out else {}
     train = {name: path for name, path in files.items() if path not in held_files.values()}
     if not held_files:
         held_files = {name: path for name, path in train.items() if _is_held_out(name)}
         train = {name: path for name, path in train.items() if name not in held_files}
     files_of_both = {**train, **held_files}
-    if len({path.suffix in ARRAYS for path in files_of_both.values()}) > 1:
+    if len({path.suffix == ARRAYS for path in files_of_both.values()}) > 1:
         raise TrainError(
-            "the data mixes text with token arrays (.npy, .bin): give one kind, by a glob for instance"
+            "the data mixes text with token arrays (.bin): give one kind, by a glob for instance"
         )
     arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
     sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
@@ -108,13 +106,13 @@ def read_data(
         if side.num_tokens <= seq_len:
             raise TrainError(
                 f"a sequence of {seq_len} tokens is longer than the {label} data ({side.num_tokens} tokens of "
-                f"{source}, {len(files)} files): give more with --data or a shorter --seq-len"
+                f"{where}, {len(files)} files): give more with --data or a shorter --seq-len"
             )
     size = _vocabulary(arrays, vocab_size)
     digest = hashlib.sha256()
     for side in sides:
         digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
-    return TextData(sides[0], sides[1], size, source, digest.hexdigest()[:16])
+    return TextData(sides[0], sides[1], size, where, digest.hexdigest()[:16])
 
 
 def _standard_library() -> dict[str, Path]:
@@ -128,7 +126,7 @@ def _standard_library() -> dict[str, Path]:
 
 
 def _expand(paths: Sequence[str]) -> dict[str, Path]:
-    """Files by a name that does not depend on where the data lies: relative to the folder that was given."""
+    """Files by name, relative to the folder in `paths`, so that data may move."""
     files: dict[str, Path] = {}
     for pattern in paths:
         path = Path(pattern).expanduser()
@@ -139,12 +137,10 @@ def _expand(paths: Sequence[str]) -> dict[str, Path]:
         elif path.exists():
             matches = {path.name: path}
         else:
-            matches = {
-                Path(p).name: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()
-            }
+            found = map(Path, glob.glob(str(path), recursive=True))
+            matches = {p.name: p for p in found if p.is_file()}
         if not matches:
-            what = "holds no files" if path.is_dir() else "matches no file"
-            raise TrainError(f"no data: {pattern!r} {what}")
+            raise TrainError(f"no data: {pattern!r} matches no file")
         for name, file in matches.items():
             files[name if name not in files else str(file)] = file
     return dict(sorted(files.items()))
@@ -157,32 +153,17 @@ def _is_held_out(name: str) -> bool:
 
 def _open(path: Path, dtype: str) -> Any:
     try:
-        if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != 1:
-                content = (
-                    f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an archive"
-                )
-                raise TrainError(f"{path} holds {content}, expected integer tokens (n,)")
-        elif path.suffix == ".bin":
-            if path.stat().st_size % np.dtype(dtype).itemsize:
-                raise TrainError(
-                    f"{path} is not an array of {dtype}: {path.stat().st_size} bytes; say --dtype"
-                )
-            array = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-        else:
-            raw = path.read_bytes()
-            if b"\0" in raw[:8192]:
-                raise TrainError(
-                    f"{path} is not text (it has zero bytes): leave it out, by a glob for instance"
-                )
-            array = np.frombuffer(raw, dtype=np.uint8)
-    except TrainError:
-        raise
-    except Exception as error:  # a header is Python source: numpy raises what its parser does
-        reason = getattr(error, "strerror", None) or f"it is not a {path.suffix} file of plain numbers"
-        raise TrainError(f"cannot read {path}: {reason}") from error
-    return array
+        if path.suffix == ARRAYS:
+            size = path.stat().st_size
+            if size % np.dtype(dtype).itemsize:
+                raise TrainError(f"{path} is not an array of {dtype}: {size} bytes; add --dtype")
+            return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+        raw = path.read_bytes()
+    except OSError as error:
+        raise TrainError(f"cannot read {path}: {error.strerror}") from error
+    if b"\0" in raw[:8192]:
+        raise TrainError(f"{path} is not text (it has zero bytes): leave it out, by a glob for instance")
+    return np.frombuffer(raw, dtype=np.uint8)
 
 
 def _joined(parts: list[tuple[str, Any]]) -> Corpus:
@@ -236,16 +217,13 @@ class Batches:
     """The batches of one corpus, cut into windows of `seq_len` tokens and the one that follows.
 
     Args:
-        corpus: where tokens come from.
+        corpus: tokens to read.
         seq_len: tokens of a sequence.
         batch: sequences of a global batch.
         accumulate: microbatches of a batch.
         rank, world_size: the rank whose part is read.
-        seed: of the shuffle; None keeps the order (held-out text).
+        seed: of the shuffle.
         vocab_size: tokens must be below it.
-
-    Raises:
-        TrainError: a corpus shorter than a sequence.
     """
 
     corpus: Corpus
@@ -254,31 +232,21 @@ class Batches:
     accumulate: int
     rank: int
     world_size: int
-    seed: int | None
+    seed: int
     vocab_size: int
 
     def __post_init__(self) -> None:
-        assert self.batch % (self.world_size * self.accumulate) == 0  # RunConfig.check says what would fit
-        if self.num_windows < 1:
-            raise TrainError(
-                f"a sequence of {self.seq_len} is longer than the data ({self.corpus.num_tokens})"
-            )
+        assert self.batch % (self.world_size * self.accumulate) == 0  # RunConfig.check refuses others
 
     @property
     def num_windows(self) -> int:
         """Sequences of an epoch."""
         return (self.corpus.num_tokens - 1) // self.seq_len
 
-    def epoch(self, step: int) -> float:
-        """How often the data has been gone through before `step`."""
-        return step * self.batch / self.num_windows
-
     def windows(self, step: int) -> Any:
         """The windows of step's global batch, in order: (batch,)."""
         numbers = np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)
         epochs, positions = np.divmod(numbers, self.num_windows)
-        if self.seed is None:
-            return positions
         out = np.empty_like(positions)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
@@ -298,7 +266,7 @@ class Batches:
             file = int(np.searchsorted(self.corpus.starts, starts[bad], side="right")) - 1
             raise TrainError(
                 f"{self.corpus.names[file]} has tokens from {rows[bad].min()} to {rows[bad].max()}, "
-                f"the vocabulary has {self.vocab_size}: say --vocab-size"
+                f"the vocabulary has {self.vocab_size}: add --vocab-size"
             )
         tokens = to_device(torch.from_numpy(rows), device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,21 +1,17 @@
-"""User errors: one line, the same on every rank. Values that all ranks must have; how lines reach the terminal."""
+"""User errors: one line, the same on every rank; and how lines reach the terminal."""
 
 import contextlib
-import os
 import re
-import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from ragged_shard.dist import gather_from_ranks, same_on_all_ranks
 
-T = TypeVar("T")
 _LONGEST = 1600  # characters of a message
-# What gloo and NCCL, torch's stores and peer memory say on ranks that outlive another one.
+# Messages of gloo, NCCL, torch's stores and peer memory on ranks that outlive another one.
 _GONE = re.compile(
     r"gloo|NCCL|connection (closed|reset|refused)|pair closure|broken pipe|has ended or given up|timed out",
     re.IGNORECASE,
@@ -23,14 +19,11 @@ _GONE = re.compile(
 
 
 class TrainError(Exception):
-    """A mistake in what was asked for, or a machine that could not do it; the message is the one line printed."""
+    """A mistake of the user, or a machine that could not do what was asked; the message is the one line printed."""
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: a `TrainError`'s message, else its type and message, without line breaks.
-
-    A message that quotes something huge is cut in the middle.
-    """
+    """An exception as one line, cut in the middle if long: a `TrainError`'s message, else its type and message."""
     text = " ".join(str(error).split())
     if not isinstance(error, TrainError):
         return f"{type(error).__name__}: {text[:400]}"
@@ -39,13 +32,13 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """Ranks leave this block together, or all raise what the first one of them raised.
+    """Ranks leave this block together, or every rank raises the error of the lowest rank that failed.
 
-    Costs one gather of small objects. For phases in which ranks work on their own (reading files), never inside
-    the step; the block itself must not communicate after a point where it can fail.
+    Costs one gather of small objects. For phases in which ranks work alone (reading files), never inside the step; the
+    block itself must not communicate after a point where it can fail.
 
     Raises:
-        TrainError: on every rank, with the message of the lowest rank that failed; and its host, if there are several.
+        TrainError: on every rank.
     """
     message, cause = None, None
     try:
@@ -53,24 +46,12 @@ def agreed(doing: str) -> Iterator[None]:
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    messages = gather_from_ranks((message, socket.gethostname()))
-    failed = [(rank, text) for rank, (text, _) in enumerate(messages) if text is not None]
+    messages = gather_from_ranks(message)
+    failed = [rank for rank, text in enumerate(messages) if text is not None]
     if failed:
-        rank, text = failed[0]
-        everywhere = len({text for _, text in failed}) == 1 and len(failed) == len(messages)
-        number = named(rank, [host for _, host in messages]).removeprefix("rank ")
-        raise TrainError(text if everywhere else f"rank {number}: {text}") from cause
-
-
-def named(rank: int, hosts: Sequence[str]) -> str:
-    """A rank, with its host where there are several; `hosts` by rank."""
-    return f"rank {rank} ({hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
-
-
-def this_rank(rank: int) -> str:
-    """`named` without communication: from the variables that torchrun or another launcher sets."""
-    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-    return f"rank {rank} ({socket.gethostname()})" if several else f"rank {rank}"
+        text = messages[failed[0]]
+        everywhere = messages == [text] * len(messages)
+        raise TrainError(text if everywhere else f"rank {failed[0]}: {text}") from cause
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -93,22 +74,9 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr. It is dropped if stderr is closed (a pipe, a terminal that is gone).
-
-    So is all that follows, from this process: training does not end because its output does.
-    """
-    try:
+    """Print a line on stderr. Drops it if stderr is closed (a pipe, a terminal that is gone)."""
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-    except OSError:
-        silence(sys.stderr.fileno())
-
-
-def silence(*descriptors: int) -> None:
-    """Point file descriptors to nowhere, so that what is buffered for them can be flushed."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
@@ -123,13 +91,3 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         same_on_all_ranks(values)
     except ValueError as error:
         raise TrainError(str(error)) from None
-
-
-def check_model(model: nn.Module) -> None:
-    """`check_agreement` on parameters, in their order.
-
-    Raises:
-        TrainError: they differ.
-    """
-    listed = enumerate(model.named_parameters())
-    check_agreement({f"parameter {n}": f"{name} {tuple(p.shape)} {p.dtype}" for n, (name, p) in listed})

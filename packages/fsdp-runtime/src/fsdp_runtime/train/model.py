@@ -130,7 +130,7 @@ class SwiGLU(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through the `top_k` experts that its router likes best; no token is dropped.
+    """Each token goes through the `top_k` experts with the largest router outputs; no token is dropped.
 
     The experts' weights are stacked: one parameter (E, out, in) per projection.
     """
@@ -180,7 +180,7 @@ def swiglu_of_experts(
 
 
 def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
-    """How many rows each expert gets, on the host. Where values do not exist (meta), an even split."""
+    """Rows of each expert, on the host; an even split for tensors without values (meta, fake)."""
     if counts_E.is_meta or type(counts_E).__name__ == "FakeTensor":
         E = len(counts_E)
         return [total // E + (e < total % E) for e in range(E)]
@@ -191,7 +191,7 @@ def _split_sizes(counts_E: Tensor, total: int) -> list[int]:
 def balance_loss(probs_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
     """E * sum over experts of (share of choices) * (mean probability), per sequence, averaged; 1 when even.
 
-    Per sequence, so that a batch gives the same loss however it is dealt out to ranks and microbatches.
+    Per sequence, so that a batch gives the same loss on any number of ranks and microbatches.
     """
     E = probs_BTE.shape[-1]
     counts_BE = probs_BTE.new_zeros(len(probs_BTE), E).scatter_add(
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the head the embedding, where the configuration says so (`to_empty` parts them)."""
+        """Use the embedding as head if the configuration is tied (`to_empty` separates them)."""
         if self.config.tied:
             self.head.weight = self.embed.weight
 

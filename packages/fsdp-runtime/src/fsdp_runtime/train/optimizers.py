@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` knows: a table from a name to how it is built."""
+"""The optimizers of `--optimizer`: a table of names, classes and arguments."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import block_optim
+from fsdp_runtime import block_policies
+from layout_planner import Tile, parse_block
+
 from .errors import TrainError
 
 Groups = list[dict[str, Any]]
@@ -14,27 +18,30 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One row: the class by name, its own learning rate here, and what else it is given."""
+    """One row: a class, its default learning rate, and further arguments."""
 
-    source: str  # "torch" or "block_optim"
-    cls: str
+    cls: Callable[..., torch.optim.Optimizer]
     lr: float
     extra: tuple[tuple[str, Any], ...] = ()
     routed: bool = False  # it takes matrices only: `block_optim.mixed_optimizer_for` sends the rest to AdamW
-    takes_norm: bool = False  # step(grad_norm=...)
-    # In a basis of each dimension: not that of the vocabulary, few of whose rows get a gradient.
+    # It works in a basis of each dimension, except the vocabulary's, few of whose rows get a gradient.
     rotates: bool = False
+
+    @property
+    def is_torch(self) -> bool:
+        """True for torch's optimizers; block_optim's declare blocks, and their step takes the gradients' norm."""
+        return self.cls.__module__.startswith("torch.")
 
 
 _BETAS = ("betas", (0.9, 0.95))
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "torch-adamw": OptimizerSpec("torch", "AdamW", 2e-3, (_BETAS,)),
-    "torch-sgd": OptimizerSpec("torch", "SGD", 0.3, (("momentum", 0.9),)),
-    "adamw": OptimizerSpec("block_optim", "AdamW", 2e-3, (_BETAS,), takes_norm=True),
-    "adamw8bit": OptimizerSpec("block_optim", "AdamW8bit", 2e-3, (_BETAS,), takes_norm=True),
-    "muon": OptimizerSpec("block_optim", "Muon", 6e-3, (_BETAS,), routed=True, takes_norm=True),
-    "shampoo": OptimizerSpec("block_optim", "Shampoo", 2e-3, takes_norm=True),
-    "soap": OptimizerSpec("block_optim", "SOAP", 2e-3, takes_norm=True, rotates=True),
+    "torch-adamw": OptimizerSpec(torch.optim.AdamW, 2e-3, (_BETAS,)),
+    "torch-sgd": OptimizerSpec(torch.optim.SGD, 0.3, (("momentum", 0.9),)),
+    "adamw": OptimizerSpec(block_optim.AdamW, 2e-3, (_BETAS,)),
+    "adamw8bit": OptimizerSpec(block_optim.AdamW8bit, 2e-3, (_BETAS,)),
+    "muon": OptimizerSpec(block_optim.Muon, 6e-3, (_BETAS,), routed=True),
+    "shampoo": OptimizerSpec(block_optim.Shampoo, 2e-3),
+    "soap": OptimizerSpec(block_optim.SOAP, 2e-3, rotates=True),
 }
 
 
@@ -52,7 +59,7 @@ def optimizer_spec(name: str) -> OptimizerSpec:
 def make_optimizer(
     name: str, model: nn.Module, *, lr: float | None, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Build an optimizer over a sharded (or plain) model's parameters.
+    """An optimizer over a sharded (or plain) model's parameters.
 
     Norms and other vectors get no weight decay. `lr` None takes the table's.
 
@@ -61,15 +68,9 @@ def make_optimizer(
     """
     spec = optimizer_spec(name)
     peak = spec.lr if lr is None else lr
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if spec.source == "torch":
-        kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, spec.cls)
-        return kind(decay_groups(named, weight_decay), lr=peak, **dict(spec.extra))
-    import block_optim
-
     if spec.routed:
         decay = {"weight_decay": weight_decay}
-        routed: torch.optim.Optimizer = block_optim.mixed_optimizer_for(
+        return block_optim.mixed_optimizer_for(
             model,
             lr=peak,
             muon=decay,
@@ -77,33 +78,27 @@ def make_optimizer(
             decay_vectors=False,
             verbose=False,
         )
-        return routed
-    kind = getattr(block_optim, spec.cls)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = decay_groups(named, weight_decay)
     if spec.rotates:
         groups = without_vocabulary(groups, model)
-    return kind(groups, lr=peak, **dict(spec.extra))
+    return spec.cls(groups, lr=peak, **dict(spec.extra))
 
 
 def declared_blocks(name: str, model: nn.Module, units: list[nn.Module], world_size: int) -> Any:
-    """The block policy that an optimizer asks for, before the model is sharded; None where it needs none."""
+    """The block policy of an optimizer, for a model before it is sharded; None if it needs none."""
     spec = optimizer_spec(name)
-    if spec.source == "torch":
+    if spec.is_torch:
         return None
-    import block_optim
-
     if spec.routed:
         return block_optim.Recipe(model, units=units, world_size=world_size)
-    return getattr(block_optim, spec.cls).block_policy()
+    return spec.cls.block_policy()  # type: ignore[attr-defined]
 
 
 def parse_block_option(text: str) -> Any:
     """The block policy of ``--block``, None for "auto" and "none". Tiles are of matrices; vectors are cut anywhere."""
     if text in ("auto", "none"):
         return None
-    from fsdp_runtime import block_policies
-    from layout_planner import Tile, parse_block
-
     try:
         block = parse_block(text)
     except ValueError as error:
@@ -124,7 +119,7 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float)
 
 
 def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
-    """The groups, those parameters apart that have a row for each token, with the option not to rotate these rows."""
+    """The groups, with separate ones for parameters that have a row for each token, whose rows are not rotated."""
     tokens = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = {
         id(m.weight): len(m.weight)

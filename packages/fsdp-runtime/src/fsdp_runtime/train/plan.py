@@ -1,255 +1,206 @@
-"""``fsdp-train plan``: the memory of one rank of a run, before anything is allocated.
+"""``fsdp-train plan``: the bytes of one rank of a run by kind, before anything is allocated.
 
-`fully_shard` shards the model on the meta device, in one process that stands for one rank of many. Activations are
-counted on fake tensors, with the buffers that the runtime has at each moment.
+`fully_shard` shards the model on the meta device, in one process that stands for one rank of many: weights, gradients,
+optimizer state and gathered buffers follow from the layout. Activations are counted on fake tensors.
 """
 
-import dataclasses
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_runtime.memory import UnitMemory, fake_tensors, unit_memory
 from ragged_shard.device import DeviceLayer, use_device_layer
 from ragged_shard.testing import simulated_ranks
 
-from .._torch.tree import local_tensor
+from .._torch.tree import local_tensor, tensors_in
 from .config import RunConfig
-from .errors import TrainError, one_line
+from .errors import TrainError
 from .hardware import pick_device
 from .launch import pick_ranks
-from .live_bytes import LiveBytes
 from .model import Transformer, losses_of
 from .optimizers import make_optimizer, optimizer_spec
-from .systems import Runtime, build_hf_model, make_mesh, wrap_order
+from .systems import Runtime, make_mesh
 from .trainer import data_of, model_config
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one rank; the root is the first unit."""
+    """Bytes on one rank."""
 
-    units: tuple[UnitMemory, ...]
-    states: tuple[int, ...]  # of the optimizer, by unit
     weights: int  # parameter shards, and codes that are kept in addition
-    gradients: int  # shards, when all are there
-    buffers: int  # the most bytes of gathered buffers
-    activations: int  # the most bytes of activations and temporaries
-    pass_peak: int  # the most bytes of both with gradients
-    optimizer_step: int | None  # temporaries; None: not known
+    states: int  # of the optimizer
     scratch: int  # buffers that the optimizer keeps
+    gradients: int  # shards, after the last reduction
+    buffers: int  # gathered parameters and unreduced gradients, at most
+    activations: int  # activations and temporaries, at most
+    pass_peak: int  # the most bytes of activations, buffers and gradients together
 
     @property
     def at_rest(self) -> int:
         """Bytes between steps, when gradients are cleared."""
-        return self.weights + sum(self.states) + self.scratch
+        return self.weights + self.states + self.scratch
 
     @property
     def peak(self) -> int:
-        """The most live bytes of a step, from the second one on, if a reduction ends with the next unit's backward."""
-        return self.at_rest + max(self.pass_peak, self.gradients + (self.optimizer_step or 0))
+        """The most live bytes of forward and backward, from the second step on."""
+        return self.at_rest + self.pass_peak
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan:
-    """Plan a run on rank 0. Raises `TrainError` for other systems and models that do not run without values."""
-    if config.system != "fsdp_runtime" or config.offload_activations:
-        raise TrainError(f"plan counts fsdp_runtime without --offload-activations, not {config.system}")
+    """Plan a run on rank 0.
+
+    Raises:
+        TrainError: another system.
+    """
+    if config.system != "fsdp_runtime":
+        raise TrainError(f"plan counts fsdp_runtime, not {config.system}")
     device, spec, live = pick_device(config.device), optimizer_spec(config.optimizer), LiveBytes()
     with simulated_ranks(world_size, collectives="skip"):
         system = Runtime(config, device, make_mesh(config.hsdp, device.type))
         with torch.device("meta"):
-            model = _build(config, vocab_size)
-        modules = [model, *wrap_order(model)]
+            model = Transformer(model_config(config, vocab_size), checkpointing=config.checkpointing)
+        modules = [model, *model.blocks]
         system.shard(model)
         with use_device_layer(DeviceLayer(torch.device("meta"))):  # nothing moves there, and nothing waits
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
             with live:
-                optimizer = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=0.1)
-            kept, step = _step_bytes(model, optimizer, spec.takes_norm)
-        units = tuple(map(unit_memory, modules))
-        states = _states(modules, optimizer)
-    one = _Pass(units)
-    try:
-        one.run(config, vocab_size, config.batch // (world_size * config.accumulate), device)
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # what a forward does without values
-        raise TrainError(f"{config.hf_config} does not run without values: {one_line(error)}") from error
-    gradients = sum(unit.gradients for unit in units)
+                optimizer: Any = make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=0.1)
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # an exchange between ranks
+                    optimizer.step() if spec.is_torch else optimizer.step(grad_norm=1.0)
+        units = [unit_memory(module) for module in modules]
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        states = sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
+    rows = config.batch // (world_size * config.accumulate)
+    activations, with_gradients = _pass_bytes(config, vocab_size, rows, device, units)
+    gradients, buffers = sum(unit.gradients for unit in units), _buffers(units)
+    earlier = gradients if config.accumulate > 1 else 0  # of earlier microbatches
     return MemoryPlan(
-        units,
-        states,
         weights=sum(unit.weights + unit.codes for unit in units),
-        gradients=gradients,
-        buffers=one.most_buffers,
-        activations=one.alone.peak,
-        pass_peak=one.live.peak + (gradients if config.accumulate > 1 else 0),  # of earlier microbatches
-        optimizer_step=step,
+        states=states,
         # Muon's exchange is the same on all devices; scratch of elementwise kernels is small on real ones.
-        scratch=live.now + kept - sum(states) if spec.routed else 0,
+        scratch=live.now - states if spec.routed else 0,
+        gradients=gradients,
+        buffers=buffers,
+        activations=activations,
+        pass_peak=buffers + max(with_gradients, activations + earlier),
     )
 
 
-def _build(config: RunConfig, vocab_size: int) -> nn.Module:
-    if config.hf_config is None:
-        return Transformer(model_config(config, vocab_size), checkpointing=config.checkpointing)
-    dtype = torch.get_default_dtype()
-    return build_hf_model(config.hf_config, config.seed, vocab_size, config.checkpointing, dtype)
+def _pass_bytes(
+    config: RunConfig, vocab_size: int, rows: int, device: torch.device, units: list[UnitMemory]
+) -> tuple[int, int]:
+    """The most bytes of one microbatch's activations and temporaries; the most with gradient shards reduced so far."""
+    reduced = [0] * len(units)
+    alone, with_gradients = LiveBytes(), LiveBytes(lambda: sum(reduced))
 
+    def reduce(unit: int, parameter: torch.Tensor) -> None:
+        reduced[unit], parameter.grad = units[unit].gradients, None
 
-def _owners(modules: list[nn.Module]) -> dict[nn.Parameter, int]:
-    """The unit of each parameter, by number; the root, which is first, has those that no other unit has."""
-    return {param: number for number, module in enumerate(modules) for param in module.parameters()}
-
-
-def _states(modules: list[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Bytes of the optimizer's state, by unit."""
-    sizes = [0] * len(modules)
-    for param, unit in _owners(modules).items():
-        for value in optimizer.state[param].values():
-            if isinstance(value, torch.Tensor):
-                sizes[unit] += local_tensor(value).nbytes
-    return tuple(sizes)
-
-
-def _step_bytes(model: nn.Module, optimizer: Any, takes_norm: bool) -> tuple[int, int | None]:
-    """Bytes that the first step makes and keeps, and the peak of a later one's temporaries; None if it needs values."""
-    live, kept = LiveBytes(), 0
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        kept, live = live.now, LiveBytes()
+    before = torch.get_default_dtype()
+    with fake_tensors():
         try:
-            with live:
-                optimizer.step(grad_norm=1.0) if takes_norm else optimizer.step()
-        except (RuntimeError, NotImplementedError):  # a matrix's root, or an exchange between ranks
-            return kept, None
+            torch.set_default_dtype(torch.bfloat16 if config.precision == "bf16" else torch.float32)
+            with torch.device(device):
+                model = Transformer(model_config(config, vocab_size), checkpointing=config.checkpointing)
+                tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64)
         finally:
-            optimizer.zero_grad(set_to_none=True)
-    return kept, live.peak
+            torch.set_default_dtype(before)
+        owners = {p: unit for unit, module in enumerate([model, *model.blocks]) for p in module.parameters()}
+        for parameter, unit in owners.items():
+            parameter.register_post_accumulate_grad_hook(partial(reduce, unit))
+        with alone, with_gradients:
+            loss, aux = losses_of(model, tokens, torch.zeros_like(tokens))
+            (loss + config.model.aux_weight * aux).backward()
+    return alone.peak, with_gradients.peak
 
 
-class _Pass:
-    """Forward and backward of one microbatch on fake tensors; gradients are dropped as they come."""
+def _buffers(units: list[UnitMemory]) -> int:
+    """The most bytes of buffers: of the root, of units kept for backward, and of two units, one gathered ahead."""
+    root, *layers = units
+    kept = sum(sum(unit.gathered) for unit in layers if unit.kept_after_forward)
 
-    def __init__(self, units: Sequence[UnitMemory]) -> None:
-        self.units, self.alone = units, LiveBytes()  # activations, temporaries and new gradients
-        self.live = LiveBytes(lambda: self.buffers + self.shards)  # and what the runtime holds
-        self.buffers = self.shards = self.most_buffers = 0
-        self._in_backward, self._reduced = False, set[int]()
+    def moving(unit: UnitMemory) -> int:
+        gathered = 0 if unit.kept_after_forward else sum(unit.gathered)
+        return gathered + sum(unit.decoding) + sum(unit.reducing)
 
-    def run(self, config: RunConfig, vocab_size: int, rows: int, device: torch.device) -> None:
-        before = torch.get_default_dtype()
-        with fake_tensors():
-            try:
-                torch.set_default_dtype(torch.bfloat16 if config.precision == "bf16" else torch.float32)
-                with torch.device(device):
-                    model = _build(config, vocab_size).train()
-                    tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64)
-            finally:
-                torch.set_default_dtype(before)
-            modules = [model, *wrap_order(model)]
-            for unit, module in enumerate(modules):
-                module.register_forward_pre_hook(partial(self._enter, unit))
-                module.register_forward_hook(partial(self._leave, unit))
-            for parameter, unit in _owners(modules).items():
-                parameter.register_post_accumulate_grad_hook(partial(self._take, unit))
-            with self.alone, self.live:
-                loss, aux = losses_of(model, tokens, torch.zeros_like(tokens))
-                self._in_backward = True
-                (loss if config.hf_config else loss + config.model.aux_weight * aux).backward()
-                self._at("end", 0)
-
-    def _enter(self, unit: int, module: nn.Module, args: Any) -> None:
-        if not self._in_backward:  # else recomputed
-            self._at("enter", unit)
-            if unit == 1:
-                args[0].register_hook(lambda grad: self._at("done", 0))  # the layers' input
-
-    def _leave(self, unit: int, module: nn.Module, args: Any, out: Any) -> None:
-        if not self._in_backward:
-            self._at("leave", unit)
-            first = out if isinstance(out, torch.Tensor) else out[0]
-            first.register_hook(lambda grad: self._at("backward", unit))
-
-    def _take(self, unit: int, parameter: torch.Tensor) -> None:
-        if unit not in self._reduced:
-            self._reduced.add(unit)
-            self._at("gradient", unit)
-        parameter.grad = None
-
-    def _at(self, what: str, unit: int) -> None:
-        """Set the buffers in use: one unit is gathered ahead, one reduction runs until the next unit's ends."""
-        units, last = self.units, len(self.units) - 1
-        kept = [number for number in range(1, last + 1) if units[number].kept_after_forward]
-        gathered, encoded, reducing, running = {0}, set[int](), set[int](), 0
-        if what == "enter":
-            ahead = min(unit + 1, last)
-            gathered |= {unit, ahead, *(number for number in kept if number < unit)}
-            encoded = {ahead} - {unit}
-        elif what == "leave":
-            gathered |= {number for number in kept if number <= (unit or last)}
-        else:
-            if what in ("backward", "gradient"):
-                unit = unit or last + 1  # the root's backward comes first
-                again = [number for number in range(last, 0, -1) if number not in kept][: last - unit + 2]
-                encoded = {number for number in again if number < unit}
-                gathered |= {number for number in (*kept, *again) if number <= unit}
-            running = unit + 1 if unit < last else 0
-            reducing = {0, running} | ({unit} if what == "gradient" and unit <= last else set())
-            self.shards = sum(each.gradients for each in units[unit + 1 :])
-            self.shards += units[running].scratch if running else 0
-        used = sum(sum(units[number].gathered) for number in gathered)
-        used += sum(sum(units[number].decoding) for number in encoded)
-        used += sum(sum(units[number].reducing) for number in reducing)
-        trimmed = what in ("done", "end") or (what == "leave" and unit in (0, last))
-        # what is released stays in the pool till then
-        self.buffers = used if trimmed else max(self.buffers, used)
-        self.most_buffers = max(self.most_buffers, self.buffers)
-        self.live.peak = max(self.live.peak, self.live.now + self.buffers + self.shards)
-
-
-def plan_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """The plan as a Markdown table and sums."""
-    lines = [
-        f"rank 0 of {ranks}; MB are 10^6 bytes",
-        "",
-        "| unit | parameters | shard (elements) | padding | weights MB | gradients MB | optimizer MB | gathered MB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    pairs = zip(plan.units, plan.states, strict=True)
-    for _, equal in groupby(pairs, lambda pair: (dataclasses.replace(pair[0], name=""), pair[1])):
-        (unit, state), *rest = equal
-        name = f"{unit.name} to {rest[-1][0].name} ({len(rest) + 1}, each)" if rest else unit.name
-        shard = " + ".join(f"{size:,}" for size in unit.shards)
-        padding = unit.padding / (unit.padding + unit.parameters)
-        sizes = (unit.weights, unit.gradients, state, sum(unit.gathered))
-        cells = (name, f"{unit.parameters:,}", shard, f"{100 * padding:.2f} %", *map(_mb, sizes))
-        lines.append(f"| {' | '.join(cells)} |")
-    rows = [
-        ("weights and their codes", plan.weights),
-        ("optimizer state", sum(plan.states)),
-        ("buffers that the optimizer keeps", plan.scratch),
-        ("gradients, when all are there", plan.gradients),
-        ("gathered buffers, at most", plan.buffers),
-        ("activations and temporaries, at most", plan.activations),
-        ("gradients, buffers, activations together, at most", plan.pass_peak),
-        ("temporaries of the optimizer's step", plan.optimizer_step),
-        ("peak", plan.peak),
-    ]
-    return [*lines, "", *(f"{text + ':':<52}{_mb(nbytes):>12} MB" for text, nbytes in rows)]
-
-
-def _mb(nbytes: float | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / 1e6:,.2f}"
+    two = max((moving(a) + moving(b) for a, b in pairwise(layers)), default=sum(map(moving, layers)))
+    return sum(root.gathered) + sum(root.reducing) + kept + two + max(unit.scratch for unit in units)
 
 
 def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
-    """Print a run's plan; returns 0. Raises `TrainError` where options do not fit together."""
-    ranks = asked_ranks or pick_ranks(config, None)
+    """Print the bytes of a run by kind; returns 0. Raises `TrainError` if options do not fit together."""
+    ranks = pick_ranks(config, None) if asked_ranks is None else asked_ranks
     config.check(ranks)
-    vocab_size = 1 if config.hf_config else data_of(config).vocab_size  # such a model has its own
-    print(*plan_lines(make_plan(config, vocab_size, ranks), ranks), sep="\n")
+    plan = make_plan(config, data_of(config).vocab_size, ranks)
+    rows = [
+        ("weights and their codes", plan.weights),
+        ("optimizer state", plan.states),
+        ("buffers that the optimizer keeps", plan.scratch),
+        ("gradients", plan.gradients),
+        ("gathered buffers, at most", plan.buffers),
+        ("activations and temporaries, at most", plan.activations),
+        ("gradients, buffers, activations together, at most", plan.pass_peak),
+        ("peak", plan.peak),
+    ]
+    print(f"rank 0 of {ranks}; MB are 10^6 bytes")
+    for text, nbytes in rows:
+        print(f"{text + ':':<52}{nbytes / 1e6:>12,.2f} MB")
     return 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of storages that operations allocate inside it, until they are freed, also of fake and meta tensors.
+
+    Attributes:
+        peak: the most bytes after an operation, with the bytes of `pool`.
+    """
+
+    def __init__(self, pool: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self.pool = pool
+        self.peak = 0
+        self._storages = _Storages()
+
+    @property
+    def now(self) -> int:
+        """Bytes now."""
+        return self._storages.nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = {local_tensor(value).untyped_storage()._cdata for value in tensors_in((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for value in tensors_in(out):
+            storage = local_tensor(value).untyped_storage()
+            if storage._cdata not in arguments:  # else a view, or written in place
+                self._count(storage)
+        self.peak = max(self.peak, self.now + self.pool())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._storages.sizes or not nbytes:
+            return
+        self._storages.sizes[key] = nbytes
+        self._storages.nbytes += nbytes
+        # Python keeps a finalizer's referents until it has run: so no method of this object, whose `pool` may refer to
+        # the model.
+        weakref.finalize(storage, self._storages.forget, key).atexit = False
+
+
+class _Storages:
+    """Sizes of live storages, by identity."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.nbytes = 0
+
+    def forget(self, key: int) -> None:
+        self.nbytes -= self.sizes.pop(key, 0)

@@ -1,4 +1,4 @@
-"""Where metrics go: lines on the terminal, a file of JSON lines, curves. Rank 0 only."""
+"""Metrics of a run as lines on the terminal, JSON lines and curves, on rank 0 only; profiles of steps, on each rank."""
 
 import contextlib
 import json
@@ -6,22 +6,24 @@ import math
 import os
 import shlex
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from .errors import one_line, say
+import torch
+from torch.profiler import ProfilerAction
+
+from .errors import say
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 
 
 class Report:
-    """The file of metrics, and a line on the terminal now and then.
+    """Writes metrics to a file, and every 25th part of a run as a line on the terminal.
 
     Args:
         folder: of the run.
-        start, steps: first step, and how many there are in all. Lines of the file from `start` on are dropped: they
-            are of steps that a killed run made and that are made again.
+        start, steps: first step, and number of steps in all. Lines of the file from `start` on are dropped: a killed
+            run wrote them, and its steps are repeated.
         quiet: print nothing.
     """
 
@@ -33,54 +35,54 @@ class Report:
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
         os.replace(partial, path)
         self._file = path.open("a", buffering=1)
-        self.problem: str | None = None  # why the file could not be written
         self.every = max(1, steps // 25)
 
     def step(self, entry: dict[str, Any]) -> None:
-        """One training step's figures."""
+        """Record one training step."""
         self._log("train", entry)
-        if not self.quiet and ((entry["step"] + 1) % self.every == 0 or entry["step"] == 0):
-            self.say(f"step {entry['step'] + 1:>6}/{self.steps}  {shown(entry)}")
+        if (entry["step"] + 1) % self.every == 0 or entry["step"] == 0:
+            self.say(
+                f"step {entry['step'] + 1:>6}/{self.steps}  loss {entry['loss']:.4f}  "
+                f"{entry['tokens_per_s']:,.0f} tokens/s  {1000 * entry['step_s']:.0f} ms  {entry['memory_mb']:.0f} MB"
+            )
 
     def held_out(self, step: int, loss: float) -> None:
-        """A held-out loss, after `step` steps."""
+        """Record a held-out loss after `step` steps."""
         self._log("held_out", {"step": step, "loss": loss})
         self.say(f"step {step:>6}/{self.steps}  held-out loss {loss:.4f}")
 
     def _log(self, kind: str, entry: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps({"kind": kind, **entry}) + "\n")
-        except OSError as error:
-            self.problem = f"cannot log metrics: {one_line(error)}"
+        self._file.write(json.dumps({"kind": kind, **entry}) + "\n")
 
     def say(self, text: str) -> None:
-        """A line of text."""
+        """Print a line."""
         if not self.quiet:
             say(text)
 
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
-def shown(entry: dict[str, Any]) -> str:
-    """A step's figures as people read them."""
-    parts = [
-        f"loss {entry['loss']:.4f}",
-        f"{entry['tokens_per_s']:,.0f} tokens/s",
-        f"{1000 * entry['step_s']:.0f} ms",
-        f"{entry['memory_mb']:.0f} MB",
-    ]
-    return "  ".join(parts)
+def profile_of(steps: range, first: int, path: Path) -> torch.profiler.profile:
+    """A profile of `steps`, written to `path` in Chrome's format, also if the run ends within them.
+
+    Call its `step` after each step of the run, which begins with step `first`.
+    """
+
+    def action(number: int) -> ProfilerAction:
+        step = first + number
+        if step in steps:
+            return ProfilerAction.RECORD if step + 1 in steps else ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if step + 1 in steps else ProfilerAction.NONE
+
+    return torch.profiler.profile(
+        schedule=action, on_trace_ready=lambda done: done.export_chrome_trace(str(path)), acc_events=True
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics file. Lines that are none are dropped: a killed run leaves its last one half written."""
+    """The entries of a metrics file. Other lines are dropped: a killed run leaves its last one half written."""
     entries = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -99,12 +101,10 @@ def losses(entries: list[dict[str, Any]], kind: str) -> tuple[list[int], list[fl
 
 def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
     """Training losses as lines and held-out losses as points, a colour for each run, into a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure  # the model and the data work without it, as on a GPU machine
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     for number, (name, entries) in enumerate(runs.items()):
         colour = f"C{number % 10}"
         steps, values = losses(entries, "train")
@@ -117,20 +117,20 @@ def draw_curves(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 def closing_lines(summary: dict[str, Any]) -> str:
     """The last lines that a run prints."""
     out, steps = summary["out"], summary["steps"]
+    if summary["stopped"] and not summary["saved"]:
+        return f"stopped after step {steps}, which --save-every 0 does not save"
     if summary["stopped"]:
         resume = shlex.join(["fsdp-train", "--resume", "--out", out])
-        return f"stopped after step {steps}, saved in {out}; go on with: {resume}"
+        return f"stopped after step {steps}, saved in {out}; resume with: {resume}"
     if summary["loss"] is None:
         return f"nothing to do: {out} has all {steps} steps"
     held_out = summary["held_out_loss"]
     more = "" if held_out is None else f", held out {held_out:.4f}"
     return (
-        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\n"
-        f"metrics, curves.png and checkpoints are in {out}"
+        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\nresults are in {out}"
     )

@@ -1,16 +1,15 @@
-"""The one seam between the training loop and what shards the model: an adapter for each system.
+"""Adapters between the training loop and the systems that shard the model.
 
-A system gets a model on the meta device (or a built one) and gives back one that trains; backward and the
-optimizer's step go through it, because DeepSpeed wants them to itself.
+An adapter turns a model on the meta device (or a built one) into one that trains; backward and the optimizer's step
+are its methods, because DeepSpeed has its own.
 """
 
 import importlib.util
-import json
 import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_runtime.memory.activations import OffloadActivations
+from fsdp_runtime import QuantizationPolicy, fully_shard
+from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard import distribute_like
 from ragged_shard.device import is_cpu
 
@@ -30,13 +32,13 @@ from .optimizers import declared_blocks, parse_block_option
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-Batch = tuple[Tensor, Tensor]  # a microbatch: tokens and those that follow, (rows, positions)
+Batch = tuple[Tensor, Tensor]  # a microbatch: tokens and next tokens, (rows, positions)
 
 
 def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -> DeviceMesh | None:
     """The mesh of all ranks: ("shard",), or with several copies ("replicate", "shard"); None in one process.
 
-    Collective: makes process groups, with this timeout; that of all ranks keeps its own.
+    Collective: makes process groups with this timeout; the group of all ranks keeps its timeout.
     """
     if not dist.is_initialized():
         return None
@@ -50,25 +52,19 @@ def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -
     return mesh
 
 
-def wrap_order(model: nn.Module) -> list[nn.Module]:
-    """The modules that become units: each layer. The root, with what is left, comes after."""
-    names = set(getattr(model, "_no_split_modules", None) or ("Block",))
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 class System:
-    """One process, no sharding; what the others share."""
+    """One process, no sharding; base of the other adapters."""
 
     name = "one"
+    casts = False  # if the system casts parameters and inputs
 
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.config, self.device, self.mesh = config, device, mesh
-        self.ranks = 1 if mesh is None else mesh.size()
 
     def build(
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Shard the model, give it its values and its optimizer. `initialise` is None where it has values."""
+        """The sharded, initialised model and its optimizer. `initialise` is None if the model has values."""
         model = self.wrap(self.materialise(model, initialise))
         return model, make_optimizer(model)
 
@@ -77,9 +73,8 @@ class System:
         if initialise is None:
             return model.to(self.device)
         model.to_empty(device=self.device)
-        tie = getattr(model, "tie_weights", None)
-        if tie is not None and not isinstance(self, FullyShard):
-            tie()
+        if not isinstance(self, FSDP2):
+            model.tie_weights()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             initialise(name, whole)
@@ -93,13 +88,12 @@ class System:
         return model
 
     def autocast(self) -> Any:
-        """Around forward, where the system does not cast parameters itself."""
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16", cache_enabled=False
-        )
+        """A context for forward, which casts unless the system does."""
+        enabled = self.config.precision == "bf16" and not self.casts
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def begin_step(self, model: nn.Module, step: int) -> None:
-        """Say which step comes."""
+        """Prepare step number `step`."""
 
     def accumulate(self, model: nn.Module, batches: list[Batch], aux_weight: float) -> Tensor:
         """Forward and backward over this rank's microbatches; the mean of their cross-entropies, 0-d."""
@@ -136,8 +130,11 @@ class System:
         return norm
 
 
-class FullyShard(System):
-    """fsdp_runtime or FSDP2: the same calls, another import."""
+class FSDP2(System):
+    """torch.distributed.fsdp.fully_shard."""
+
+    name = "fsdp2"
+    casts = True
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Shard, on the meta device so that no rank ever holds the whole model; then allocate and initialize."""
@@ -146,46 +143,20 @@ class FullyShard(System):
 
     def shard(self, model: nn.Module) -> None:
         """`fully_shard` on each layer, then on the root."""
-        layers = wrap_order(model)
-        fully_shard, more = self.fully_shard(model, layers)
+        layers = list(model.get_submodule("blocks").children())
+        fully_shard = self.fully_shard(model, layers)
         bf16 = self.config.precision == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         for module in layers:
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                reshard_after_forward=self.config.reshard,
-                mp_policy=policy,
-                **more,
-            )
-        fully_shard(model, mesh=self.mesh, mp_policy=policy, **more)
+            fully_shard(module, mesh=self.mesh, reshard_after_forward=self.config.reshard, mp_policy=policy)
+        fully_shard(model, mesh=self.mesh, mp_policy=policy)
 
-    def fully_shard(
-        self, model: nn.Module, layers: list[nn.Module]
-    ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The function, and the arguments that only it has."""
-        raise NotImplementedError
-
-    def autocast(self) -> Any:
-        """Parameters and inputs are cast by the policy."""
-        return torch.autocast(self.device.type, enabled=False)
+    def fully_shard(self, model: nn.Module, layers: list[nn.Module]) -> Callable[..., Any]:
+        """The system's function, with the arguments that only it has."""
+        return torch_fully_shard
 
 
-class FSDP2(FullyShard):
-    """torch.distributed.fsdp.fully_shard."""
-
-    name = "fsdp2"
-
-    def fully_shard(
-        self, model: nn.Module, layers: list[nn.Module]
-    ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Torch's."""
-        from torch.distributed.fsdp import fully_shard
-
-        return fully_shard, {}
-
-
-class Runtime(FullyShard):
+class Runtime(FSDP2):
     """fsdp_runtime.fully_shard, with `--block` as its block policy."""
 
     name = "fsdp_runtime"
@@ -193,42 +164,24 @@ class Runtime(FullyShard):
     def __init__(
         self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
     ) -> None:
-        """`options` are further arguments of `fully_shard`, before those of the config."""
+        """`options` are further arguments of `fully_shard`; they replace arguments from the config."""
         super().__init__(config, device, mesh)
         self.options = options
 
-    def fully_shard(
-        self, model: nn.Module, layers: list[nn.Module]
-    ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Ours."""
-        from fsdp_runtime import fully_shard
-
+    def fully_shard(self, model: nn.Module, layers: list[nn.Module]) -> Callable[..., Any]:
+        """Our function."""
         if self.config.block == "auto":
             ranks = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
             policy = declared_blocks(self.config.optimizer, model, [*layers, model], ranks)
         else:
             policy = parse_block_option(self.config.block)
-        return fully_shard, {
-            "block_policy": policy,
-            "quantization_policy": quantization(self.config.quantize, self.config.reduce),
-            **self.options,
-        }
-
-    def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """As `System.build`."""
-        model, optimizer = super().build(model, initialise, make_optimizer)
-        if self.config.offload_activations:
-            self._offload = OffloadActivations(model)
-        return model, optimizer
-
-    def autocast(self) -> Any:
-        """Around forward: activations go to CPU memory, where the option says so."""
-        return self._offload if self.config.offload_activations else super().autocast()
+        quantized = quantization(self.config.quantize, self.config.reduce)
+        return partial(
+            fully_shard, **{"block_policy": policy, "quantization_policy": quantized, **self.options}
+        )
 
     def begin_step(self, model: nn.Module, step: int) -> None:
-        """Round gradients as any run does in this step, resumed or not."""
+        """Seed the rounding of gradients by the step, so that a resumed run rounds equally."""
         model.set_reduction_step(step)  # type: ignore[operator]
 
 
@@ -239,8 +192,6 @@ class DDP(System):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Gradients are all-reduced in buckets."""
-        from torch.nn.parallel import DistributedDataParallel
-
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
@@ -248,6 +199,7 @@ class DeepSpeed(System):
     """DeepSpeed ZeRO-3 with the same optimizer; backward, clipping and step are the engine's."""
 
     name = "deepspeed"
+    casts = True
 
     def build(
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
@@ -278,12 +230,8 @@ class DeepSpeed(System):
         self.engine = engine
         return engine, optimizer
 
-    def autocast(self) -> Any:
-        """The engine casts."""
-        return torch.autocast(self.device.type, enabled=False)
-
     def backward(self, loss: Tensor) -> None:
-        """The engine divides by the microbatches itself; the loop has done so already."""
+        """Accumulate; the engine divides by the microbatches, and the loop has done so already."""
         self.engine.backward(loss * self.config.accumulate)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
@@ -306,60 +254,22 @@ def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
     Raises:
         TrainError: the system is not installed.
     """
-    reason = not_installed(config.system)
-    if reason:
+    if reason := not_installed(config.system):
         raise TrainError(f"--system {config.system}: {reason}")
     return _ADAPTERS[config.system](config, device, mesh)
 
 
 def not_installed(system: str) -> str | None:
-    """Why a system cannot run here, or None."""
+    """The reason if a system is not installed, else None."""
     if system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed)"
     return None
 
 
 def quantization(weights: str, gradients: str) -> Any:
-    """The policy of `--quantize` and `--reduce`; None where nothing is quantized."""
-    from fsdp_runtime import QuantizationPolicy
-    from fsdp_runtime.quantization import BlockFP8, BlockInt8
-
+    """The policy of `--quantize` and `--reduce`; None if nothing is quantized."""
     if weights == gradients == "none":
         return None
     codes: Any = {"none": None, "bf16": "bf16", "int8": BlockInt8(256, rounding="stochastic")}
     blocks: Any = {"none": None, "fp8": BlockFP8((128, 128)), "int8": BlockInt8(256)}
     return QuantizationPolicy(weights=blocks[weights], gradients=codes[gradients])
-
-
-def build_hf_model(
-    path: str, seed: int, vocab_size: int, checkpointing: bool, dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """The causal language model that a ``config.json`` describes, the same on every rank.
-
-    Raises:
-        TrainError: transformers is missing, the file is not such a configuration, or its vocabulary is too small.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise TrainError("--hf-config needs transformers: pip install 'fsdp-runtime[hf]'")
-    import transformers
-
-    try:
-        settings = json.loads(Path(path).read_text())
-        kind = settings.pop("model_type")
-        config = transformers.AutoConfig.for_model(kind, **settings)
-        torch.manual_seed(seed)
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except KeyError as error:
-        raise TrainError(f"--hf-config {path}: no {error} in it") from error
-    except Exception as error:  # transformers checks little: whatever a wrong value leads to
-        raise TrainError(f"--hf-config {path}: {' '.join(str(error).split())[:300]}") from error
-    if config.vocab_size < vocab_size:
-        raise TrainError(
-            f"--hf-config {path}: a vocabulary of {config.vocab_size}, the data has {vocab_size} tokens"
-        )
-    model.config.use_cache = False  # type: ignore[union-attr, unused-ignore]
-    if checkpointing:
-        old = getattr(model, "gradient_checkpointing_enable", None)  # deprecated in 5.24
-        enable: Any = getattr(model, "activation_checkpointing_enable", old)
-        enable({"use_reentrant": False})
-    return model

@@ -2,8 +2,8 @@
 
     set up (all ranks agree or all raise) -> [ batch -> forward, backward -> clip, step -> figures ] -> save -> leave
 
-One small all-reduce per step carries the loss and two flags, "asked to stop" and "a save failed", and is read one
-step later: so ranks stop at the same step, no rank waits for a flag, and the device is never waited for.
+One small all-reduce per step carries the loss and a flag, "asked to stop", and is read one step later: so ranks stop
+at the same step, and the host waits neither for the flag nor for the device.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +23,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ragged_shard.device import device_layer
+from ragged_shard.device import is_cpu
+from ragged_shard.dist import gather_from_ranks
 
-from . import checkpoint as ckpt
-from .config import RunConfig
+from .checkpoint import check_same_run, latest, load, save
+from .config import RunConfig, step_range
 from .data import Batches, TextData, read_data
-from .errors import TrainError, agreed, check_agreement, check_model, say
-from .hardware import StepClock, copy_to_host, memory_mb, own_device, to_device
+from .errors import TrainError, agreed, check_agreement
+from .hardware import copy_to_host, memory_mb, own_device, to_device
 from .model import ModelConfig, Transformer, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
-from .report import CURVES, METRICS, Report, draw_curves, read_metrics
-from .systems import build_hf_model, make_mesh, make_system
-from .tracing import profiling, step_range
+from .report import CURVES, METRICS, Report, draw_curves, profile_of, read_metrics
+from .systems import make_mesh, make_system
 
 
-def check_finite(step: int, loss: float, norm: float, ranks: int, rank: int) -> None:
-    """Check a step's figures.
-
-    Args:
-        step: counted from 1.
-        loss, norm: over all ranks.
-        ranks: how many had such a loss themselves.
-        rank: which, if it was one.
-
-    Raises:
-        TrainError: the loss or the gradients' norm is not finite.
-    """
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    who = f"rank {rank}" if ranks == 1 else f"{ranks} ranks"
-    what = f"the loss of {who} is {loss}" if ranks else f"the gradients' norm is {norm} (the loss {loss:.4g})"
-    raise TrainError(f"step {step}: {what}; try a lower --lr, a longer --warmup or --clip")
+def check_finite(step: int, loss: float, norm: float) -> None:
+    """Raise `TrainError` if a step's loss or its gradients' norm, over all ranks, is not finite; steps count from 1."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainError(
+            f"step {step}: the loss is {loss:.4g} and the gradients' norm {norm:.4g}; try a lower --lr, a longer "
+            "--warmup or --clip"
+        )
 
 
 @dataclass
 class _Sums:
-    """The figures of a step on their way: reduced over ranks, not yet read."""
+    """Figures of a step: reduced over ranks, not yet read."""
 
     step: int
-    # (loss, norm, ranks with a bad loss, sum of their numbers, stop, save failed, CPU seconds, memory)
-    read: Callable[[], list[float]]
-    work: Any  # to wait for first; None if `read` does
+    read: Callable[[], list[float]]  # loss, norm, stop, CPU seconds, memory
     lr: float
 
 
@@ -74,10 +63,9 @@ class Trainer:
         out: its folder, the same on every rank.
         quiet: print nothing.
         stop: called at every step; returns the number of a stop signal, or 0.
-        beat: called when a step, an evaluation or a save begins.
 
     Raises:
-        TrainError: on every rank: what was asked for does not fit together, or cannot be read or written.
+        TrainError: on every rank: options do not fit together, or data or a checkpoint cannot be read.
     """
 
     def __init__(
@@ -87,9 +75,8 @@ class Trainer:
         *,
         quiet: bool = False,
         stop: Callable[[], int] = lambda: 0,
-        beat: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        self.config, self.out, self.stop, self.beat, self.quiet = config, out, stop, beat, quiet
+        self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
         distributed = dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
@@ -98,41 +85,27 @@ class Trainer:
         allowed = timedelta(seconds=config.timeout)
         with agreed("reading the data"):
             self.data = data_of(config)
-            self.batches = self._batches(self.data, held_out=False)
-            self.held_out = self._batches(self.data, held_out=True)
-        check_agreement({"--data (a digest of names and sizes)": self.data.identity})
-        self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
-        self.model, self.optimizer = self._build()
-        check_model(self.model)
-        self.group = (
-            dist.new_group(backend="gloo", timeout=allowed) if distributed and config.save_every else None
-        )
-        self.checkpoints: ckpt.Checkpoints | None = None
-        self.step = 0
-        self._saved = -1
-        self._last_held_out: float | None = None
-        self._report: Report | None = None
-        self._last_entry: dict[str, Any] = {}
-        self._lap = (0.0, 0.0)  # wall and CPU seconds of the last step
-        if config.resume:
-            self._resume()
-        if config.save_every:
-            with agreed("making the run's folder"):
-                self.checkpoints = ckpt.Checkpoints(out, config.keep, self.group, self.device)
-
-    def _batches(self, data: TextData, *, held_out: bool) -> Batches:
-        config = self.config
-        corpus = data.held_out if held_out else data.train
-        return Batches(
-            corpus=corpus,
+        batches_of = partial(
+            Batches,
             seq_len=config.seq_len,
             batch=config.batch,
             accumulate=config.accumulate,
             rank=self.rank,
             world_size=self.world_size,
-            seed=12345 if held_out else config.seed,
-            vocab_size=data.vocab_size,
+            vocab_size=self.data.vocab_size,
         )
+        self.batches = batches_of(self.data.train, seed=config.seed)
+        self.held_out = batches_of(self.data.held_out, seed=12345)
+        check_agreement({"--data (a digest of names and sizes)": self.data.identity})
+        self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
+        self.model, self.optimizer = self._build()
+        self.step = 0
+        self._saved: int | None = None  # step of the newest checkpoint
+        self._last_held_out: float | None = None
+        self._last_entry: dict[str, Any] = {}
+        self._clock = self._lap = (0.0, 0.0)  # wall and CPU seconds of the last step
+        if config.resume:
+            self._resume()
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.config
@@ -140,14 +113,10 @@ class Trainer:
         def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
             return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
 
-        if config.hf_config:
-            model = build_hf_model(config.hf_config, config.seed, self.data.vocab_size, config.checkpointing)
-            self._described = ckpt.describe(model)
-            return self.system.build(model, None, optimizer_of)
         sizes = model_config(config, self.data.vocab_size)
         with torch.device("meta"):
             skeleton = Transformer(sizes, checkpointing=config.checkpointing)
-        self._described = ckpt.describe(skeleton)
+        self._num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
 
         def initialise(name: str, value: Tensor) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed}/{name}".encode()))
@@ -155,29 +124,17 @@ class Trainer:
 
         return self.system.build(skeleton, initialise, optimizer_of)
 
-    def _about(self) -> dict[str, Any]:
-        return {
-            "config": self.config.to_json(),
-            "identity": {"data": self.data.identity},
-            "parameters": self._described,
-            "vocab_size": self.data.vocab_size,
-            "world_size": self.world_size,
-        }
-
     def _resume(self) -> None:
-        checkpoint, damaged = ckpt.newest_intact(self.out)
-        if self.rank == 0 and not self.quiet:
-            for line in damaged:
-                say(f"{line}; going on from {checkpoint.name}")
+        checkpoint = gather_from_ranks(latest(self.out))[0]
+        if checkpoint is None:
+            raise TrainError(f"--resume: {self.out} has no complete checkpoint")
         with agreed("resuming"):
-            about = ckpt.read_about(checkpoint)
-            ckpt.check_same_run(checkpoint, about, self.config, self.data.identity, self._described)
+            self.step = self._saved = check_same_run(checkpoint, self.config, self.data.identity)
         decay = [group.get("weight_decay") for group in self.optimizer.param_groups]
-        ckpt.load(checkpoint, self.model, self.optimizer, self.group)
+        load(checkpoint, self.model, self.optimizer)
         for group, value in zip(self.optimizer.param_groups, decay, strict=True):  # --weight-decay may change
             if value is not None:
                 group["weight_decay"] = value
-        self.step = int(about["step"])
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; save; return a summary (the same on every rank but times).
@@ -185,61 +142,69 @@ class Trainer:
         Raises:
             TrainError: a save failed, or the loss is not finite.
         """
-        config = self.config
-        first, begun = self.step, time.perf_counter()
+        config, first, begun = self.config, self.step, time.perf_counter()
         with agreed("opening the metrics"):
             report = Report(self.out, first, config.steps, quiet=self.quiet) if self.rank == 0 else None
-        self._report = report
-        clock, waiting = StepClock(self.device), None
-        stopped = False
-        options = config.profile, first, self.out / f"trace-rank-{self.rank}.json", self.device
-        with report or contextlib.nullcontext(), profiling(*options) as profile:
+        profile: Any = contextlib.nullcontext()
+        if config.profile:
+            path = self.out / f"trace-rank-{self.rank}.json"
+            profile = profile_of(step_range(config.profile), first, path)
+        with contextlib.closing(report) if report else contextlib.nullcontext(), profile as tracer:
             if report:
                 report.say(self._headline())
-                if config.profile and step_range(config.profile).start < first:
-                    report.say(f"--profile {config.profile}: steps before {first} are done and not traced")
-            if first == 0 and config.eval_every and config.steps:
+            if first == 0 and config.eval_every:
                 self._held_out(report)
-            clock.lap(synchronize=True)
-            while self.step < config.steps and not stopped:
-                self.beat(f"step {self.step + 1}")
-                sums = self._train_step()
-                profile(self.step)
-                self._lap = clock.lap()
-                if waiting is not None:
-                    stopped = self._read(waiting, report)
-                waiting = sums
-                self.step += 1
-                boundary = self.step % config.eval_every == 0 if config.eval_every else False
-                if (boundary or self.step == config.steps) and config.eval_every:
-                    self._read(waiting, report)
-                    waiting = None
-                    self._held_out(report)
-                    clock.lap(synchronize=True)
-                if self.checkpoints and self.step % config.save_every == 0:
-                    if waiting is not None:  # an update with NaN must not be saved
-                        stopped, waiting = self._read(waiting, report), None
-                    self._save(report)
-            if waiting is not None:
-                self._read(waiting, report)
-            if self.checkpoints:
-                self._save(report, last=True)
+            stopped = self._train(report, tracer.step if tracer else lambda: None)
         summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
-        with agreed("drawing the curves"):
-            if self.rank == 0 and config.plot and not summary["stopped"]:
-                entries = read_metrics(self.out / METRICS)
-                draw_curves({config.optimizer: entries}, self.out / CURVES, self._headline())
-        if self.group is not None:  # `_give_up` has waited for every rank's last save
-            dist.destroy_process_group(self.group)
-            self.group = None
+        if self.rank == 0 and config.plot and not summary["stopped"]:
+            draw_curves(
+                {config.optimizer: read_metrics(self.out / METRICS)}, self.out / CURVES, self._headline()
+            )
         return summary
+
+    def _train(self, report: Report | None, after_step: Callable[[], None]) -> bool:
+        """All steps that are left, with evaluations and saves. Returns True if a rank was asked to stop."""
+        config, waiting, stopped = self.config, None, False
+        self._start_clock()
+        while self.step < config.steps and not stopped:
+            sums = self._train_step()
+            after_step()
+            now = time.perf_counter(), time.process_time()
+            self._lap, self._clock = (now[0] - self._clock[0], now[1] - self._clock[1]), now
+            if waiting is not None:
+                stopped = self._read(waiting, report)
+            waiting = sums
+            self.step += 1
+            last = self.step == config.steps
+            evaluates = config.eval_every and (last or self.step % config.eval_every == 0)
+            saves = config.save_every and self.step % config.save_every == 0
+            if evaluates or saves:  # a checkpoint must not contain an update with NaN
+                stopped, waiting = self._read(waiting, report) or stopped, None
+            if evaluates:
+                self._held_out(report)
+                self._start_clock()
+            if saves:
+                self._save()
+        if waiting is not None:
+            self._read(waiting, report)
+        if config.save_every:
+            self._save()
+            if report:
+                report.say(f"saved {latest(self.out)}")
+        return stopped
+
+    def _start_clock(self) -> None:
+        if not is_cpu(self.device):
+            torch.accelerator.synchronize(self.device)
+        self._clock = time.perf_counter(), time.process_time()
 
     def _train_step(self) -> _Sums:
         """Forward and backward over this rank's microbatches, and the optimizer's step."""
         config = self.config
         peak = optimizer_spec(config.optimizer).lr if config.lr is None else config.lr
         lr = config.learning_rate(self.step, peak)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         torch.manual_seed(zlib.crc32(f"{config.seed}/{self.step}/{self.rank}".encode()))  # dropout, if any
         self.system.begin_step(self.model, self.step)
         self.model.train()
@@ -250,36 +215,22 @@ class Trainer:
 
     def _optimizer_step(self, norm: Tensor) -> None:
         step: Callable[..., Any] = self.optimizer.step
-        if optimizer_spec(self.config.optimizer).takes_norm:
-            step(grad_norm=norm)
-        else:
+        if optimizer_spec(self.config.optimizer).is_torch:
             step()
+        else:
+            step(grad_norm=norm)
 
     def _reduce(self, loss: Tensor, norm: Tensor, lr: float) -> _Sums:
-        failed = bool(self._report and self._report.problem) or bool(
-            self.checkpoints and self.checkpoints.failed()
-        )
-        flags = [float(self.stop() > 0), float(failed)]
-        local = torch.tensor([*flags, self._lap[1], memory_mb(self.device)], dtype=torch.float64)
-        bad = (~torch.isfinite(loss)).double().view(1)
-        figures = (loss.double().view(1), norm.double().view(1) / self.world_size, bad, bad * self.rank)
-        values = torch.cat((*figures, to_device(local, self.device)))
-        work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
-        if work is not None and device_layer(self.device).asynchronous:
-            work.wait()  # the stream's, ahead of what is queued next; on a CPU it would be this thread's
-            work = None
-        return _Sums(self.step, copy_to_host(values), work, lr)
+        local = [float(self.stop() > 0), self._lap[1], memory_mb(self.device)]
+        figures = loss.double().view(1), norm.double().view(1) / self.world_size
+        values = torch.cat((*figures, to_device(torch.tensor(local, dtype=torch.float64), self.device)))
+        if self.world_size > 1:
+            dist.all_reduce(values)  # an accelerator's stream does this; the host does not wait
+        return _Sums(self.step, copy_to_host(values), lr)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
-        """Record a step's figures. Returns True, on every rank, if a rank was asked to stop."""
-        if sums.work is not None:
-            try:
-                sums.work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"all_reduce of the figures of step {sums.step + 1} failed: {error}"
-                ) from error
-        loss, norm, bad, bad_rank, stop, failed, cpu, memory = sums.read()
+        """Record the figures of a step. Returns True, on every rank, if a rank was asked to stop."""
+        loss, norm, stop, cpu, memory = sums.read()
         loss /= self.world_size
         config = self.config
         entry = {
@@ -291,33 +242,16 @@ class Trainer:
             "step_s": self._lap[0],
             "cpu_s": cpu,
             "memory_mb": memory / self.world_size,
-            "epoch": self.batches.epoch(sums.step + 1),
         }
         self._last_entry = entry
-        if report and (sums.step % config.log_every == 0 or sums.step + 1 == config.steps):
+        if report:
             report.step(entry)
-        if failed:
-            self._give_up()
-        try:
-            check_finite(sums.step + 1, loss, norm, int(bad), int(bad_rank))
-        except TrainError:
-            if self.checkpoints:
-                self.checkpoints.finish()  # of an earlier step: those numbers were good
-            raise
-        return bool(stop > 0)
-
-    def _give_up(self) -> None:
-        """Raise on every rank what went wrong while writing on one of them. Collective."""
-        with agreed("writing"):
-            if self._report and self._report.problem:
-                raise TrainError(self._report.problem)
-            if self.checkpoints:
-                self.checkpoints.finish()
+        check_finite(sums.step + 1, loss, norm)
+        return stop > 0
 
     @torch.no_grad()
     def _held_out(self, report: Report | None) -> float:
         """Mean loss over the first held-out batches, which are the same at every call and world size. Collective."""
-        self.beat("held-out evaluation")
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
@@ -332,61 +266,42 @@ class Trainer:
             report.held_out(self.step, loss)
         return loss
 
-    def _save(self, report: Report | None, *, last: bool = False) -> None:
-        """Finish the save under way and start one of this step; the last one is waited for. Collective."""
-        assert self.checkpoints is not None
-        self.beat(f"saving step {self.step}")
-        with agreed("saving"):
-            newest = self.checkpoints.finish()
-        already = newest == self.step or (last and self._saved == self.step)
-        if not already:
-            self.checkpoints.start(self.step, self.model, self.optimizer, self._about())
-            self._saved = self.step
-        if last:
-            self._give_up()
-        if report and last:
-            report.say(f"saved {ckpt.latest(self.out)}")
+    def _save(self) -> None:
+        """Save this step, unless that is done. Collective."""
+        if self._saved == self.step:
+            return
+        about = {"config": self.config.to_json(), "data": self.data.identity, "step": self.step}
+        save(self.out, self.model, self.optimizer, about, self.config.keep)
+        self._saved = self.step
 
     def _summary(self, stopped: bool, first: int, seconds: float) -> dict[str, Any]:
-        config, entry = self.config, self._last_entry
+        received = torch.tensor(int(self.stop()), device=self.device)  # the signal
+        if stopped and self.world_size > 1:
+            dist.all_reduce(received, dist.ReduceOp.MAX)
         return {
             "out": str(self.out),
-            "system": config.system,
-            "optimizer": config.optimizer,
-            "world_size": self.world_size,
             "steps": self.step,
             "first_step": first,
             "stopped": stopped,
-            "stopped_by": self._signal() if stopped else None,
-            "loss": entry.get("loss"),
+            "saved": self._saved == self.step,
+            "stopped_by": int(received) if stopped else None,
+            "loss": self._last_entry.get("loss"),
             "held_out_loss": self._last_held_out,
             "seconds": seconds,
-            "memory_mb": entry.get("memory_mb", memory_mb(self.device)),
         }
 
-    def _signal(self) -> int:
-        """The signal that some rank was stopped by. Collective."""
-        received = torch.tensor(int(self.stop()), device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(received, dist.ReduceOp.MAX)
-        return int(received)
-
     def _headline(self) -> str:
-        count = sum(math.prod(shape) for shape, _ in self._described.values())
         config = self.config
-        ranks = (
-            f"rank{'s' if self.world_size > 1 else ''}{f' (hsdp {config.hsdp})' if config.hsdp > 1 else ''}"
-        )
         return (
-            f"{count / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} {ranks}, "
-            f"{config.optimizer}, {config.precision}, "
+            f"{self._num_parameters / 1e6:.2f}M parameters, {config.system} on {self.world_size} {self.device.type} "
+            f"ranks{f' (hsdp {config.hsdp})' if config.hsdp > 1 else ''}, {config.optimizer}, {config.precision}, "
             f"{config.batch} x {config.seq_len} tokens a step, {self.data.train.num_tokens / 1e6:.1f}M tokens of "
             f"{self.data.source}"
         )
 
 
 def data_of(config: RunConfig) -> TextData:
-    """The data of a run."""
+    """Training and held-out text of a run."""
     return read_data(
         config.data,
         dtype=config.dtype,
@@ -399,13 +314,3 @@ def data_of(config: RunConfig) -> TextData:
 def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
     """The model's sizes, with the data's vocabulary."""
     return dataclasses.replace(config.model, vocab_size=vocab_size)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its learning rate; a group's ``lr_scale`` multiplies it."""
-    for group in optimizer.param_groups:
-        value = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value

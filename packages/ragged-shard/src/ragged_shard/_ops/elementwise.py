@@ -154,7 +154,8 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     results: list[Any] = [None] * count
     # The others first: if torch refuses them, nothing ragged has been written yet. DTensors separate from plain ones.
-    for group in _by_kind(args[0], others):
+    kinds = [[i for i in others if operands.is_distributed(args[0][i]) is kind] for kind in (True, False)]
+    for group in filter(None, kinds):
         rest = [
             [a[i] for i in group] if lst and len(a) == count else operands.number_of(a)
             for a, lst in zip(args, is_list, strict=True)
@@ -170,12 +171,6 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for i, result in zip(ragged, local_results, strict=True):
         results[i] = _wrap(result, targets[i])  # type: ignore[arg-type]
     return results
-
-
-def _by_kind(tensors: Any, positions: list[int]) -> list[list[int]]:
-    distributed = [i for i in positions if operands.is_distributed(tensors[i])]
-    plain = [i for i in positions if not operands.is_distributed(tensors[i])]
-    return [group for group in (distributed, plain) if group]
 
 
 def _check_position(

@@ -8,20 +8,18 @@ tensor's mesh; norms that are replicas over the same ranks can be stacked whiche
                       '---one all-reduce---'      another
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ragged_shard._ops.fallback import as_dtensor, fallback, require_reduced
 from ragged_shard._ops.operands import is_distributed
-from ragged_shard._ops.reduce import HALVES, bound, join, local_of, norm_over
+from ragged_shard._ops.reduce import HALVES, join, local_of, norm_over
 from ragged_shard._sharding import describe_mesh, ranks_along, sharding_of
-from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
-from ragged_shard._torch_compat import Op
+from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import DISTRIBUTED, Op, bound
 
 _REPLICATE = Replicate()
 
@@ -38,7 +36,7 @@ class _Cut(NamedTuple):
 def foreach_norm(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms of a list of tensors: one all-reduce, of 8 bytes per tensor, for all that are cut over the same ranks.
 
-    One for each mesh axis where no process group has just these ranks; see `_groups_of`.
+    One for each mesh axis if several axes cut all of them.
     """
     tensors, arguments = args[0], bound(func, args, kwargs)
     order, dtype = float(arguments.get("ord", 2)), arguments.get("dtype")
@@ -86,10 +84,13 @@ def _fill_in(results: list[Any], cuts: list[_Cut], order: float, dtype: torch.dt
     by_ranks: dict[frozenset[int], list[_Cut]] = {}
     for cut in cuts:
         by_ranks.setdefault(ranks_along(cut.mesh, cut.axes), []).append(cut)
-    for ranks, members in by_ranks.items():
+    for members in by_ranks.values():
         values = [_values(cut.locals, order, dtype) for cut in members]
         how = norm_over(members[0].locals[0], order, dtype, torch.float64)
-        totals = join(torch.cat(values), how, _groups_of(ranks, members, cuts))
+        groups = min(
+            ([cut.mesh.get_group(a) for a in cut.axes if cut.mesh.size(a) > 1] for cut in members), key=len
+        )
+        totals = join(torch.cat(values), how, groups)
         for cut, total in zip(members, totals.split([len(v) for v in values]), strict=True):
             finished = norm_over(cut.locals[0], order, dtype, torch.float64).finish(total, 0)
             after = sharding_of(cut.mesh, (_REPLICATE,) * cut.mesh.ndim, torch.Size(()))
@@ -110,39 +111,13 @@ def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None
     return values if order == float("inf") else values.to(torch.float64).pow_(order)
 
 
-def _groups_of(
-    ranks: frozenset[int], members: Sequence[_Cut], cuts: Sequence[_Cut]
-) -> list[dist.ProcessGroup]:
-    """The process groups to reduce over, one after another, so that all of these ranks contribute: one if there is one.
-
-    Where several axes cut a tensor, an axis of another mesh in the list may have just their ranks, or the default
-    group may. What is looked at is the same on every rank, and nothing is made.
-    """
-    if len(ranks) == 1:
-        return []
-    for cut in (*members, *cuts):
-        for axis in cut.axes:
-            group = cut.mesh.get_group(axis)
-            if len(ranks) == group.size() and ranks == frozenset(dist.get_process_group_ranks(group)):
-                return [group]
-    mesh, axes = members[0].mesh, members[0].axes
-    world = dist.group.WORLD
-    if (
-        world is not None
-        and len(ranks) == world.size()
-        and f"{mesh.device_type}:" in dist.get_backend_config(world)
-    ):
-        return [world]
-    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
-
-
 def stack(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms, or other tensors that are replicas over the same ranks, whichever meshes these are; others as torch does.
 
     Of a DTensor with a pending norm the total is taken first: one all-reduce for each axis that cuts it.
 
     Raises:
-        NotImplementedError: replicas over different ranks. What the ranks outside hold is not known.
+        NotImplementedError: replicas over different ranks: the values of ranks outside are not known.
     """
     tensors = list(args[0])
     first = getattr(tensors[0], "_sharding", None) if tensors else None

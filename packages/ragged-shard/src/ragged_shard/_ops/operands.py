@@ -3,7 +3,7 @@
 another ragged tensor     the same sharding, else the error prints both
 Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it. One
                           number also on another mesh that has all ranks of this one
-Shard(0) DTensor          what torch's distribute_tensor makes of ragged placements, where the op writes the ragged
+Shard(0) DTensor          as torch's distribute_tensor makes it of ragged placements, where the op writes the ragged
                           tensor: redistributed by one all_to_all
 plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
                           implicit_replication() says that plain tensors are the same on all ranks
@@ -21,8 +21,8 @@ from ragged_shard._autograd import local_and_sharding
 from ragged_shard._placement import RaggedShard
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, ranks_along
-from ragged_shard._tensor import DISTRIBUTED, RaggedDTensor
-from ragged_shard._torch_compat import Op, implicitly_replicated
+from ragged_shard._tensor import RaggedDTensor
+from ragged_shard._torch_compat import DISTRIBUTED, Op, implicitly_replicated
 
 
 def is_distributed(value: object) -> bool:

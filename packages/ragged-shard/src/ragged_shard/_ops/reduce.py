@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ragged_shard import _comm
 from ragged_shard._ops.fallback import fallback, require_reduced
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
-from ragged_shard._torch_compat import Op
+from ragged_shard._torch_compat import Op, bound
 
 HALVES = (torch.float16, torch.bfloat16)
 _REPLICATE = Replicate()
@@ -41,7 +41,6 @@ class Reduction:
     work: torch.dtype
     empty: float | int
     finish: Callable[[torch.Tensor, int], torch.Tensor]
-    linear: bool = False
 
 
 def dims_of(dim: Any, ndim: int) -> list[int] | None:
@@ -56,14 +55,10 @@ def dims_of(dim: Any, ndim: int) -> list[int] | None:
 
 
 def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepdim: bool, func: Op) -> Any:
-    """The reduction of a ragged tensor over ``dims`` (None: all)."""
+    """The reduction of a ragged tensor over all dims (None), or over some of which one is cut."""
     sharding = tensor._sharding
-    if not how.linear:
-        require_reduced(func, sharding)
     over = list(range(len(sharding.shape))) if dims is None else dims
     count = math.prod(sharding.shape[d] for d in over)
-    if dims is not None and uncut(sharding, over):
-        return _within_rank(tensor, how, over, keepdim, count)
     if dims is None:
         buffer = local_of(how, tensor._local_tensor.reshape(-1), [0]).reshape(())
     else:
@@ -93,26 +88,38 @@ def uncut(sharding: Sharding, dims: list[int]) -> bool:
     return all(d >= len(sharding.ragged.dims) and d not in cut for d in dims)
 
 
-def _within_rank(tensor: RaggedDTensor, how: Reduction, dims: list[int], keepdim: bool, count: int) -> Any:
-    """A reduction over uncut dims: local, and the result is ragged as the tensor, with dims renumbered."""
-    sharding = tensor._sharding
+def within_rank(func: Op, arguments: dict[str, Any], dims: list[int]) -> Any:
+    """The op over dims that no rank's share is cut in: on local tensors; placements stay, with dims renumbered."""
+    tensor = arguments["self"]
+    local, sharding = tensor._local_tensor, tensor._sharding
     shift = len(sharding.ragged.dims) - 1
-    result = how.finish(local_of(how, tensor._local_tensor, [d - shift for d in dims]), count)
-    placements = list(sharding.placements)
-    shape = list(sharding.shape)
-    if keepdim:
-        for d in dims:
-            shape[d] = 1
+    listed = isinstance(arguments["dim"], (list, tuple))
+    local_dims = [d - shift for d in dims]
+    metas = func(**{**arguments, "self": torch.empty(sharding.shape, dtype=tensor.dtype, device="meta")})
+    single = isinstance(metas, torch.Tensor)
+    metas = (metas,) if single else metas
+    after = [sharding_of(sharding.mesh, _without(dims, sharding, meta.ndim), meta.shape) for meta in metas]
+    if local.numel() or not tensor.numel():
+        results = func(**{**arguments, "self": local, "dim": local_dims if listed else local_dims[0]})
+        results = (results,) if single else results
     else:
-        result = result.squeeze([d - shift for d in dims])
-        shape = [n for d, n in enumerate(shape) if d not in dims]
-        for axis, p in enumerate(placements):
-            if type(p) is Shard:  # one whose dim is gone is on an axis of size 1
-                placements[axis] = (
-                    _REPLICATE if p.dim in dims else Shard(p.dim - sum(d < p.dim for d in dims))
-                )
-    return RaggedDTensor._wrap(
-        result.contiguous(), sharding_of(sharding.mesh, tuple(placements), torch.Size(shape))
+        results = [
+            torch.empty(s.local_shape or (), dtype=m.dtype, device=local.device)
+            for s, m in zip(after, metas, strict=True)
+        ]
+    wrapped = tuple([RaggedDTensor._wrap(r.contiguous(), s) for r, s in zip(results, after, strict=True)])
+    return wrapped[0] if single else wrapped
+
+
+def _without(dims: list[int], sharding: Sharding, ndim: int) -> tuple[Placement, ...]:
+    """The placements of a result with ``ndim`` dims, of which these dims are gone if it has fewer."""
+    if ndim == len(sharding.shape):
+        return sharding.placements
+    return tuple(
+        Shard(p.dim - sum(d < p.dim for d in dims))
+        if type(p) is Shard and p.dim not in dims
+        else (_REPLICATE if type(p) is Shard else p)  # one whose dim is gone is on an axis of size 1
+        for p in sharding.placements
     )
 
 
@@ -157,9 +164,7 @@ def sum_like(x: torch.Tensor, dtype: torch.dtype | None, mean: bool) -> Reductio
     def finish(total: torch.Tensor, count: int) -> torch.Tensor:
         return (total / count if mean else total).to(out)
 
-    return Reduction(
-        lambda v, d: v.sum(d, keepdim=True, dtype=work), dist.ReduceOp.SUM, work, 0, finish, True
-    )
+    return Reduction(lambda v, d: v.sum(d, keepdim=True, dtype=work), dist.ReduceOp.SUM, work, 0, finish)
 
 
 def extreme(x: torch.Tensor, largest: bool) -> Reduction:
@@ -179,18 +184,20 @@ def extreme(x: torch.Tensor, largest: bool) -> Reduction:
 def _logical(x: torch.Tensor, every: bool) -> Reduction:
     test = torch.all if every else torch.any
     op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
-    out = torch.uint8 if x.dtype == torch.uint8 else torch.bool
-
-    def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
-        for d in dims:
-            v = test(v, d, keepdim=True)
-        return v.to(torch.uint8)
-
-    return Reduction(local, op, torch.uint8, int(every), lambda total, count: total.to(out))
+    narrow, out = torch.uint8, torch.uint8 if x.dtype == torch.uint8 else torch.bool
+    return Reduction(
+        lambda v, d: test(v, d, keepdim=True).to(narrow), op, narrow, int(every), lambda t, n: t.to(out)
+    )
 
 
 def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
-    """A vector norm: local norms to the power of p, summed in ``wide`` so that large ones do not overflow."""
+    """A vector norm: local norms to the power of p, summed in ``wide`` so that large ones do not overflow.
+
+    Raises:
+        RuntimeError: of integers, also on ranks without elements, where torch does not look.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(f"a norm needs a floating point or complex tensor, not {x.dtype}")
     out = dtype or x.dtype
     inner = torch.float32 if out in HALVES else out
 
@@ -206,15 +213,9 @@ def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: to
     return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 
-def _counted(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
-    return Reduction(
-        lambda v, d: (v != 0).sum(d, keepdim=True), dist.ReduceOp.SUM, torch.int64, 0, lambda t, n: t
-    )
-
-
 def _nansum(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
     how = sum_like(x, dtype, False)
-    return replace(how, local=lambda v, d: v.nansum(d, keepdim=True, dtype=how.work), linear=False)
+    return replace(how, local=lambda v, d: v.nansum(d, keepdim=True, dtype=how.work))
 
 
 def _prod(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
@@ -226,26 +227,17 @@ def _prod(x: torch.Tensor, dtype: torch.dtype | None) -> Reduction:
             v = v.prod(d, keepdim=True)
         return v
 
-    return replace(how, local=local, join=dist.ReduceOp.PRODUCT, empty=1, linear=False)
+    return replace(how, local=local, join=dist.ReduceOp.PRODUCT, empty=1)
 
 
 #: Sums and products that are made of a tensor and dtype.
 COUNTED: dict[str, Callable[[torch.Tensor, torch.dtype | None], Reduction]] = {
-    "count_nonzero": _counted,
+    "count_nonzero": lambda x, dtype: Reduction(
+        lambda v, d: (v != 0).sum(d, keepdim=True), dist.ReduceOp.SUM, torch.int64, 0, lambda t, n: t
+    ),
     "nansum": _nansum,
     "prod": _prod,
 }
-
-
-def bound(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with defaults filled in."""
-    bound = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            bound[argument.name] = args[position]
-        else:
-            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return bound
 
 
 def reduction(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,6 +249,10 @@ def reduction(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = bound(func, args, kwargs)
     local, shape = tensor._local_tensor, tensor._sharding.shape
     dims = dims_of(arguments.get("dim"), len(shape))
+    if kind not in ("sum", "mean"):
+        require_reduced(func, tensor._sharding)
+    if dims is not None and uncut(tensor._sharding, dims):
+        return within_rank(func, arguments, dims)
     keepdim, dtype = bool(arguments.get("keepdim", False)), arguments.get("dtype")
     if kind in ("sum", "mean"):
         how = sum_like(local, dtype, kind == "mean")
@@ -269,12 +265,7 @@ def reduction(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wide = torch.float64 if dims is None else (torch.float32 if local.dtype in HALVES else local.dtype)
         how = norm_over(local, 2.0 if order is None else float(order), dtype, wide)
     else:
-        _check_not_empty(func, shape, dims)
+        if any(shape[d] == 0 for d in (range(len(shape)) if dims is None else dims)):
+            raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)}: not defined over no elements")
         how = extreme(local, kind in ("max", "amax"))
     return reduced(tensor, how, dims, keepdim, func)
-
-
-def _check_not_empty(func: Op, shape: torch.Size, dims: list[int] | None) -> None:
-    over = range(len(shape)) if dims is None else dims
-    if any(shape[d] == 0 for d in over):
-        raise RuntimeError(f"{func} of a tensor of shape {tuple(shape)}: not defined over no elements")

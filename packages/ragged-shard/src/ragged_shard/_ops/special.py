@@ -104,7 +104,7 @@ def item(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise refusal(func, sharding)
         element = local.new_zeros(1)
         element[: local.numel()] = local
-        # Its bytes, of which other ranks have zeros: any number stays what it is.
+        # Its bytes, of which other ranks have zeros: any number keeps its bits.
         _comm.all_reduce(element.view(torch.uint8), dist.ReduceOp.SUM, sharding.mesh.get_group(sharding.axis))
         local = element
     return func(local)

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from ragged_shard import _comm
 from ragged_shard._ops.fallback import fallback, refusal, require_reduced
 from ragged_shard._ops.operands import local_from_full
-from ragged_shard._ops.reduce import HALVES, bound, dims_of, extreme, reduced, sum_like, uncut
-from ragged_shard._sharding import sharding_of
+from ragged_shard._ops.reduce import HALVES, dims_of, extreme, reduced, sum_like, uncut, within_rank
 from ragged_shard._tensor import RaggedDTensor
-from ragged_shard._torch_compat import Op
+from ragged_shard._torch_compat import Op, bound
 
 _wrap = RaggedDTensor._wrap
 _LAST = torch.iinfo(torch.int64).max
@@ -31,30 +30,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _within(func: Op, arguments: dict[str, Any], tensor: RaggedDTensor, dims: list[int]) -> Any:
-    """The op over dims that no rank's share is cut in: on local tensors; placements stay."""
-    sharding = tensor._sharding
-    shift = len(sharding.ragged.dims) - 1
-    listed = isinstance(arguments["dim"], (list, tuple))
-    local_dims = [d - shift for d in dims]
-    on_local = {**arguments, "self": tensor._local_tensor, "dim": local_dims if listed else local_dims[0]}
-    on_meta = {**arguments, "self": torch.empty(sharding.shape, dtype=tensor.dtype, device="meta")}
-    metas = func(**on_meta)
-    single = isinstance(metas, torch.Tensor)
-    metas = (metas,) if single else metas
-    after = [sharding_of(sharding.mesh, sharding.placements, meta.shape) for meta in metas]
-    if tensor._local_tensor.numel():
-        results = func(**on_local)
-        results = (results,) if single else results
-    else:
-        results = [
-            torch.empty(s.local_shape or (), dtype=m.dtype, device=tensor.device)
-            for s, m in zip(after, metas, strict=True)
-        ]
-    wrapped = tuple([_wrap(r.contiguous(), s) for r, s in zip(results, after, strict=True)])
-    return wrapped[0] if single else wrapped
-
-
 def statistic(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over uncut dims the op itself; else what `COMPOSED` says, and a refusal where it says nothing."""
     name = func._schema.name.removeprefix("aten::")
@@ -64,11 +39,8 @@ def statistic(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sharding = tensor._sharding
     require_reduced(func, sharding)
     dims = dims_of(arguments.get("dim"), len(sharding.shape))
-    alone = (
-        sharding.cut_axes in ((), (sharding.axis,)) and "other" not in arguments and "target" not in arguments
-    )
-    if dims is not None and alone and uncut(sharding, dims):
-        return _within(func, arguments, tensor, dims)
+    if dims is not None and uncut(sharding, dims):
+        return within_rank(func, arguments, dims)
     composed = COMPOSED.get(name)
     if composed is None or tensor.is_complex():
         raise refusal(func, sharding)

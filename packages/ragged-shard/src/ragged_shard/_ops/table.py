@@ -1,4 +1,4 @@
-"""The table: which op follows which rule. What is not in it is refused; `docs/ops.md` prints it.
+"""The table: which op follows which rule. Other ops are refused; `docs/ops.md` prints it.
 
 Names are aten's; a rule covers the op's functional and in-place overloads (for pointwise ops ``out=`` too). `RULES` is
 data: rule -> (what it does, what it communicates, how handlers are made, ops).
@@ -12,6 +12,7 @@ import torch
 from ragged_shard._ops import elementwise, norms, reduce, special, statistics, views
 from ragged_shard._ops.fallback import fallback
 from ragged_shard._tensor import HANDLERS, Handler, RaggedDTensor
+from ragged_shard._torch_compat import bound
 
 
 def _for_each(handle: Handler) -> Callable[[Any], Handler]:
@@ -109,8 +110,8 @@ RULES: dict[str, Rule] = {
     ),
     "foreach norm": Rule(
         "a Replicate 0-d norm for each tensor",
-        "one all_reduce for all that are cut over the same ranks (one per axis where no group has just these), 8 bytes "
-        "per tensor",
+        "one all_reduce for all that are cut over the same ranks (one per axis if several axes cut them), 8 bytes per "
+        "tensor",
         _for_each(norms.foreach_norm),
         "_foreach_norm",
     ),
@@ -192,17 +193,12 @@ def _counting(op: Any, handle: Handler) -> Handler:
 
     Below autograd, where handlers run, torch does not count; who keeps something made from a local tensor looks there.
     """
-    written = [
-        (position, argument.name)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def handle_and_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handle(func, args, kwargs)
-        tensors: list[torch.Tensor] = []
-        for position, name in written:
-            values = args[position] if position < len(args) else kwargs.get(name)
+        arguments, tensors = bound(op, args, kwargs), []
+        for values in [arguments[name] for name in written]:
             listed = values if isinstance(values, (list, tuple)) else (values,)
             tensors += [value._local_tensor for value in listed if isinstance(value, RaggedDTensor)]
         if tensors:

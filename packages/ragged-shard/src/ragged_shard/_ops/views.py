@@ -10,6 +10,7 @@ that is cut between rows are views of their local tensors:
 """
 
 import math
+import operator
 from itertools import accumulate
 from typing import Any
 
@@ -18,11 +19,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.overrides import enable_reentrant_dispatch
 
 from ragged_shard._ops.fallback import fallback, refusal
-from ragged_shard._ops.reduce import bound
 from ragged_shard._placement import RaggedShard, StridedRaggedShard
 from ragged_shard._sharding import Sharding, sharding_of
 from ragged_shard._tensor import RaggedDTensor
-from ragged_shard._torch_compat import Op
+from ragged_shard._torch_compat import Op, bound
 
 
 def view(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,23 +120,13 @@ def _reshaped(func: Op, sharding: Sharding, shape: torch.Size) -> Sharding:
     if mixed or shape.numel() != sharding.shape.numel() or not shape.numel():
         raise refusal(func, sharding)
     # Preferably the same prefix; else the shortest one whose elements the shares divide.
-    cut = _prefix_of(shape, prefix_numel)
-    if cut is None:
-        fitting = (k for k in range(1, len(shape) + 1) if math.prod(shape[:k]) % placement.total_units == 0)
-        cut = next(fitting, None)
-    if cut is None:
+    prefixes = list(enumerate(accumulate(shape, operator.mul), start=1))
+    fitting = [k for k, numel in prefixes if numel == prefix_numel]
+    fitting += [k for k, numel in prefixes if numel % placement.total_units == 0]
+    if not fitting:
         raise refusal(func, sharding)
+    cut = fitting[0]
     after = RaggedShard(tuple(range(cut)), placement.local_units)
     assert sharding.axis is not None
     placements = (*sharding.placements[: sharding.axis], after, *sharding.placements[sharding.axis + 1 :])
     return sharding_of(sharding.mesh, placements, shape)
-
-
-def _prefix_of(shape: torch.Size, numel: int) -> int | None:
-    """The number of leading dimensions of ``shape`` with ``numel`` elements together, or None."""
-    running = 1
-    for k, size in enumerate(shape, start=1):
-        running *= size
-        if running == numel:
-            return k
-    return None

@@ -24,21 +24,18 @@ their process group, for the next call.
 
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._device import RaceError, SimulatedDevice
-from ragged_shard.testing._host_waits import HostWaits, host_waits
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 from ragged_shard.testing._worker import rank_mesh
 
 __all__ = [
     "Collective",
-    "HostWaits",
     "Network",
     "RaceError",
     "RankError",
     "Record",
     "SimulatedDevice",
     "Simulation",
-    "host_waits",
     "on_ranks",
     "preload",
     "rank_mesh",

@@ -1,7 +1,7 @@
 """Count the bytes that a rank's collectives send, where they are dispatched.
 
-Bytes are what this rank must send to *other* ranks for the collective's result, whichever algorithm the backend
-chooses (N ranks):
+Counted are the bytes that this rank must send to *other* ranks for the collective's result, whichever algorithm the
+backend chooses (N ranks):
 
     all_to_all       the entries for other ranks
     all_gather       (N-1) x its input
@@ -89,16 +89,16 @@ def _event(name: str, func: Any, args: Any) -> Collective:
         splits = named.get("input_split_sizes")
         own = splits[rank] / max(sum(splits), 1) if splits else 1 / ranks
         return Collective(kind, ranks, size - round(size * own))
-    if kind == "all_gather":
-        return Collective(kind, ranks, size * (ranks - 1))
-    if kind == "broadcast":
-        root = named.get("root_rank", named.get("src"))
-        return Collective(kind, ranks, size * (ranks - 1) if root == rank else 0.0)
-    if kind == "reduce_scatter":
-        return Collective(kind, ranks, size * (ranks - 1) / ranks)
-    if kind == "all_reduce":
-        return Collective(kind, ranks, 2 * size * (ranks - 1) / ranks)
-    return Collective(kind, ranks, size if kind in ("send", "reduce") else 0.0)
+    is_root = named.get("root_rank", named.get("src")) == rank
+    factors: dict[str, float] = {
+        "all_gather": ranks - 1,
+        "broadcast": (ranks - 1) * is_root,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "send": 1,
+        "reduce": 1,
+    }
+    return Collective(kind, ranks, size * factors.get(kind, 0))
 
 
 def _group(args: Any) -> Any:

@@ -3,7 +3,7 @@
     compute   [ write w ]----event----.            stream clocks are vectors: what of each stream has happened before
     side                          wait '[ read w ]
 
-Each stream has a vector clock. Queueing an op takes over what the host has waited for and ticks the stream's own time;
+Each stream has a vector clock. Queueing an op joins the host's clock and ticks the stream's own time;
 an event is a copy of a clock; waiting for it joins that copy. Each block of memory remembers who accessed which bytes
 at what time. An access that conflicts with one that its stream's clock does not contain is a race, and raises. So are
 
@@ -19,8 +19,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class Pools:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors that are not views of others."""
+    """The tensors that have memory."""
     return [
         t
         for t in tree_leaves(tree)
@@ -98,27 +98,15 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     ]
 
 
-def arguments(schema: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an op reads, and the tensors that it writes."""
+def operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """Tensors that an op reads, tensors that it writes, and whether the host may go on before it has completed."""
+    named = compat.bound(func, args, kwargs)
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for index, argument in enumerate(schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = [
-            t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and not t.is_meta and not t.is_sparse
-        ]
+    for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(tensors)
-    return reads, writes
-
-
-def is_non_blocking(schema: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a copy was asked not to make the host wait."""
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == "non_blocking":
-            flag = args[index] if index < len(args) else kwargs.get("non_blocking")
-            return bool(flag)
-    return False
+        (writes if written else reads).extend(tensors_in(named[argument.name]))
+    return reads, writes, bool(named.get("non_blocking"))
 
 
 def makes_room(func: Any) -> bool:
@@ -191,8 +179,8 @@ class SimulatedEvent:
         join(self.clock, self.device.host)
 
     def query(self) -> bool:
-        """Whether it has completed: as the device's `completes` says."""
-        return self.device.completes()
+        """Refused: on a device the answer depends on timing, and so would all that follows from it."""
+        raise RaceError(f"the host asks at {where()} whether work has completed")
 
     def synchronize(self) -> None:
         """Block the host until it has completed."""
@@ -206,13 +194,11 @@ class SimulatedDevice(StreamLayer):
 
     Args:
         device: "cpu"; with an index ("cpu:0") shards on "cpu" are offloaded from it.
-        completes: what events answer when they are asked whether they have completed.
 
     Attributes:
         host: the clock of everything that the host has waited for.
         pools: memory that a caching allocator would hold.
         accesses: how many were checked.
-        copied_out, copied_in: bytes of copies to page-locked memory, and from there.
 
     Raises:
         RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
@@ -221,14 +207,12 @@ class SimulatedDevice(StreamLayer):
 
     capturing: bool = False  # tests set it
 
-    def __init__(self, device: str = CPU.type, completes: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, device: str = CPU.type) -> None:
         super().__init__(torch.device(device))
-        self.completes = completes
         self.host: Clock = {}
         self.pools = Pools()
         self.accesses = 0
         self._numbers = itertools.count(1)
-        self.copied_out = self.copied_in = 0
         self._default = self.new_stream()
         self._default.name = "the default stream"
         self._here = threading.local()
@@ -273,7 +257,7 @@ class SimulatedDevice(StreamLayer):
         return getattr(self._here, "stream", self._default)
 
     @contextmanager
-    def _switch(self, stream: SimulatedStream) -> Iterator[None]:
+    def _use(self, stream: Any) -> Iterator[None]:
         before = self.current_stream()
         self._here.stream = stream
         try:
@@ -284,9 +268,6 @@ class SimulatedDevice(StreamLayer):
                     yield
         finally:
             self._here.stream = before
-
-    def _use(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._switch(stream)
 
     def _new_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
@@ -410,10 +391,6 @@ class SimulatedDevice(StreamLayer):
                         Access(stream.number, stream.name, time, writing, low, high, what),
                         stream.clock,
                     )
-                if mixed and writing:
-                    out = block.on_host
-                    self.copied_out += (high - low) * out
-                    self.copied_in += (high - low) * (not out)
             if mixed and waits:
                 join(self.host, stream.clock)
 
@@ -448,18 +425,19 @@ class _Stamp(TorchDispatchMode):
             return NotImplemented  # their own ops on local tensors come here
         device, schema = self._device, func._schema
         device.raise_late()
+        if func is torch.ops.aten.lift_fresh.default:  # of `torch.tensor`, whose memory no op has made
+            device.born(args[0].untyped_storage(), device.device != CPU, False)
         pinned = bool(kwargs.get("pin_memory"))
         if pinned:
             kwargs = {**kwargs, "pin_memory": False}
-        reads, writes = arguments(schema, args, kwargs)
+        reads, writes, non_blocking = operands(func, args, kwargs)
         if schema.name in SYNCS and not device.all_on_host(reads):
             device.wait_for_current()
         is_view = bool(schema.returns) and all(
             r.alias_info and not r.alias_info.is_write for r in schema.returns
         )
         if not is_view and func.namespace == "aten" and not makes_room(func):
-            waits = not is_non_blocking(schema, args, kwargs)
-            device.run(str(func), reads, writes, waits, self._to_device(kwargs))
+            device.run(str(func), reads, writes, not non_blocking, self._to_device(kwargs))
         result = func(*args, **kwargs)
         if not is_view:
             self._see_results(func, result, reads + writes, pinned, self._to_device(kwargs))

@@ -91,14 +91,18 @@ def on_ranks(world_size: int | str, **options: Any) -> Callable[[Callable[..., N
     """Decorate a test so that every rank runs its body, by `run_ranks` with ``options``.
 
     Arguments of the test are pickled. ``world_size`` may be the name of the one with the number of ranks, or with the
-    shape of a mesh of them.
+    shape of a mesh of them. What pytest's ``monkeypatch`` changes on a rank is undone there.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def start(*args: Any, **kwargs: Any) -> None:
             if _worker.serving:
-                test(*args, **kwargs)
+                try:
+                    test(*args, **kwargs)
+                finally:
+                    if "monkeypatch" in kwargs:  # this rank's copy of it, which pytest cannot undo
+                        kwargs["monkeypatch"].undo()
             else:
                 size = kwargs[world_size] if isinstance(world_size, str) else world_size
                 ranks = math.prod(size) if isinstance(size, tuple) else size

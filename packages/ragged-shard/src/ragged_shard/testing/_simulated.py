@@ -3,7 +3,7 @@
     compute stream   [ block 1 ][ block 2 ][ block 3 ]
     own stream       [== gather 2 ==][== gather 3 ==]        a delay of latency + bytes / bandwidth, then a real copy
 
-Every other rank is taken to hold what this one holds: a gather repeats this rank's input, a sum is `world_size` times
+Every other rank is taken to hold this one's values: a gather repeats this rank's input, a sum is `world_size` times
 its own. So the right number of bytes is written to the right memory, on a stream of the group's own as with NCCL,
 and memory, streams and overlap are the tested code's. Values, and so losses, mean nothing. On a CPU there
 are no streams, and delays are simulated on CUDA only.
@@ -52,7 +52,6 @@ class Simulation:
         rank: the one that this process stands for.
         collectives: as for `simulated_ranks`.
         network: may be exchanged at any time.
-        received: bytes that this rank would have received from others so far.
         calls: the collectives so far: the process group's name, and the bytes received.
     """
 
@@ -60,7 +59,6 @@ class Simulation:
     rank: int
     collectives: Collectives
     network: Network
-    received: float = 0.0
     calls: list[tuple[str, float]] = field(default_factory=list)
     _streams: dict[DeviceLayer, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
@@ -78,7 +76,7 @@ class SimulatedWork(dist.Work):
     Args:
         results: memory that it writes.
         layer, event: its device and its end there; None: it has completed.
-        uses: what it holds until it was waited for, as NCCL's do: the memory that it uses.
+        uses: the memory that it references until it was waited for, as NCCL's do.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Write the results, or not, as the simulation's `collectives` says."""
         simulation = self._simulation
-        simulation.received += received
         simulation.calls.append((self._name, received))
         if simulation.collectives == "skip":
             return SimulatedWork(results)

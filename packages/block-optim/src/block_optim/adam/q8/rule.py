@@ -2,7 +2,7 @@
 
     runs        where parameters, gradients and codes are neighbours in the same order, without gaps
     stretches   consecutive blocks of one width: a matrix of tiles, over several parameters if they fit together
-    tile steps  stretches cut between bands of tiles to what the scratch holds
+    tile steps  stretches cut between bands of tiles to the size of the scratch
 
 On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA all stretches are one Triton launch.
 """
@@ -18,12 +18,12 @@ from block_optim.adam.q8.launch import Launch, Row, launches_of, scalar_table
 from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors, rates_of
 from block_optim.adam.q8.variants import Types, quantized_variant
 from block_optim.core._torch_compat import foreach_add_, local_of
-from block_optim.core.device import per_device
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import ScaleLayout, block_for, scale_layout
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
+from block_optim.core.scratch import per_device
 from block_optim.core.tiles import Stretch, TileScratch, merged, stretches_of
 from ragged_shard.device import has_triton
 
@@ -142,18 +142,11 @@ class _Plan:
 
     def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
         """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
-        odd = []
-        for i, (grad, local) in enumerate(zip(active.grads, self.locals, strict=True)):
-            if grad.stride() != local.stride() and not (grad.is_contiguous() and local.is_contiguous()):
-                odd.append(
-                    (
-                        i,
-                        torch.empty_strided(
-                            local.shape, local.stride(), dtype=grad.dtype, device=grad.device
-                        ),
-                    )
-                )
-        return odd
+        return [
+            (i, torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device))
+            for i, (grad, local) in enumerate(zip(active.grads, self.locals, strict=True))
+            if grad.stride() != local.stride() and not (grad.is_contiguous() and local.is_contiguous())
+        ]
 
     def step(self, active: StepGradients) -> None:
         """Count, and update."""
@@ -189,7 +182,7 @@ class _Plan:
             for key, e, format_key in zip(classes, self.entries, own, strict=True)
         ]
         result: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
-        for run in joint_runs(lists, kinds, max_gap=0):
+        for run in joint_runs(lists, kinds):
             first = run.members[0]
             kind = classes[first]
             result.setdefault(self.locals[first].device, []).extend(

@@ -1,6 +1,6 @@
 """Draw and run new programs: `./run programs -- --minutes 60`, or `--seed 7 --count 1`; `--system simulated`.
 
-Programs that fail are made smaller, printed, and written to `found/`, which `./run tests` replays.
+Programs that fail are made smaller, printed, and written to `tests/programs/found/`, which `./run tests` replays.
 """
 
 import argparse
@@ -13,15 +13,16 @@ from typing import Any
 
 from ragged_shard.testing import preload
 
-FOUND = Path(__file__).parent / "found"
+FOUND = Path(__file__).parents[1] / "tests" / "programs" / "found"
 EVERY = 100  # programs between two lines of progress
 
 
 def search(arguments: argparse.Namespace, first: int, answers: Any) -> None:
     """In a process: run every `jobs`-th program from a seed on, and send back what came of each."""
     preload("fsdp_runtime", "tests.programs.runs")
-    from .program import draw
-    from .runs import outcome
+    from tests.programs.program import draw
+    from tests.programs.runs import outcome
+
     from .shrink import shrunk
 
     simulated, deadline = arguments.system == "simulated", time.monotonic() + 60 * arguments.minutes
@@ -119,3 +120,7 @@ def write(folder: Path, seed: int, program: Any, fault: str) -> None:
     folder.mkdir(exist_ok=True)
     first = fault.splitlines()[0][:110]
     (folder / f"seed_{seed}.txt").write_text(f"# {first}\n{program!r}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .program import Program, Unit
+from tests.programs.program import Program, Unit
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Program) if field.name != "seed"}
 

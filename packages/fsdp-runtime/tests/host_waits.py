@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ragged_shard._tensor import RaggedDTensor
+from ragged_shard import RaggedDTensor
 
 _WAITS = {
     "_local_scalar_dense", "equal", "is_nonzero", "allclose", "nonzero", "nonzero_static", "masked_select", "bincount",

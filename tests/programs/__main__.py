@@ -1,6 +1,0 @@
-"""The command: see `search`."""
-
-from .search import main
-
-if __name__ == "__main__":
-    main()
