@@ -169,6 +169,7 @@ def main() -> None:
     files = save_safetensors(model, args.out / "export", dtype=torch.bfloat16)
     if dist.get_rank() == 0:
         print("wrote", *files)
+    dist.barrier()  # a thread of gloo that drops the last tensor while Python ends would abort the process
     dist.destroy_process_group()
 
 
