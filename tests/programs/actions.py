@@ -111,8 +111,11 @@ class World:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters, frozen ones too, without those that are kept as NF4 codes."""
-        codes = self.program.quantized == "nf4"
-        return [(name, param) for name, param in self.params.items() if not (codes and "frozen.w" in name)]
+        return [(name, param) for name, param in self.params.items() if not self.is_codes(name)]
+
+    def is_codes(self, name: str) -> bool:
+        """Whether a parameter is kept as NF4 codes, which are not trained."""
+        return self.program.quantized == "nf4" and "frozen.w" in name
 
     # -- the trace ----------------------------------------------------------------------------------------------------
 
@@ -522,7 +525,8 @@ def edit_weights(w: World, how: str) -> None:
 def freeze(w: World, part: Any, on: bool) -> None:
     module = w.layer(part) if isinstance(part, int) else getattr(w.model, part)
     if not w.has_gradients() and not w.kept:
-        module.requires_grad_(not on)
+        for name, param in module.named_parameters():
+            param.requires_grad_(not (on or w.is_codes(name)))
 
 
 @action(draw=lambda rng: (rng.choice(("embed", "head", 0, 1, 2)), *coin(rng)))
@@ -548,7 +552,7 @@ def edit_full(w: World) -> None:
     whole = w.system.api.full_params(w.model) if w.units else contextlib.nullcontext()
     with whole, torch.no_grad():
         for name, param in w.model.named_parameters():
-            if w.program.quantized != "nf4" or "frozen.w" not in name:
+            if not w.is_codes(name):
                 param.mul_(1.1)
 
 
@@ -588,8 +592,7 @@ def state_dict(w: World, how: str) -> None:
     """Scaled values are loaded; "and back": assigned for an evaluation, then the ones before are put back."""
     w.rest()
     found = w.model.state_dict()
-    codes = w.program.quantized == "nf4"
-    w.note_all("saved", {n: v for n, v in found.items() if not (codes and "frozen.w" in n)})
+    w.note_all("saved", {name: value for name, value in found.items() if not w.is_codes(name)})
     scaled_down = {n: v * 0.9 if v.is_floating_point() else v for n, v in found.items()}
     if how == "not strict":
         scaled_down.pop("norm.bias")

@@ -338,6 +338,9 @@ def own_values(
 ) -> dict[str, Any]:
     """Select this rank's elements of each entry of an assigned state or, with ``saved``, of a loaded one.
 
+    An entry of a loaded state that lies on other ranks of the same mesh is redistributed, on all ranks: which rank keeps
+    the state of a whole matrix depends on the parameters that were trained when the optimizer was made.
+
     Raises:
         ValueError: a key is missing (or, if loaded, too many), or a shape or placement differs; the parameter and the
             key are named.
@@ -353,7 +356,7 @@ def own_values(
             "remove all of it to begin again, or none"
         )
     return {
-        key: _own_elements(value, values[key], f"{name}: state {key!r}")
+        key: _own_elements(value, values[key], f"{name}: state {key!r}", move=saved)
         if isinstance(value, torch.Tensor)
         else values[key]
         for key, value in own.items()
@@ -369,7 +372,7 @@ def put_values(own: dict[str, Any], values: dict[str, Any]) -> None:
             own[key] = value
 
 
-def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
+def _own_elements(target: torch.Tensor, value: Any, what: str, *, move: bool) -> torch.Tensor:
     """The elements of ``value`` for ``target``'s local tensor."""
     if value is target:
         return local_of(value)
@@ -383,7 +386,10 @@ def _own_elements(target: torch.Tensor, value: Any, what: str) -> torch.Tensor:
         )
     if not isinstance(value, DISTRIBUTED):
         return local_of(distribute_like(value, target, src_data_rank=None))
-    expected = tuple(target.placements) if isinstance(target, DISTRIBUTED) else "a plain tensor"
+    distributed: Any = target if isinstance(target, DISTRIBUTED) else None
+    expected = "a plain tensor" if distributed is None else tuple(distributed.placements)
+    if move and distributed is not None and value.device_mesh == distributed.device_mesh:
+        value = value.to(target.device).redistribute(placements=distributed.placements)
     if tuple(value.placements) != expected:
         raise ValueError(
             f"{what} has placements {tuple(value.placements)}, this optimizer's is {expected}; load it through "
