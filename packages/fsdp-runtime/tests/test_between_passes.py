@@ -71,6 +71,26 @@ def test_changes_of_gathered_parameters_that_would_be_lost_raise(change, then):
     assert_same_gradients(model, alone)
 
 
+@pytest.mark.parametrize("change", ["in place", "data"])
+@on_ranks(2)
+def test_changes_after_a_failed_backward_that_would_be_lost_raise_once(change):
+    def fail(_):
+        raise ZeroDivisionError
+
+    model, alone = shard(seeded()), seeded()
+    loss = loss_of(model, tokens())
+    model.head.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    with torch.no_grad():
+        LOST[change](model.head.weight)
+    del loss
+    with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) after a failure"):
+        model(tokens())
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()))
+
+
 # -- a gather that cannot start ----------------------------------------------------------------------------------------
 
 

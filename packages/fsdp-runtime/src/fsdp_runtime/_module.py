@@ -143,6 +143,7 @@ class FSDPModule(fsdp.FSDPModule):
             RuntimeError: this is not the root, or a backward is under way.
         """
         passes = _root(self, "set_manual_backward_finalization").passes
+        passes.forget_failed_backward()
         if passes.in_backward and enabled != passes.backward.by_hand:
             raise RuntimeError("set_manual_backward_finalization cannot change during a backward")
         passes.backward.by_hand = enabled

@@ -525,8 +525,14 @@ class Unit:
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Free the gathered memory and the unreduced gradients of a failed iteration."""
+    def reset(self) -> bool:
+        """Free the gathered memory and the unreduced gradients of a failed iteration.
+
+        Returns:
+            whether gathered parameters were changed since, which is lost. Frozen ones stay so.
+        """
+        written = self.installed and not self._handles and any(g.gathered_written() for g in self.groups)
+        changed = written or any(param.has_other_data for param in self.params)
         self._waiting_for.clear()
         self.entered.clear()
         self.shown = []
@@ -542,7 +548,7 @@ class Unit:
             group.forget_writes()
         self.reshard()
         for param in self.params:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+            param.restore()
         for group in self.groups:
             group.gradients.discard()
+        return changed

@@ -233,10 +233,26 @@ class ManagedParam(Generic[G]):
         """Copy `requires_grad` from the sharded to the unsharded parameter."""
         unsharded = self.unsharded
         assert unsharded is not None
-        unsharded.requires_grad_(self.sharded.requires_grad)
+        self._trained = self.sharded.requires_grad
+        unsharded.requires_grad_(self._trained)
         if self._make_hook is not None and unsharded.requires_grad:
             unsharded.register_post_accumulate_grad_hook(self._make_hook(self))
             self._make_hook = None
+
+    def restore(self) -> None:
+        """Undo changes of the unsharded parameter after a failure; the sharded one takes `requires_grad`.
+
+        The next gather checks that, as where it is set on the sharded one.
+        """
+        unsharded = self.unsharded
+        if unsharded is None:
+            return
+        unsharded.grad = None
+        if unsharded.requires_grad is not self._trained:
+            self.sharded.requires_grad_(unsharded.requires_grad)
+            unsharded.requires_grad_(self._trained)
+        if self.has_other_data:
+            unsharded.data = cast(torch.Tensor, self._view)
 
     def follow_attributes(self, before: Settings) -> None:
         """Copy attributes that were set on the unsharded parameter, or removed, since `before` to the sharded one."""
@@ -253,7 +269,7 @@ class ManagedParam(Generic[G]):
         unsharded = self.unsharded
         assert unsharded is not None
         changes = []
-        if self._has_other_data(unsharded):
+        if self.has_other_data:
             changes.append("its data was replaced")
         if unsharded.grad is not None:
             changes.append("its grad was set")
@@ -267,13 +283,15 @@ class ManagedParam(Generic[G]):
         self.unsharded.grad = None
         if self.unsharded.requires_grad is not self.sharded.requires_grad:
             self.unsharded.requires_grad_(before.requires_grad)
-        if self._has_other_data(self.unsharded):
+        if self.has_other_data:
             self.unsharded.data = cast(torch.Tensor, self._view)
 
-    def _has_other_data(self, unsharded: nn.Parameter) -> bool:
-        assert self._view is not None
-        own = self._view.untyped_storage()._cdata
-        return type(unsharded) is nn.Parameter and unsharded.untyped_storage()._cdata != own
+    @property
+    def has_other_data(self) -> bool:
+        """Whether the data of the unsharded parameter was replaced."""
+        if self._view is None or type(self.unsharded) is not nn.Parameter:
+            return False
+        return self.unsharded.untyped_storage()._cdata != self._view.untyped_storage()._cdata
 
     def registered(self) -> torch.Tensor | None:
         """The module's current parameter, or None if it was removed."""

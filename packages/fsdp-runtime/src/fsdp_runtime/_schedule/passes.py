@@ -502,8 +502,17 @@ class Pass:
 
     # -- recovery ---------------------------------------------------------------------------------------------------
 
+    def forget_failed_backward(self) -> None:
+        """Forget a backward that raised: it is under way, and no autograd engine runs."""
+        if self.in_backward and compat.backward_id() == -1:
+            self.reset()
+
     def reset(self) -> None:
-        """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients."""
+        """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients.
+
+        Raises:
+            RuntimeError: gathered parameters were changed, as by a user after a failure: that is lost.
+        """
         self.backward.abandon()
         self._root = None
         self.in_backward = False
@@ -511,12 +520,17 @@ class Pass:
         self._backward = Schedule()
         for units in (self._ahead, self._in_backward_of, self._left_backward):
             units.clear()
-        for unit in self.units:
-            unit.reset()
+        changed = [unit.name for unit in self.units if unit.reset()]
         if any(unit.offloaded for unit in self.units):
             self.finish_copies()
         for order in self._orders:
             order.cut_off()
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]}: gathered parameters were changed since a forward or backward failed, and the change is "
+                "lost. Call model.reset_iter_state() after a failure, so that modules hold the sharded parameters, and "
+                "then change them"
+            )
 
 
 def _gather_followers(unit: Unit, *, backward: bool) -> None:

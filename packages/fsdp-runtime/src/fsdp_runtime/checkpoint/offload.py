@@ -17,7 +17,6 @@ from torch import nn
 
 from ragged_shard.device import CPU, device_layer
 
-from .. import _torch_compat as compat
 from .._params.unit import Unit
 from .._plan.group import wrap_local
 from .._schedule.model import member_of
@@ -57,8 +56,7 @@ def offload(
             collective of a unit failed.
     """
     for passes in {member.passes for module in model.modules() if (member := member_of(module))}:
-        if passes.in_backward and compat.backward_id() == -1:  # no engine runs: it raised
-            passes.reset()
+        passes.forget_failed_backward()
     units = units_of(model)
     for group in (group for unit in units for group in unit.groups):
         if group.buffer is not None and group.buffer.retired:
