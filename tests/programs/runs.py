@@ -154,13 +154,19 @@ def costs_more(program: Program, theirs: Trace, ours: Trace) -> str | None:
 
 def difference(program: Program, wanted: Trace, found: Trace, tolerance: float) -> str | None:
     """The first difference of two traces, or None."""
+    # A gradient near zero, whose sign rounding may turn, moves an element by a whole step of an optimizer like Adam.
+    turned = (
+        0.02 * len(program.actions)
+        if program.quantized not in ("", "nf4") and program.optimizer != "sgd"
+        else 0.0
+    )
     for (label, value), (other_label, other) in zip(wanted.values, found.values, strict=False):
         if label != other_label:
             return f"saw {other_label!r} instead of {label!r}"
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
             if value.shape != other.shape or (value.dtype != other.dtype and not program.precision):
                 return f"{label}: {value.shape} {value.dtype} -> {other.shape} {other.dtype}"
-            if text := _off(value, other, tolerance):
+            if text := _off(value, other, tolerance, 0.0 if "grad of" in label else turned):
                 return f"{label}: {text}"
         elif isinstance(value, float) and isinstance(other, float):
             if not math.isclose(value, other, rel_tol=tolerance):
@@ -172,7 +178,7 @@ def difference(program: Program, wanted: Trace, found: Trace, tolerance: float) 
     return None
 
 
-def _off(wanted: torch.Tensor, found: torch.Tensor, tolerance: float) -> str:
+def _off(wanted: torch.Tensor, found: torch.Tensor, tolerance: float, more: float) -> str:
     one, other = wanted.double(), found.double()
     if not one.numel():
         return ""
@@ -181,7 +187,7 @@ def _off(wanted: torch.Tensor, found: torch.Tensor, tolerance: float) -> str:
         return f"{int((~finite).sum())} -> {int((~other.isfinite()).sum())} elements that are not finite"
     off = (one - other)[finite].abs()
     largest = float(one[finite].abs().max()) if finite.any() else 0.0
-    if off.numel() and float(off.max()) > tolerance * max(largest, 0.05):
+    if off.numel() and float(off.max()) > tolerance * max(largest, 0.05) + more:
         return f"off by {float(off.max()):.3g}, of at most {largest:.3g}"
     return ""
 
@@ -325,6 +331,11 @@ REFUSED = [
     Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),
     Refused("wrap", "ValueError", "AdamW8bit.block_policy", lambda p: p.optimizer == "adamw8bit"),
     *(Refused(name, "RuntimeError", "modified by an inplace operation", _freed) for name in _INTERMEDIATES),
+    # torch makes a DTensor's transposed view again before it compares the counts of writes
+    *(
+        Refused(name, "RuntimeError", "setStorage", lambda p: p.mesh == "tp" and _freed(p))
+        for name in _INTERMEDIATES
+    ),
     # Ranks whose unit is complete at other times: a unit that ranks use differently wants skippable=True.
     *(
         Refused(name, "RuntimeError", "order of collectives", lambda p: p.uneven)

@@ -9,6 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from runtime_helpers import Body, assert_same_gradients, full, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_runtime import FSDPModule, UnshardHandle, fully_shard
 from fsdp_runtime._module import _refuse_by_name
@@ -214,3 +216,25 @@ def test_compiled_autograd_is_refused_by_name():
         pytest.raises(NotImplementedError, match=r"of Body under compiled autograd: .*Turn it off"),
     ):
         loss.backward()
+
+
+class Scaled(nn.Module):
+    """Keeps what a weight that tensor parallelism cuts was multiplied with, as its forward goes on."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, self.kept = mesh, torch.zeros(())
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+
+    def forward(self, x):
+        self.kept = (DTensor.from_local(x, self.mesh, [Replicate()]) * self.weight).full_tensor()
+        return self.kept * 2
+
+
+@on_ranks(4)
+def test_a_backward_that_reads_a_freed_weight_cut_by_tensor_parallelism_raises():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=True)
+    model(torch.ones(3, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.kept.sum().backward()

@@ -338,8 +338,8 @@ def own_values(
 ) -> dict[str, Any]:
     """Select this rank's elements of each entry of an assigned state or, with ``saved``, of a loaded one.
 
-    An entry of a loaded state that lies on other ranks of the same mesh is redistributed, on all ranks: which rank keeps
-    the state of a whole matrix depends on the parameters that were trained when the optimizer was made.
+    An entry of a loaded state that lies on other ranks of the same mesh is redistributed, on all ranks: which rank
+    keeps the state of a whole matrix depends on the parameters that were trained when the optimizer was made.
 
     Raises:
         ValueError: a key is missing (or, if loaded, too many), or a shape or placement differs; the parameter and the

@@ -500,8 +500,10 @@ class Group:
         """Undo `_keep_autograd_out`: the gather has completed."""
         compat.set_versions(self._saved, [version - 1 for version in self._full_versions])
         self._saved = list(self._one_a_segment)
-        for param in () if self._views else self.params:  # made by a tensor subclass, in other memory
-            if param.unsharded is not None:
+        for (
+            param
+        ) in self.params:  # that a tensor subclass made in other memory; a DTensor has a count of its own
+            if param.unsharded is not None and (not self._views or param.other is not None):
                 self._saved.append(param.unsharded)
         self._full_versions = compat.versions(self._saved)
         self._readable = True
