@@ -51,6 +51,19 @@ class WeightSource(ABC):
         raise NotImplementedError
 
 
+class TrainerWeightTransferEngine:
+    def __init__(self, config, *, client, source, is_sender=True):
+        self.config, self.client, self.source, self.is_sender = config, client, source, is_sender
+
+
+class WeightTransferEngine:
+    def __init__(self, config, vllm_config, device, model):
+        self.parallel_config, self.device, self.model = vllm_config.parallel_config, device, model
+
+    def update_weights(self, update_info):
+        self.receive_weights(self.update_info_cls(**update_info))
+
+
 @contextmanager
 def interface():
     """Inside, imports of vLLM find it, or modules with the classes of this file where it is not installed."""
@@ -58,6 +71,7 @@ def interface():
     if importlib.util.find_spec("vllm") is None:
         base = f"{FOLDER}.base"
         modules = {name: ModuleType(name) for name in ("vllm", "vllm.distributed", FOLDER, base)}
-        modules[base].__dict__.update(ParamMeta=ParamMeta, WeightSource=WeightSource)
+        classes = (ParamMeta, WeightSource, TrainerWeightTransferEngine, WeightTransferEngine)
+        modules[base].__dict__.update({each.__name__: each for each in classes})
     with mock.patch.dict(sys.modules, modules):
         yield

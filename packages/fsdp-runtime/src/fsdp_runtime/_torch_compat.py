@@ -8,7 +8,8 @@ Private names: the autograd engine's callback queue and current graph task, a pa
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
 torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what DCP's default
 planner writes of a value, the device bound to the world and a group's backend, the history and snapshot of an
-accelerator's memory, and what torch's flight recorders have.
+accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such, for a
+group with processes of another world.
 """
 
 import json
@@ -16,6 +17,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -97,6 +99,22 @@ def compiled_autograd() -> bool:
     """Whether compiled autograd runs this backward. Does not import dynamo."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
+
+
+def store_at(host: str, port: int, members: int, timeout: timedelta, *, is_master: bool) -> Any:
+    """A key-value store, which the master opens and the others connect to."""
+    return dist.TCPStore(host, port, members, is_master, timeout)  # type: ignore[attr-defined]
+
+
+def group_across(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """A process group with processes of other worlds that meet at a store; for `send` and `recv`."""
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
 
 
 #: What `register_post_accumulate_grad_hook` has registered on a tensor, by id; None if nothing was.

@@ -389,7 +389,8 @@ def _own_elements(target: torch.Tensor, value: Any, what: str, *, move: bool) ->
     distributed: Any = target if isinstance(target, DISTRIBUTED) else None
     expected = "a plain tensor" if distributed is None else tuple(distributed.placements)
     if move and distributed is not None and value.device_mesh == distributed.device_mesh:
-        value = value.to(target.device).redistribute(placements=distributed.placements)
+        moved: Any = value.to(target.device)
+        value = moved.redistribute(placements=distributed.placements)
     if tuple(value.placements) != expected:
         raise ValueError(
             f"{what} has placements {tuple(value.placements)}, this optimizer's is {expected}; load it through "

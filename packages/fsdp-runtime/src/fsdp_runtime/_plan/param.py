@@ -291,7 +291,7 @@ class ManagedParam(Generic[G]):
         """Whether the data of the unsharded parameter was replaced."""
         if self._view is None or type(self.unsharded) is not nn.Parameter:
             return False
-        return self.unsharded.untyped_storage()._cdata != self._view.untyped_storage()._cdata
+        return bool(self.unsharded.untyped_storage()._cdata != self._view.untyped_storage()._cdata)
 
     def registered(self) -> torch.Tensor | None:
         """The module's current parameter, or None if it was removed."""

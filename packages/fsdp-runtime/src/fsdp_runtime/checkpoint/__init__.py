@@ -7,6 +7,8 @@ loading, full_state     files and state dicts into shards                       
 runs, merged, export    shards into whole tensors, in bounded memory               imports: targets
 safetensors_export      whole tensors into files                                   imports: export, conversions
 convert                 DCP folders to safetensors and back, without a model       imports: files, safetensors_export
+local_shards            this rank's boxes of every tensor, and who sends which    imports: targets
+shard_link              boxes to the processes of an engine                        imports: local_shards
 full_params             whole parameters in the modules for a while                imports: runs
 offload                 shards in CPU memory                                       imports: units
 """
@@ -22,6 +24,7 @@ from .full_state import (
     set_full_state_dict,
 )
 from .loading import LoadReport, load_safetensors
+from .local_shards import LocalShard, local_shards
 from .merged import merged_params
 from .offload import offload, reload
 from .rules import Rule
@@ -29,6 +32,7 @@ from .safetensors_export import save_safetensors
 
 __all__ = [
     "LoadReport",
+    "LocalShard",
     "Rule",
     "convert_checkpoint",
     "full_params",
@@ -36,6 +40,7 @@ __all__ = [
     "get_full_state_dict",
     "iter_full_params",
     "load_safetensors",
+    "local_shards",
     "merged_params",
     "offload",
     "read_safetensors",

@@ -1,24 +1,22 @@
 """`load_safetensors`: each rank copies its own blocks from the mapped files into its shard."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ragged_shard import Box
-from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
+from ragged_shard.dist import same_on_all_ranks
 
 from .. import _torch_compat as compat
 from .._torch.tree import local_tensor
 from .conversions import equations_of
-from .files import SCALES, Checkpoint, whole
+from .files import SCALES, Checkpoint
 from .rules import Equation, Piece, Rule
-from .targets import Target, adopt_assigned, buffers_without_values, give_memory, targets_of
+from .targets import Target, adopt_assigned, boxes_of, buffers_without_values, give_memory, targets_of
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class _Plan:
     @torch.no_grad()
     def _copy(self, target: Target, pieces: list[Piece]) -> int:
         nbytes, values = 0, _writable(target)
-        for box, view in _boxes_of(values):
+        for box, view in boxes_of(values):
             for piece in pieces:
                 part = piece.box.intersection(box)
                 if part is not None:
@@ -221,18 +219,6 @@ def _writable(target: Target) -> torch.Tensor:
     """A tensor to write values into: the target's, or memory for values of codes."""
     tensor = target.tensor.detach()
     return tensor if target.param is None else target.param.group.writable(tensor)
-
-
-def _boxes_of(tensor: Any) -> Iterator[tuple[Box, torch.Tensor]]:
-    """This rank's boxes of a tensor, each with a view of its memory in the box's shape."""
-    if not isinstance(tensor, DISTRIBUTED):
-        yield whole(tuple(tensor.shape)), tensor
-        return
-    for chunk in tensor.__create_chunk_list__():
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        if box.numel:
-            view = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
-            yield box, view.detach().as_subclass(torch.Tensor)
 
 
 def _few(names: Sequence[str]) -> str:

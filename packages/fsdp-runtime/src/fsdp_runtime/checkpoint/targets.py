@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dbuffer import TensorSlice
+from ragged_shard import Box
+from ragged_shard.dist import DISTRIBUTED
 
 from .._params.empty_buffers import empty_buffers
 from .._params.group import Group
@@ -73,6 +76,18 @@ def buffers_without_values(model: nn.Module, loaded: Collection[str]) -> list[st
     """Names of buffers on meta, or not written since `to_empty`, that are not among these names of the state dict."""
     will = {plain_name(name) for name in loaded}
     return [name for name in empty_buffers([model]) if plain_name(name) not in will]
+
+
+def boxes_of(tensor: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+    """This rank's boxes of a tensor, each with a view of its memory in the box's shape."""
+    if not isinstance(tensor, DISTRIBUTED):
+        yield Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor
+        return
+    for chunk in tensor.__create_chunk_list__():
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box.numel:
+            view = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+            yield box, view.detach().as_subclass(torch.Tensor)
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -18,6 +18,7 @@ from .. import _torch_compat as compat
 from .._torch.tree import cast_to
 from ..checkpoint.conversions import FileGroups
 from ..checkpoint.export import Exporter, entries_of
+from ..checkpoint.local_shards import LocalShard, local_shards
 from ..checkpoint.merged import Merged, base_of
 
 
@@ -28,7 +29,8 @@ def weight_source(
 
     Names and forms are the state dict's; of a transformers model, as `save_pretrained` writes them. `metadata`
     communicates nothing. Every rank calls `iter_full` (which is `iter_full_params`) and iterates to the end; each pass
-    reads the model again. There is no `iter_local`: vLLM describes shards by `Shard` alone.
+    reads the model again. There is no `iter_local`: vLLM describes shards by `Shard` alone; `local_shards` is for the
+    engines of `vllm_shards`.
 
     A pass has the values at the call of `iter_full`; if shards changed in between, by an optimizer's step or a merged
     LoRA, it raises on their ranks. It does not see changes by a replayed CUDA graph.
@@ -68,6 +70,14 @@ def weight_source(
                     "iter_full: the model's tensors differ from metadata; make a new weight_source"
                 )
             return _pass(exporter, groups)
+
+        def local_shards(self) -> Iterator[LocalShard]:
+            """This rank's boxes, under the names of the state dict."""
+            if isinstance(model, Merged):
+                raise NotImplementedError(
+                    "local_shards: merged_params are whole tensors; use iter_full, or merge inside of full_params"
+                )
+            return local_shards(model, dtype=dtype)
 
     return ShardedModelSource()
 
