@@ -278,7 +278,7 @@ def test_a_tied_parameter_is_loaded_by_either_name_and_refused_if_both_differ(tm
         path = tmp_path / "-".join(("m", *left_out))
         write_once(path / "m.safetensors", {n: t for n, t in tensors.items() if n not in left_out})
         model = shard(on_meta(tied=True))
-        load_safetensors(model, path)
+        assert load_safetensors(model, path).tied == (("embed.weight", "head.weight"),)
         assert full(model.head.weight).equal(tensors["embed.weight"]), left_out
         assert model.head.weight is model.embed.weight
     differ = {**tensors, "head.weight": tensors["head.weight"] + torch.eye(12, 8)}
@@ -421,6 +421,7 @@ def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
     report = load_safetensors(model, tmp_path, strict=False)
     assert (report.missing, report.unexpected, report.empty) == (("norm.bias",), ("more",), ("table",))
     assert {*report.cast} == {name for name in tensors if not name.startswith("head.")}
+    assert (report.tied, report.elsewhere) == ((), ("table",))
     assert model.norm.bias.eq(5).all()
     assert model.head.weight.equal(seeded().head.weight)
     with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):

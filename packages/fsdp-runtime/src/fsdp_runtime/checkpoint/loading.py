@@ -1,6 +1,8 @@
 """`load_safetensors`: each rank copies its own blocks from the mapped files into its shard."""
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,8 @@ class LoadReport:
         unexpected: names of the files that the model does not have (`strict=False`).
         empty: buffers without values, on meta or since `to_empty` (`strict=False`); most are in no file.
         cast: names whose dtype in the files is another than the model's.
+        tied: names of each tensor that has several.
+        elsewhere: names of tensors on another device than most, such as tables that were made on the CPU.
     """
 
     bytes_read: int
@@ -36,6 +40,8 @@ class LoadReport:
     unexpected: tuple[str, ...]
     empty: tuple[str, ...]
     cast: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...]
+    elsewhere: tuple[str, ...]
 
 
 def load_safetensors(
@@ -95,8 +101,20 @@ def load_safetensors(
     except Exception as error:
         problem = error
     same_on_all_ranks({}, group, error=problem, caller="load_safetensors")
-    names = (plan.missing, plan.unexpected, plan.empty, sorted(plan.cast))
-    return LoadReport(bytes_read, *map(tuple, names))
+    tied = tuple((target.name, *target.also) for target in targets_of(model) if target.also)
+    left, cast = (plan.missing, plan.unexpected, plan.empty), tuple(sorted(plan.cast))
+    missing, unexpected, empty = map(tuple, left)
+    return LoadReport(bytes_read, missing, unexpected, empty, cast, tied, tuple(_elsewhere(model)))
+
+
+def _elsewhere(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers that are not on the device of most of them."""
+    devices = {
+        name: tensor.device
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+    }
+    most = [device for device, _ in Counter(devices.values()).most_common(1)]
+    return [name for name, device in devices.items() if device not in most]
 
 
 class _Plan:
