@@ -18,18 +18,19 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.checkpoint import read_safetensors
 from fsdp_runtime.integrations.vllm import weight_source
+from fsdp_runtime.train.plan import LiveBytes
 from ragged_shard.testing import on_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `hf`)")
 
 
-def adapted():
+def adapted(hidden_size=64, intermediate_size=128):
     """A tiny Llama with LoRA on its projections, every adapter different from zero."""
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
-    model = peft.get_peft_model(llama(hidden_size=64, intermediate_size=128), config)
+    model = peft.get_peft_model(llama(hidden_size=hidden_size, intermediate_size=intermediate_size), config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, std=0.1)
@@ -275,3 +276,17 @@ def test_adapters_that_merged_params_cannot_merge_are_refused_by_name(kind, opti
     model = peft.get_peft_model(llama(), getattr(peft, kind)(target_modules=["v_proj"], **options))
     with pytest.raises(NotImplementedError, match=words):
         merged_params(model)
+
+
+@on_ranks(2)
+def test_an_export_with_adapters_takes_little_more_than_the_largest_tensor():
+    model = adapted(hidden_size=256, intermediate_size=1024)
+    for layer in model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    largest, live = 0, LiveBytes()
+    with live:
+        for _, tensor in iter_full_params(merged_params(model), bucket_bytes=1):
+            largest = max(largest, tensor.nbytes)
+            del tensor
+    assert largest < live.peak < largest * 1.5
