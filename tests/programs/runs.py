@@ -187,8 +187,7 @@ def _off(wanted: torch.Tensor, found: torch.Tensor, tolerance: float, more: floa
         return f"{int((~finite).sum())} -> {int((~other.isfinite()).sum())} elements that are not finite"
     off = (one - other)[finite].abs()
     largest = float(one[finite].abs().max()) if finite.any() else 0.0
-    least = 0.1 if tolerance > 0.05 else 0.05  # a small result of large terms, as of a norm's sum, has their rounding
-    if off.numel() and float(off.max()) > tolerance * max(largest, least) + more:
+    if off.numel() and float(off.max()) > tolerance * max(largest, 0.05) + more:
         return f"off by {float(off.max()):.3g}, of at most {largest:.3g}"
     return ""
 
