@@ -26,7 +26,6 @@ from ._module import (
     share_comm_ctx,
 )
 from ._torch_compat import DataParallelMeshDims
-from .optim.clip import clip_grad_norm_
 
 if TYPE_CHECKING:
     from .checkpoint import (
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .checkpoint.full_params import full_params
     from .checkpoint.offload import offload
+    from .optim.clip import clip_grad_norm_
     from .quantization import QuantizationPolicy
 
 __version__ = "0.1.0"
@@ -72,6 +72,7 @@ __all__ = [
 # Modules that the core does not need are imported with the first use of one of their names.
 _FOLDERS = ("checkpoint", "memory", "quantization")
 _OPTIONAL = {
+    "clip_grad_norm_": "optim.clip",
     "full_params": "checkpoint",
     "get_full_state_dict": "checkpoint",
     "iter_full_params": "checkpoint",

@@ -21,7 +21,6 @@ from ._schedule import hooks
 from ._schedule.model import Member, member_of
 from ._schedule.passes import Pass
 from ._schedule.torch_state import StateForTorch
-from .optim.clip import clip_grad_norm_
 
 _SHARDED, _UNSHARDED = operator.attrgetter("sharded"), operator.attrgetter("unsharded")
 _initialise_new = True
@@ -189,6 +188,8 @@ class FSDPModule(fsdp.FSDPModule):
         pp_mesh: DeviceMesh | None = None,
     ) -> torch.Tensor:
         """`fsdp_runtime.clip_grad_norm_` of all parameters in this module, also if they are gathered just now."""
+        from .optim.clip import clip_grad_norm_
+
         module: Any = self
         params = [param for unit in _units(module, True) for param in unit.params]
         sharded = list(map(_SHARDED, params))

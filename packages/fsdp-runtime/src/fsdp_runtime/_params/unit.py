@@ -456,7 +456,7 @@ class Unit:
             except ValueError as error:
                 refused = refused or error
             if lost:
-                param.undo_changes(before)
+                param.undo_changes()
         if refused is not None:
             raise refused
         if lost:

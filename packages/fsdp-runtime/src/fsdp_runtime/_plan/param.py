@@ -239,21 +239,6 @@ class ManagedParam(Generic[G]):
             unsharded.register_post_accumulate_grad_hook(self._make_hook(self))
             self._make_hook = None
 
-    def restore(self) -> None:
-        """Undo changes of the unsharded parameter after a failure; the sharded one takes `requires_grad`.
-
-        The next gather checks that, as where it is set on the sharded one.
-        """
-        unsharded = self.unsharded
-        if unsharded is None:
-            return
-        unsharded.grad = None
-        if unsharded.requires_grad is not self._trained:
-            self.sharded.requires_grad_(unsharded.requires_grad)
-            unsharded.requires_grad_(self._trained)
-        if self.has_other_data:
-            unsharded.data = cast(torch.Tensor, self._view)
-
     def follow_attributes(self, before: Settings) -> None:
         """Copy attributes that were set on the unsharded parameter, or removed, since `before` to the sharded one."""
         assert self.unsharded is not None
@@ -277,14 +262,21 @@ class ManagedParam(Generic[G]):
             changes.append("a post-accumulate hook was registered on it")
         return " and ".join(changes)
 
-    def undo_changes(self, before: Settings) -> None:
+    def undo_changes(self) -> None:
         """Undo changes of the unsharded `data`, `grad` and `requires_grad` that the sharded one does not follow."""
         assert self.unsharded is not None
         self.unsharded.grad = None
-        if self.unsharded.requires_grad is not self.sharded.requires_grad:
-            self.unsharded.requires_grad_(before.requires_grad)
+        if self.unsharded.requires_grad is not self._trained:
+            self.unsharded.requires_grad_(self._trained)
         if self.has_other_data:
             self.unsharded.data = cast(torch.Tensor, self._view)
+
+    def restore(self) -> None:
+        """Undo changes after a failure, except of `requires_grad`, which the next gather takes from the sharded one."""
+        if self.unsharded is not None:
+            if self.unsharded.requires_grad is not self._trained:
+                self.sharded.requires_grad_(self.unsharded.requires_grad)
+            self.undo_changes()
 
     @property
     def has_other_data(self) -> bool:
