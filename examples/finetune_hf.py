@@ -112,6 +112,7 @@ def main() -> None:
     if rank == 0:
         model.save_pretrained(args.out / "adapter", state_dict=whole)  # loads in plain peft
     save_safetensors(merged_params(model), args.out / "merged")  # loads without peft
+    dist.barrier()  # a thread of gloo that drops the last tensor while Python ends would abort the process
     dist.destroy_process_group()
 
 

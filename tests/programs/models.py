@@ -133,7 +133,7 @@ class Odd(Layer):
         super().__init__()
         self.empty = nn.Parameter(torch.ones(0, width))
         self.prime = nn.Parameter(torch.randn(7))
-        self.turned = nn.Parameter(torch.randn(3, width).t())
+        self.turned = nn.Parameter(torch.randn(3, width).t() * 0.5)
         self.unused = nn.Parameter(torch.ones(2, 2))
 
     def inner(self, x):

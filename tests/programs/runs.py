@@ -94,7 +94,7 @@ def _act(world: World, index: int, trace: Trace) -> None:
     world.where = f"{index} {name}"
     before = {one[0] for one in world.program.actions[:index]}
     counts = world.program.counted and name == "train" and before <= {"train", "step"}
-    if "subclass" in world.program.layers and not before:
+    if "subclass" in world.program.layers and "train" not in before:
         counts = False  # ranks compare what the first gather of subclasses sends
     with record_collectives() if counts else contextlib.nullcontext() as record:
         ACTIONS[name].run(world, *args)

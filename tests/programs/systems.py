@@ -284,7 +284,7 @@ class Sharded(System):
 
 def _takes(quantized: str, modules: list[nn.Module]) -> bool:
     """Whether any of the modules has a weight that the policy selects; a policy that selects nothing raises."""
-    names = [n for module in modules for n, p in module.named_parameters() if p.ndim == 2]
+    names = [n for module in modules for n, p in module.named_parameters() if p.ndim >= 2]
     return quantized == "bf16" or any(quantized != "nf4" or "frozen.w" in name for name in names)
 
 
