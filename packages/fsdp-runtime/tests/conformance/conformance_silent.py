@@ -38,7 +38,7 @@ def figures(fsdp):
 
 @case(
     SILENT, "initialization after sharding, with one seed on all ranks", fsdp2=Wrong(), ours=None,
-    note="rows repeat from rank to rank in FSDP2",
+    note="on CPU: after a warning, rows repeat from rank to rank in FSDP2",
 )  # fmt: skip
 def initialized_late(fsdp):
     model, reference = fsdp.fully_shard(seeded(MLP), mesh=mesh()), seeded(MLP)
