@@ -444,10 +444,10 @@ def summary(folder: Path) -> list[str]:
                 ("fsdp_runtime, least memory", systems["ours-lean"]), ("FSDP2, least memory", systems["fsdp2-apart"]),
             )
         ]  # fmt: skip
-        header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; MiB live at the peak"
+        header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; peak MiB"
         about = (
-            "Exact counts of one step of a 31.6M-parameter Llama, beyond the model's own work. By default the peak is "
-            "above\nFSDP2's; for least memory embedding and head are units of their own, and nothing is gathered ahead:"
+            "Counted on each rank in one step of a 31.6M-parameter Llama, without the model's own operators. By default "
+            "the\npeak is above FSDP2's; for least memory embedding and head are sharded apart, and prefetch is off:"
         )
         out += [about, table(header.split("; "), rows)]
     return [*out, "Times, and DDP, FSDP1 and DeepSpeed: [bench/results/REPORT.md](bench/results/REPORT.md)."]
