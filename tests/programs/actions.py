@@ -973,9 +973,10 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
-    found.register_hook(fail)
-    with contextlib.suppress(OnPurpose):
-        loss.backward()
+    if found.requires_grad:
+        found.register_hook(fail)
+        with contextlib.suppress(OnPurpose):
+            loss.backward()
     del found
     del loss
     w.optimizer.zero_grad()

@@ -222,7 +222,7 @@ def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> 
         return _simulated(program)
     result = Outcome()
     stopped: dict[int, Stopped] = {}
-    limit *= 3 if program.departs or "compiled" in program.layers else 1
+    limit *= 3 if program.departs or program.uneven or "compiled" in program.layers else 1
     try:
         answers = run_ranks(program.ranks, on_rank, program, timeout=limit, seed=0)
     except RankError as error:
