@@ -312,6 +312,8 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
+    if not found.requires_grad:
+        return
     (grad,) = torch.autograd.grad(loss, [found], retain_graph=then)
     w.note("grad", grad)
     if then:
@@ -327,8 +329,10 @@ def penalty(w: World, index: int) -> None:
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
-    (grad,) = torch.autograd.grad(loss, [found], create_graph=True)
-    (loss + grad.square().sum()).backward()
+    if found.requires_grad:
+        (grad,) = torch.autograd.grad(loss, [found], create_graph=True)
+        loss = loss + grad.square().sum()
+    loss.backward()
     w.call("set_reshard_after_backward", True)
 
 

@@ -230,9 +230,8 @@ class Sharded(System):
                 own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
             if self.ours:
                 own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
-            head = unit.modules == (
-                "head",
-            )  # whose name says nothing there: the documentation leaves policies out
+            # A head's name says nothing in a unit without its parent: the documentation leaves policies out there.
+            head = "head" in unit.modules and {*unit.modules} <= {"head", "norm"}
             if program.quantized and (head or not _takes(program.quantized, modules)):
                 own["quantization_policy"] = None
             self.api.fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **own})
