@@ -131,6 +131,17 @@ def test_the_example_of_weights_for_an_engine_runs():
 
 
 @on_ranks(2)
+def test_the_example_of_shards_for_an_engine_runs():
+    published: list[int] = []
+
+    def publish(name, shape, offsets, view):
+        published.append(view.numel())
+
+    run("WEIGHTS", "Shards for an inference engine", model=shard(seeded()), publish=publish)
+    assert sum(gather_from_ranks(sum(published))) == sum(p.numel() for p in seeded().parameters())
+
+
+@on_ranks(2)
 def test_the_example_of_updates_inside_backward_runs():
     model = run("guide", "Updates inside backward")["model"]
     assert [param.grad for param in model.parameters()] == [None] * 4
