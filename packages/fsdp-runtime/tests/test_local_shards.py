@@ -3,6 +3,7 @@
 import json
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def test_workers_get_their_parts_of_the_values_at_each_send_and_each_byte_is_sen
     if rank < trainers:
         model = build_on(build(), list(range(trainers)))
         with interface():
-            source, engine_of = weight_source(model), trainer_engine()
+            source = weight_source(model)
+            engine_of: Any = trainer_engine()
         info = engine_of.init_info_cls(
             master_address="localhost",
             master_port=found[0],
@@ -113,8 +115,9 @@ def test_workers_get_their_parts_of_the_values_at_each_send_and_each_byte_is_sen
         got = []
 
         with interface():
+            base: Any = worker_engine()
 
-            class Engine(worker_engine()):
+            class Engine(base):
                 def wanted(self, shapes):
                     boxes = {}
                     for name, shape in shapes.items():

@@ -227,14 +227,15 @@ class Scaled(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
 
     def forward(self, x):
-        self.kept = (DTensor.from_local(x, self.mesh, [Replicate()]) * self.weight).full_tensor()
+        product: Any = DTensor.from_local(x, self.mesh, [Replicate()]) * self.weight
+        self.kept = product.full_tensor()
         return self.kept * 2
 
 
 @on_ranks(4)
 def test_a_backward_that_reads_a_freed_weight_cut_by_tensor_parallelism_raises():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=True)
+    model: Any = fully_shard(Scaled(mesh["tp"]), mesh=mesh["dp"], reshard_after_forward=True)
     model(torch.ones(3, 4, requires_grad=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.kept.sum().backward()

@@ -57,6 +57,9 @@ class TrainerWeightTransferEngine:
 
 
 class WeightTransferEngine:
+    update_info_cls: Any
+    receive_weights: Any
+
     def __init__(self, config, vllm_config, device, model):
         self.parallel_config, self.device, self.model = vllm_config.parallel_config, device, model
 
