@@ -1,4 +1,4 @@
-"""Shards go to processes of another world as they lie, and arrive as one process has them."""
+"""Shards go to an engine's processes as they lie, and arrive as one process has them."""
 
 import json
 from datetime import timedelta
@@ -17,6 +17,7 @@ from vllm_contract import interface
 from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
 from fsdp_runtime.checkpoint import local_shards
 from fsdp_runtime.checkpoint.local_shards import transfers
+from fsdp_runtime.checkpoint.shard_link import Link
 from fsdp_runtime.integrations.vllm import weight_source
 from fsdp_runtime.integrations.vllm_shards import trainer_engine, worker_engine
 from fsdp_runtime.quantization import BlockNF4
@@ -81,13 +82,13 @@ def test_workers_get_their_parts_of_the_values_at_each_send_and_each_byte_is_sen
     """Ranks 0 to `trainers` - 1 train, the others are workers, which cut every tensor along its last dimension."""
     rank, workers = dist.get_rank(), 6 - trainers
     port = dist.TCPStore("localhost", 0, is_master=True).port if rank == 0 else 0
-    found = [port, 0]
+    ports = [port, 0]
     if rank == 0:
         control = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        found[1] = control.port
-    dist.broadcast_object_list(found)
+        ports[1] = control.port
+    dist.broadcast_object_list(ports)
     if rank != 0:
-        control = dist.TCPStore("localhost", found[1], timeout=timedelta(seconds=60))
+        control = dist.TCPStore("localhost", ports[1], timeout=timedelta(seconds=60))
     wanted = build().state_dict()
     del wanted["head.weight"]
     if rank < trainers:
@@ -97,7 +98,7 @@ def test_workers_get_their_parts_of_the_values_at_each_send_and_each_byte_is_sen
             engine_of: Any = trainer_engine()
         info = engine_of.init_info_cls(
             master_address="localhost",
-            master_port=found[0],
+            master_port=ports[0],
             trainers=trainers,
             workers=workers,
             device="cpu",
@@ -158,3 +159,27 @@ def test_what_ranks_do_not_hold_is_named():
     held = [{"w": [Box((0, 0), (2, 4))]}, {"w": [Box((3, 0), (1, 4))]}]
     with pytest.raises(ValueError, match=r"w: engine 1 wants 16 elements at \(0, 0\); ranks hold 12"):
         transfers(held, [{}, {"w": [Box((0, 0), (4, 4))]}])
+
+
+def test_shards_that_are_others_than_those_listed_are_refused_by_name():
+    model = seeded()
+    link = Link(("localhost", 0), 1, 0, 0, torch.device("cpu"), 20.0)
+    link.hold(local_shards(model))
+    link.plan()
+    assert link.send(local_shards(model)) == 0
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.bias: other boxes or another dtype"):
+        link.send(local_shards(model, dtype=torch.bfloat16))
+    del model.head
+    with pytest.raises(RuntimeError, match=r"head\.weight: it was listed"):
+        link.send(local_shards(model))
+
+
+@on_ranks(2)
+def test_senders_that_differ_in_dtype_are_refused_on_each_by_name():
+    rank = dist.get_rank()
+    ports = [dist.TCPStore("localhost", 0, is_master=True).port if rank == 0 else 0]
+    dist.broadcast_object_list(ports)
+    link = Link(("localhost", ports[0]), 2, 0, rank, torch.device("cpu"), 20.0)
+    link.hold(local_shards(seeded(), dtype=(torch.float32, torch.bfloat16)[rank]))
+    with pytest.raises(ValueError, match=r"blocks\.0\.bias: sender 1 has .*bfloat16"):
+        link.plan()

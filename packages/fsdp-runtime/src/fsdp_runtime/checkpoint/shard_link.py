@@ -6,6 +6,7 @@ go through it tensor by tensor, in the order of names, so that none waits for on
 
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,8 @@ from ragged_shard import Box
 
 from .. import _torch_compat as compat
 from .local_shards import LocalShard, Transfer, transfers
+
+_NAME = operator.attrgetter("name")
 
 
 class Link:
@@ -40,21 +43,25 @@ class Link:
         self._store = compat.store_at(*address, self._size, timeout, is_master=member == 0)
         self._group = compat.group_across(self._store, member, self._size, device, timeout)
         self._held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._own: dict[str, Any] = {}
         self._plan: dict[str, list[Transfer]] = {}
 
     def hold(self, shards: Iterable[LocalShard]) -> None:
         """List the boxes of this sender."""
-        held: dict[str, Any] = {}
-        for shard in shards:
-            dtype = str(shard.tensor.dtype).removeprefix("torch.")
-            held.setdefault(shard.name, (shard.shape, dtype, []))[2].append(_listed(shard.box))
-        self._store.set(f"boxes/{self._member}", json.dumps(held))
+        self._own = {name: _described(list(those)) for name, those in itertools.groupby(shards, _NAME)}
+        self._store.set(f"boxes/{self._member}", json.dumps(self._own))
 
     def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that senders hold; waits for them."""
+        """Shape and dtype of each tensor that senders hold; waits for them.
+
+        Raises:
+            ValueError: senders have a tensor in different shapes or dtypes; on every member that asks or plans.
+        """
         for sender in range(self._senders):
             for name, (shape, dtype, _) in self._listed_by(sender).items():
-                self._held[name] = (tuple(shape), getattr(torch, dtype))
+                found = (tuple(shape), getattr(torch, dtype))
+                if (first := self._held.setdefault(name, found)) != found:
+                    raise ValueError(f"{name}: sender {sender} has {found}, one before it {first}")
         return self._held
 
     def want(self, wanted: Mapping[str, Sequence[Box]]) -> None:
@@ -66,8 +73,9 @@ class Link:
         """Plan the transfers; waits for all members.
 
         Raises:
-            ValueError: senders do not hold all of a wanted box.
+            ValueError: senders do not hold all of a wanted box, or differ in a tensor's shape or dtype.
         """
+        self.held()
         held = [
             {name: _boxes(boxes) for name, (_, _, boxes) in self._listed_by(sender).items()}
             for sender in range(self._senders)
@@ -76,18 +84,25 @@ class Link:
             {name: _boxes(boxes) for name, boxes in self._listed_by(receiver).items()}
             for receiver in range(self._senders, self._size)
         ]
-        self._plan = {
-            name: list(those) for name, those in itertools.groupby(transfers(held, wanted), lambda t: t.name)
-        }
+        self._plan = {name: list(those) for name, those in itertools.groupby(transfers(held, wanted), _NAME)}
 
     def _listed_by(self, member: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._store.get(f"boxes/{member}"))
         return found
 
     def send(self, shards: Iterable[LocalShard]) -> int:
-        """Send this sender's parts of the plan, in the order of names; returns the bytes."""
-        nbytes = 0
-        for name, those in itertools.groupby(shards, lambda shard: shard.name):
+        """Send this sender's parts of the plan, in the order of names; returns the bytes.
+
+        Raises:
+            RuntimeError: these are not the boxes that it listed, in their dtypes.
+        """
+        nbytes, left = 0, dict(self._own)
+        for name, group in itertools.groupby(shards, _NAME):
+            those = list(group)
+            if _described(those) != left.pop(name, None):
+                raise RuntimeError(
+                    f"{name}: other boxes or another dtype than when they were listed; connect again"
+                )
             views = {shard.box: shard.tensor for shard in those}
             own = [each for each in self._plan.get(name, ()) if each.source == self._member]
             sent = [
@@ -100,6 +115,10 @@ class Link:
             for work in works:
                 work.wait()
             nbytes += sum(part.nbytes for part in sent)
+        if left:
+            raise RuntimeError(
+                f"{next(iter(left))}: it was listed, and is not in the model any more; connect again"
+            )
         return nbytes
 
     def receive(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -120,6 +139,12 @@ class Link:
                 for part, place in mine:
                     values[place.slices(box.offsets)] = part
                 yield name, box, values
+
+
+def _described(shards: Sequence[LocalShard]) -> tuple[Any, ...]:
+    """Shape, dtype and boxes of one tensor, for JSON."""
+    dtype = str(shards[0].tensor.dtype).removeprefix("torch.")
+    return shards[0].shape, dtype, [_listed(shard.box) for shard in shards]
 
 
 def _listed(box: Box) -> tuple[Sequence[int], Sequence[int]]:

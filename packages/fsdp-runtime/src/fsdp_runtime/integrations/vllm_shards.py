@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,7 @@ from ..checkpoint.shard_link import Link
 class ShardsInfo:
     """Where trainer ranks and workers connect; `rank` is the trainer's, whose tensors are on `device`."""
 
+    backend: ClassVar[str] = "shards"  # the name that both are registered under
     master_address: str
     master_port: int
     trainers: int
