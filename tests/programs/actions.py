@@ -375,7 +375,9 @@ def generate(w: World) -> None:
     with torch.no_grad():
         for _ in range(2):
             logits = w.model(tokens)[:, -1:]
-            tokens = torch.cat([tokens, logits.argmax(-1)], 1)[:, 1:]
+            rounded = w.program.precision or w.program.quantized  # then rounding decides between two tokens
+            following = tokens[:, :1] if rounded else logits.argmax(-1)
+            tokens = torch.cat([tokens, following], 1)[:, 1:]
     w.model.train()
     w.note("logits", logits)
 
