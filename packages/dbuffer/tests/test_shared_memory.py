@@ -127,7 +127,7 @@ def test_nobody_can_make_the_file_shorter():
 
 def test_pages_are_kept_while_a_recycler_lives_and_then_given_back():
     gc.collect()
-    recycler, storage = Recycler("cpu", lean=True), torch.UntypedStorage(0)
+    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
     recycler.take_from(shared_memory.arena())
     shared_memory.arena().trim()
     before = pages_of(shared_memory.arena())
@@ -167,67 +167,49 @@ def has_memory_of_ranks():
     return "memfd:dbuffer" in Path("/proc/self/maps").read_text() + " ".join(files)
 
 
-def a_rank_forks():
-    """Rank 0's child has what the parent had, and neither sees what the other writes."""
+def a_rank_forks(seen):
+    """What rank 0's child sees, and its exit status; the parent's memory is as before."""
     buffer = build_large()
     load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     Gather([buffer]).start().wait()
     result = None
     if dist.get_rank() == 0:
-        parked = torch.UntypedStorage(0)
-        buffer.recycler.allocate(parked, MIB)
-        buffer.recycler.recycle(parked)
-        go, told = os.pipe()
+        buffer.recycler.recycle(parked := parked_block(buffer.recycler))
         assert has_memory_of_ranks()
-
-        def child():
-            os.read(go, 1)  # the parent has written by now
-            seen: list[object] = [has_memory_of_ranks()]
-            seen += [buffer.full[0].unique().tolist()]
-            buffer.full[0].fill_(-1.0)
-            buffer.recycler.allocate(parked, MIB)
-            torch.empty(0, dtype=torch.uint8).set_(parked, 0, (MIB,), (1,)).fill_(1)
-            seen += [buffer.full[0].unique().tolist()]
-            other = shared_memory.arena().allocate(MIB).fill_(5)
-            return [*seen, other.unique().tolist()]
-
-        writer = threading.Timer(0.3, lambda: (buffer.full[0].fill_(4.0), os.write(told, b"!")))
-        writer.start()
-        result = in_child(child)
-        writer.join()
-        assert buffer.full[0].unique().tolist() == [4.0]
+        result = in_child(lambda: seen(buffer, parked))
     dist.barrier()
+    assert buffer.full[0].unique().tolist() == [3.0]
     buffer.release()
     Gather([buffer]).start().wait()
     assert buffer.full[0].unique().tolist() == [3.0]
     return result
 
 
-def test_a_forked_child_has_gathered_memory_of_its_own():
-    assert run_ranks(2, a_rank_forks)[0] == ("[False, [3.0], [-1.0], [5]]", 0)
-
-
-def a_fork_without_memory_for_copies():
-    recycler, storage = Recycler("cpu"), torch.UntypedStorage(0)
-    recycler.take_from(shared_memory.arena())
+def parked_block(recycler):
+    storage = torch.UntypedStorage(0)
     recycler.allocate(storage, MIB)
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (MIB,), (1,)).fill_(1)
-    usual = shared_memory._map
-
-    def refuses(nbytes, protection, flags, *rest, **options):
-        if flags == shared_memory._PRIVATE:
-            raise OSError(errno.ENOMEM, "no memory")
-        return usual(nbytes, protection, flags, *rest, **options)
-
-    shared_memory._map = refuses
-    try:
-        return in_child(lambda: flat[0].item())
-    finally:
-        shared_memory._map = usual
+    return storage
 
 
-def test_a_child_whose_copy_failed_ends_and_reads_no_other_value():
-    text, status = run_ranks(1, a_fork_without_memory_for_copies)[0]
+def memory_of_its_own(buffer, parked):
+    inherited = has_memory_of_ranks()
+    buffer.recycler.allocate(parked, MIB)
+    torch.empty(0, dtype=torch.uint8).set_(parked, 0, (MIB,), (1,)).fill_(1)
+    other = shared_memory.arena().allocate(MIB).fill_(5)
+    return [inherited, parked[MIB - 1], other.unique().tolist()]
+
+
+def gathered_values(buffer, parked):
+    shared_memory.arena().allocate(MIB).fill_(5)
+    return buffer.full[0].unique()
+
+
+def test_a_forked_child_has_memory_of_its_own():
+    assert run_ranks(2, a_rank_forks, memory_of_its_own)[0] == ("[False, 1, [5]]", 0)
+
+
+def test_a_forked_child_that_reads_gathered_memory_ends_and_reads_no_other_value():
+    text, status = run_ranks(2, a_rank_forks, gathered_values)[0]
     assert text == ""
     assert os.WTERMSIG(status) == signal.SIGSEGV
 

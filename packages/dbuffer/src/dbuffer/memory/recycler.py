@@ -91,35 +91,17 @@ class HostArena(Protocol):
         """Give free memory back to the kernel."""
         ...
 
-    def before_fork(self, contents: Iterable[tuple[int, int]]) -> None:
-        """Copy memory that is in use, by address and size, for the child."""
-        ...
-
-    def after_fork_in_parent(self) -> None:
-        """Free the copies."""
-        ...
-
-    def after_fork_in_child(self) -> None:
-        """Replace the memory by private memory with the copies."""
-        ...
-
 
 class Recycler:
     """Gives memory to the storages of released buffers, and takes it back.
 
     Attributes:
         device: where the blocks are, with index.
-
-    Args:
-        device: where the blocks are.
-        lean: on the host: where no parked block fits, give all of them back before asking the allocator, so that there
-            is never more memory than was in use at once; a repeated step may then allocate again.
     """
 
-    def __init__(self, device: torch.device | str, *, lean: bool = False) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         self.layer = device_layer(device)
         self.device = self.layer.device
-        self._lean = lean
         self._lock = threading.RLock()  # models that are trained in separate threads share this
         self._parked: list[torch.UntypedStorage] = []  # the longest parked first
         # The storages that have memory, and on a device its home.
@@ -133,7 +115,6 @@ class Recycler:
         """Take new large blocks from an arena, on torch releases that can exchange memory between storages."""
         if self._arena is None and compat.CAN_SWAP:
             self._arena = arena
-            _arenas.add(arena)
             weakref.finalize(self, arena.trim).atexit = False
 
     @property
@@ -173,8 +154,7 @@ class Recycler:
                 self._homes[storage] = None
                 self._reuses += 1
                 return
-            if self._lean:
-                self.trim()
+            self.trim()  # so that there is never more memory than was in use at once
             if self._arena is not None and nbytes >= self._arena.smallest:
                 compat.swap_memory(storage, self._arena.allocate(nbytes).untyped_storage())
             else:
@@ -384,55 +364,24 @@ class ShardMemory:
         self.flats, self.views, self.gaps = (), _NOTHING, []
 
 
-# One for each device, lean or not, as long as it is used: buffers of all models are recycled together.
-_shared: "weakref.WeakValueDictionary[tuple[DeviceLayer, bool], Recycler]" = weakref.WeakValueDictionary()
+# One for each device, as long as it is used: buffers of all models are recycled together.
+_shared: "weakref.WeakValueDictionary[DeviceLayer, Recycler]" = weakref.WeakValueDictionary()
 
 
-def shared_recycler(device: torch.device | str, *, lean: bool = False) -> Recycler:
+def shared_recycler(device: torch.device | str) -> Recycler:
     """This process's recycler for a device: the one that buffers use unless they are given another."""
-    key = (device_layer(device), lean)
-    recycler = _shared.get(key)
+    layer = device_layer(device)
+    recycler = _shared.get(layer)
     if recycler is None:
-        recycler = _shared[key] = Recycler(key[0].device, lean=lean)
+        recycler = _shared[layer] = Recycler(layer.device)
     return recycler
-
-
-_arenas: "weakref.WeakSet[HostArena]" = weakref.WeakSet()
-_fork_lock = threading.RLock()  # two threads may fork at once, and share what arenas copy
-
-
-def _before_fork() -> None:
-    _fork_lock.acquire()
-    storages: list[torch.UntypedStorage] = []
-    for recycler in list(_recyclers):
-        with recycler._lock:
-            storages += recycler._homes
-    for arena in list(_arenas):
-        arena.before_fork([(storage.data_ptr(), storage.nbytes()) for storage in storages])
-
-
-def _after_in_parent() -> None:
-    try:
-        for arena in list(_arenas):
-            arena.after_fork_in_parent()
-    finally:
-        _fork_lock.release()
 
 
 def _after_in_child() -> None:
     for recycler in list(_recyclers):
         recycler._lock = threading.RLock()  # another thread of the parent may have held it
-        recycler._arena = None
-    try:
-        for arena in list(_arenas):
-            arena.after_fork_in_child()
-        _arenas.clear()
-    finally:
-        _fork_lock.release()
+        recycler._arena = None  # the child has none of its memory
+        recycler._parked, recycler._parked_bytes = [], 0
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_in_parent,
-    after_in_child=_after_in_child,
-)
+os.register_at_fork(after_in_child=_after_in_child)

@@ -20,7 +20,7 @@ class Streams:
 
     def __init__(self, layer: DeviceLayer) -> None:
         self.layer = layer
-        self.recycler = shared_recycler(layer.device, lean=True)
+        self.recycler = shared_recycler(layer.device)
         self._compute: Any = layer.current_stream()
         self.gather: Any = layer.new_stream(priority=-1)
         self.reduce: Any = layer.new_stream(priority=-1)

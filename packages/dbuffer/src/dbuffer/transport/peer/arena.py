@@ -9,7 +9,7 @@ the file when no process has it any more, however the processes ended.
                     recycler is gone
 
 Pages are there before anybody writes to them: without memory `allocate` raises, and no signal ends the process.
-A forked child gets copies; its writes do not reach the parent.
+A forked child has none of it: where it reads or writes there, it ends by SIGSEGV.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,10 +33,8 @@ _LARGEST = 1 << 42  # bytes of the file: 17 mappings of it have room in a proces
 _LATELY = 256  # allocations
 _SLACK = 4  # a quarter more than was in use at once is kept, for what does not fit
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
-_FIXED, _NORESERVE, _MAY_MOVE_TO = 0x10, 0x4000, 1 | 2  # of mmap and mremap
+_FIXED, _NORESERVE = 0x10, 0x4000  # of mmap
 _FAILED = ctypes.c_void_p(-1).value
-_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 @functools.cache
@@ -45,7 +42,6 @@ def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
-    libc.mremap.argtypes, libc.mremap.restype = [address, size, size, number, address], address
     libc.madvise.argtypes, libc.munmap.argtypes = [address, size, number], [address, size]
     return libc
 
@@ -110,7 +106,7 @@ class Arena:
         try:
             os.ftruncate(self.fd, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.address = _map(self.size, _READ_WRITE, mmap.MAP_SHARED, self.fd)
+            self.address = _map(self.size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.fd)
         except OSError:
             os.close(self.fd)
             raise
@@ -121,8 +117,6 @@ class Arena:
         self._countdown = _LATELY
         self._returned: deque[tuple[int, int, bool]] = deque()  # free, not in `_free` yet; has pages
         self._lock = threading.Lock()
-        # (address, bytes, address of the copy; None: there was no memory for it)
-        self._copies: list[tuple[int, int, int | None]] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised memory, uint8, at a page's begin.
@@ -226,42 +220,12 @@ class Arena:
         begin = address - self.address
         return begin if 0 <= begin <= self.size - nbytes else None
 
-    # -- forks: what the child is to see is copied before, and moved to its place in the child ----------------------
-
-    def before_fork(self, contents: Iterable[tuple[int, int]]) -> None:
-        """See `HostArena`. Memory for which there is no room is not copied; the child cannot read it."""
-        for address, nbytes in contents:
-            if self.offset(address, nbytes) is None:
-                continue
-            copy = None
-            with contextlib.suppress(OSError):
-                copy = _map(_whole_pages(nbytes), _READ_WRITE, _PRIVATE)
-                ctypes.memmove(copy, address, nbytes)
-            self._copies.append((address, _whole_pages(nbytes), copy))
-
-    def after_fork_in_parent(self) -> None:
-        """See `HostArena`."""
-        while self._copies:
-            _, size, copy = self._copies.pop()
-            if copy is not None:
-                _libc().munmap(copy, size)
-
-    def after_fork_in_child(self) -> None:
-        """See `HostArena`."""
-        global _arena
-        _arena = None
-        _peer_files.clear()
-        try:
-            _map(self.size, _READ_WRITE, _PRIVATE | _FIXED, address=self.address)
-        except OSError:
-            _map(self.size, _NO_ACCESS, _PRIVATE | _FIXED, address=self.address)
+    def close_in_child(self) -> None:
+        """Replace the mapping in a forked child: its writes must not reach the parent, nor keep the memory alive."""
+        without = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
+        _map(self.size, 0, without, address=self.address)
         os.close(self.fd)
         self.fd = -1
-        for address, size, copy in self._copies:
-            moved = copy is not None and _libc().mremap(copy, size, size, _MAY_MOVE_TO, address) != _FAILED
-            if not moved:
-                _map(size, _NO_ACCESS, _PRIVATE | _FIXED, address=address)
-        self._copies.clear()
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -326,3 +290,14 @@ def peer_file(fd: int) -> PeerFile:
     if mapped is None:
         mapped = _peer_files[key] = PeerFile(fd)
     return mapped
+
+
+def _forget_in_child() -> None:
+    global _arena
+    if _arena is not None:
+        _arena.close_in_child()
+    _arena = None
+    _peer_files.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
