@@ -6,12 +6,18 @@ import most of the packages inside functions, so that a name which an old commit
 """
 
 import math
+import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from . import compare, counts, host
+import torch
+
+from . import compare, counts, host, measure
 from .measure import launch
+from .models import WORKLOADS
+from .systems import OPTIMIZERS, Job, make_optimizer
 
 
 def recorded_as(module: str, **figures: tuple[str, Callable[..., float]]) -> Callable[[type], type]:
@@ -90,7 +96,11 @@ def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable
             return math.nan
         return of(figures["times"][system][key])
 
-    return "seconds" if of is float else "ratio", figure
+    return "seconds" if of is float else "% of the median" if key == "spread" else "ratio", figure
+
+
+def _peak(figures: dict[str, Any], system: str) -> float:
+    return float(figures["memory"].get(system, {}).get("start", math.nan))
 
 
 @recorded_as(
@@ -100,14 +110,23 @@ def _time(key: str, of: Callable[[float], float] = float) -> tuple[str, Callable
     forward_seconds=_time("forward"),
     backward_seconds=_time("backward"),
     optimizer_seconds=_time("update"),
+    step_of_fsdp2=_time("wall_ratio_fsdp2", lambda ratio: 1 / ratio),
     step_of_ddp=_time("wall_ratio_ddp", lambda ratio: 1 / ratio),
-    peak_rss_bytes=(
-        "bytes",
-        lambda results, work, system: results[work]["memory"].get(system, {}).get("start", math.nan),
+    cpu_of_fsdp2=_time("cpu_ratio_fsdp2", lambda ratio: 1 / ratio),
+    spread_percent=_time("spread", lambda share: 100 * share),
+    peak_rss_bytes=("bytes", lambda results, work, system: _peak(results[work], system)),
+    peak_rss_of_fsdp2=(
+        "ratio",
+        lambda results, work, system: _peak(results[work], system) / _peak(results[work], "fsdp2"),
+    ),
+    noise_percent=(
+        "% that a fixed loop varied",
+        lambda results, work, system: 100 * measure.spread(results[work]["calibration"]),
     ),
 )
 class Speed:
-    """Two gloo ranks of one thread each, systems alternating: seconds a step, and peak memory of new processes."""
+    """Two gloo ranks of one thread each, systems alternating in one process group: seconds a step, and ratios within
+    a round; peak memory of new processes."""
 
     params = (["dense", "moe"], ["ddp", "fsdp2", "deepspeed", "ours"])
     param_names = ("workload", "system")
@@ -116,11 +135,58 @@ class Speed:
     def setup_cache(self) -> dict[str, Any]:
         figures = {}
         for workload in self.params[0]:
-            results, noise = compare.speed(workload, 2, systems=self.params[1], rounds=4, steps=1)
+            results, noise = compare.speed(workload, 2, systems=self.params[1], rounds=5, steps=1)
             for reason in noise:
                 print(f"{workload}: times are not kept, the machine is too busy: {reason}", file=sys.stderr)
             figures[workload] = {**results, "noise": noise}
         return figures
+
+
+def _median(results: dict[str, list[dict[str, float]]], step: str, system: str) -> float:
+    return statistics.median(times[step] for times in results[system])
+
+
+@recorded_as(
+    "runtime",
+    seconds=("seconds", _median),
+    of_fsdp2=(
+        "ratio",
+        lambda results, step, system: _median(results, step, system) / _median(results, step, "fsdp2"),
+    ),
+)
+class SetUp:
+    """Two gloo ranks, systems alternating: `fully_shard`, and DCP out and in, of 29.9M parameters."""
+
+    params = (host.SET_UP, ["fsdp2", "ours"])
+    param_names = ("step", "system")
+    timeout = 300
+
+    def setup_cache(self) -> dict[str, list[dict[str, float]]]:
+        with tempfile.TemporaryDirectory() as folder:
+            request = {"workload": "dense", "systems": self.params[1], "rounds": 7, "folder": folder}
+            return launch(host.set_up, 2, request)
+
+
+# -- block-optim -------------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """A step on plain parameters of a small model with experts, in this process; torch's fused AdamW beside."""
+
+    params = (list(OPTIMIZERS),)
+    param_names = ("optimizer",)
+    timeout, repeat = 300, (3, 5, 5.0)
+
+    def setup(self, name: str) -> None:
+        torch.set_num_threads(1)
+        model = WORKLOADS["ablation"].model("cpu")
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        self.step = make_optimizer(model, Job(WORKLOADS["ablation"], None, optimizer=name)).step
+        self.step()
+
+    def time_step(self, name: str) -> None:
+        self.step()
 
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------

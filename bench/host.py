@@ -5,10 +5,13 @@ python -m bench planner       layout-planner: time to plan all layers of real mo
 python -m bench placement     ragged-shard: an optimizer step and clipping on ragged tensors and on torch's DTensor
 python -m bench exchange      dbuffer: large gathers and reductions by each transport, on 2 to 16 real ranks
 
+`set_up` is for the history: wrapping, and a checkpoint.
+
 One process stands for one rank of torch's fake process group, and all systems take turns. Time is the main thread's
 CPU time, which a busy machine disturbs less than it does a clock. Few tokens are taken, so that the added time shows.
 """
 
+import itertools
 import resource
 import statistics
 import time
@@ -27,7 +30,7 @@ from . import measure
 from .compare import PARTS, build_all, parts_of
 from .measure import fake_ranks, interleave, launch, medians_ms, options_of, record, table, table_of
 from .models import WORKLOADS, batch_of
-from .systems import SYSTEMS, Job, left_out
+from .systems import SYSTEMS, Job, left_out, shard
 
 SIMULATED = (8, 64, 1024)
 COMPARED = ["ours", "fsdp2", "deepspeed"]
@@ -87,6 +90,37 @@ def main_host(parser: ArgumentParser, arguments: list[str]) -> int:
         figures["samples"][str(ranks)], missing = launch(measure_models, 1, request)
         figures["skipped"] |= missing
     return record("host", tables(figures), noise + measure.noise_now(), keep_noisy=o.keep_noisy, **figures)
+
+
+# -- before the first step ---------------------------------------------------------------------------------------------
+
+SET_UP = ("wrap", "save", "load")
+
+
+def set_up(request: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+    """On a rank: by system, seconds of `fully_shard`, `dcp.save` and `dcp.load` of the model, round by round."""
+    import torch.distributed.checkpoint as dcp
+
+    job = Job.of(request)
+
+    def seconds(system: str) -> dict[str, float]:
+        model, folder = job.workload.model(job.device), f"{request['folder']}/{system}"
+        steps = (
+            lambda: shard(system, model, model.blocks, mesh=job.mesh),
+            lambda: dcp.save(model.state_dict(), checkpoint_id=folder),
+            lambda: dcp.load(model.state_dict(), checkpoint_id=folder),
+        )
+        marks = []
+        for step in steps:
+            dist.barrier()
+            marks.append(time.perf_counter())
+            step()
+        dist.barrier()
+        marks.append(time.perf_counter())
+        return dict(zip(SET_UP, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+    calls = {name: partial(seconds, name) for name in request["systems"]}
+    return interleave(calls, request["rounds"], warm_up=1, timer=lambda call: call())
 
 
 # -- layout-planner ----------------------------------------------------------------------------------------------------
