@@ -154,7 +154,7 @@ def _median(results: dict[str, list[dict[str, float]]], step: str, system: str) 
         lambda results, step, system: _median(results, step, system) / _median(results, step, "fsdp2"),
     ),
 )
-class SetUp:
+class BeforeSteps:
     """Two gloo ranks, systems alternating: `fully_shard`, and DCP out and in, of 29.9M parameters."""
 
     params = (host.SET_UP, ["fsdp2", "ours"])
