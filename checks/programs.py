@@ -6,6 +6,8 @@ Programs that fail are made smaller, printed, and written to `tests/programs/fou
 import argparse
 import collections
 import multiprocessing
+import signal
+import sys
 import time
 from pathlib import Path
 from queue import Empty
@@ -68,11 +70,14 @@ def main() -> None:
         context.Process(target=search, args=(arguments, arguments.seed + job, answers))
         for job in range(arguments.jobs)
     ]
-    for worker in workers:
-        worker.start()
-    faults = report(answers, arguments)
-    for worker in workers:
-        worker.terminate()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers end too
+    try:
+        for worker in workers:
+            worker.start()
+        faults = report(answers, arguments)
+    finally:
+        for worker in workers:
+            worker.terminate()
     raise SystemExit(1 if faults else 0)
 
 
