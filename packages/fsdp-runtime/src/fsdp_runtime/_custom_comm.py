@@ -10,12 +10,12 @@ As in FSDP2 the call is made with `async_op=False`: on a GPU the stream waits fo
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from dbuffer import Collectives, Op, Pairs, Transport, Work
+from dbuffer import Collectives, Op, Pairs, Transport
 
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 
@@ -70,8 +70,8 @@ class _Custom(Collectives):
 
 
 class _CustomAllGather(_Custom):
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
-        """One call on the tensors of one dtype, or on bytes where there are several."""
+    def all_gather(self, pairs: Pairs, label: str) -> None:
+        """One call on the tensors of one dtype, or on bytes where there are several. Nothing is left to wait for."""
         if len({send.dtype for _, send in pairs}) > 1:
             pairs = [(receive.view(torch.uint8), send.view(torch.uint8)) for receive, send in pairs]
         numels = [send.numel() for _, send in pairs]
@@ -84,17 +84,15 @@ class _CustomAllGather(_Custom):
         self._call(output_tensor=gathered, input_tensor=own)
         for place, (receive, _) in zip(_columns(gathered, self._ranks, numels), pairs, strict=True):
             receive.view(self._ranks, -1).copy_(place)
-        return _Completed()
 
 
 class _CustomReduceScatter(_Custom):
-    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> Work:
-        """One call for each dtype, in the order in which they come."""
+    def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> None:
+        """One call for each dtype, in the order in which they come. Nothing is left to wait for."""
         for dtype in dict.fromkeys(send.dtype for _, send in pairs):
             self._reduce([pair for pair in pairs if pair[1].dtype == dtype], op)
-        return _Completed()
 
-    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> Work:
+    def all_to_all(self, receive: torch.Tensor, send: torch.Tensor, label: str) -> NoReturn:
         """Refused: gradients in a wire form are exchanged, not reduced, and would go past the user's object."""
         raise NotImplementedError(
             f"{label}: set_custom_reduce_scatter({self.name}) reduces gradients in full; this unit sends them in a "
@@ -118,14 +116,3 @@ def _columns(flat: torch.Tensor, ranks: int, numels: Sequence[int]) -> Sequence[
     """Each tensor's slices of all ranks, (ranks, numel), in memory ordered by rank."""
     columns: Sequence[torch.Tensor] = flat.view(ranks, -1).split(list(numels), dim=1)
     return columns
-
-
-class _Completed:
-    """A work that has completed, or is ordered by its stream."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def is_completed(self) -> bool:
-        """It has."""
-        return True
