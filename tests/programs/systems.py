@@ -199,6 +199,7 @@ class Sharded(System):
         self.name = name
         self.api = {"ours": fsdp_runtime, "fsdp2": fsdp}[name]
         self.ours = name == "ours"
+        self._lent: int | None = None  # bytes of gathered buffers that others in this process use
 
     def wrap(self, model: Model, program: Program) -> list[Any]:
         mesh, choose = self._mesh(program)
@@ -240,15 +241,23 @@ class Sharded(System):
             if isinstance(module, TwoForwards) and isinstance(module, self.api.FSDPModule):
                 self.api.register_fsdp_forward_method(module, "encode")
         self._compile(model)
+        if self.ours and self._lent is None:
+            self._lent = self._in_use(model)
         return units
+
+    @staticmethod
+    def _in_use(model: Model) -> int:
+        """Bytes of gathered buffers in use, without models of programs before, which may be in cycles."""
+        if gathered_memory(model).lent_bytes:
+            gc.collect()
+        return gathered_memory(model).lent_bytes
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         # A failed backward that nobody clears away keeps its memory until the next forward.
         keeps = any(one[0] == "option" or one in FAILED for one in program.actions)
-        if self.ours and not keeps and gathered_memory(model).lent_bytes:
-            gc.collect()  # models of programs before
-            stats = gathered_memory(model)
-            assert not stats.lent_bytes, f"at rest {stats.lent_bytes} bytes of gathered buffers are in use"
+        if self.ours and not keeps:
+            lent = self._in_use(model) - (self._lent or 0)
+            assert lent <= 0, f"at rest {lent} bytes of gathered buffers are in use"
         assigned = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)} & {
             *program.actions
         }
