@@ -22,7 +22,6 @@ COMMANDS = {
     # One package each; they print tables.
     "planner": ("host", "layout-planner: time to plan real models, and padding"),
     "placement": ("host", "ragged-shard: host time of ops on ragged tensors"),
-    "exchange": ("host", "dbuffer: large gathers and reductions by each transport"),
     "meshes": ("optimizers", "block-optim: whether the mesh decides the precision of 8-bit states"),
     "one_device": ("optimizers", "block-optim: steps on plain tensors, torch's and torchao's too"),
     "steps": ("steps", "block-optim: steps of each optimizer to one loss, over ten seeds"),

@@ -3,7 +3,6 @@
 python -m bench host          writes results/host.json
 python -m bench planner       layout-planner: time to plan all layers of real models on 1024 ranks, and their padding
 python -m bench placement     ragged-shard: an optimizer step and clipping on ragged tensors and on torch's DTensor
-python -m bench exchange      dbuffer: large gathers and reductions by each transport, on 2 to 16 real ranks
 
 `set_up` is for the history: wrapping, and a checkpoint.
 
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from . import measure
@@ -227,92 +225,3 @@ def main_placement(parser: ArgumentParser, arguments: list[str]) -> None:
     cells = (f"{us['ragged']:.2f}", f"{us['dtensor']:.2f}", "", f"{us['ragged'] / us['dtensor']:.2f}")
     header = ["", "ragged ms", "DTensor ms", "plain ms", "ragged / DTensor"]
     print(table(header, [*rows, ["from_local, us", *cells]]))
-
-
-# -- dbuffer -----------------------------------------------------------------------------------------------------------
-
-RANKS = (2, 3, 4, 8, 16)
-TRANSPORTS = ("collectives", "peer_memory")
-ALONE = "copies alone"
-MEASURED = (*TRANSPORTS, ALONE)
-REPEATS = 4  # of one move between barriers, which take time themselves
-
-
-def copies_alone(
-    shard: torch.Tensor, full: torch.Tensor, other: torch.Tensor
-) -> dict[str, Callable[[], None]]:
-    """The copies of a gather and the sums of a reduction, each within this rank's memory. Communicate nothing."""
-    from dbuffer.transport.peer.peer_memory import Sum
-
-    ranks = dist.get_world_size()
-    (own, *_), (_, *others) = full.chunk(ranks), other.chunk(ranks)
-    total = Sum([(shard, own)], range(1, ranks), "sum")
-
-    def gather() -> None:
-        for receive, send in zip(full.chunk(ranks), (shard, *others), strict=True):
-            receive.copy_(send)
-
-    return {"gather": gather, "reduce": lambda: total.add({peer: [others[peer - 1]] for peer in total.peers})}
-
-
-def exchange(request: dict[str, Any]) -> dict[str, dict[str, tuple[float, float] | None]]:
-    """On a rank: `{kind: {transport: (wall, CPU) milliseconds}}`; None if this machine does not allow it."""
-    from dbuffer import DBuffer, Gather, ReduceScatter
-    from layout_planner import TensorSpec, plan
-
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    layout = plan([TensorSpec("full", (request["nbytes"] // 4 // ranks * ranks,))], ranks)
-    moves: dict[tuple[str, str], Callable[[], None]] = {}
-    buffers = {name: DBuffer(layout, mesh, dtype=torch.float32, transport=name) for name in TRANSPORTS}
-    for buffer in buffers.values():
-        buffer.materialize()
-        for flat in (*buffer.shard, *buffer.full):
-            flat.normal_()
-
-    def repeat(move: Callable[[], None]) -> None:
-        for _ in range(REPEATS):
-            move()
-
-    def wait_for(start: Callable[[], Any]) -> None:
-        start().wait()
-
-    for name, buffer in buffers.items():
-        gather, reduce = Gather([buffer]).start, ReduceScatter([buffer], op="sum").start
-        try:
-            gather().wait()
-        except ValueError as error:  # the same on all ranks
-            print(error, flush=True)
-            continue
-        for kind, start in (("gather", gather), ("reduce", reduce)):
-            moves[kind, name] = partial(repeat, partial(wait_for, start))
-    first, second = buffers.values()
-    for kind, copies in copies_alone(first.shard[0], first.full[0], second.full[0]).items():
-        moves[kind, ALONE] = partial(repeat, copies)
-    times = interleave(moves, request["rounds"], timer=measure.wall_and_cpu)
-
-    def medians(key: tuple[str, str]) -> tuple[float, float] | None:
-        if key not in times:
-            return None
-        walls, cpus = zip(*times[key], strict=True)
-        of_all = torch.tensor(cpus, dtype=torch.float64)
-        dist.all_reduce(of_all)
-        return statistics.median(walls) / REPEATS, float(of_all.quantile(0.5)) / REPEATS
-
-    return {kind: {name: medians((kind, name)) for name in MEASURED} for kind in ("gather", "reduce")}
-
-
-def main_exchange(parser: ArgumentParser, arguments: list[str]) -> None:
-    """Print the table: wall of rank 0, CPU of all ranks together."""
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="separated by commas")
-    parser.add_argument("--mib", default="12", help="gathered; several are separated by commas")
-    options = options_of(parser, arguments, rounds=27)
-    rows = []
-    for ranks in map(int, options.ranks.split(",")):
-        for size in map(float, options.mib.split(",")):
-            results = launch(exchange, ranks, {"rounds": options.rounds, "nbytes": int(size * 2**20)})
-            for kind, times in results.items():
-                cells = ["-" if both is None else f"{both[i]:.2f}" for i in (0, 1) for both in times.values()]
-                rows.append([ranks, f"{size:g}", kind, *cells])
-    header = [f"{clock}: {name}, ms" for clock in ("wall", "CPU") for name in MEASURED]
-    print(table(["ranks", "MiB", "", *header], rows))
