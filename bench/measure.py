@@ -391,10 +391,12 @@ INTRODUCTION = """\
 # Benchmarks: the newest figures
 
 Written by `python -m bench report` from the JSON files in this folder, which have more: raw samples, parts of a step,
-other numbers of ranks, losses. Counts are exact on any machine. Times are medians over interleaved rounds, ratios are
-taken within a round, and times of a busy machine are left out. Each section names machine, date and commit. [Commands
-and method](../README.md). Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
+other numbers of ranks, losses. Counts are exact on any machine. Times are medians over five or more interleaved rounds,
+ratios are taken within a round; times of a busy machine are left out, and rows with more than 10% spread. Each section
+names machine, date and commit. [Commands and method](../README.md).
+Padding: [known models](../../packages/layout-planner/docs/padding.md)."""
 FIRST = ("counts", "speed")  # results whose tables come first
+ROUNDS, SPREAD = 5, 0.10  # fewest rounds, and largest spread, of times
 # Rows and tables that are left out here; the JSON files have them.
 LEFT_OUT = {
     ("counts-counts", "ranks"): ("8 simulated", "2 real", "4 real"),
@@ -407,10 +409,38 @@ LEFT_OUT_TABLES = (
 )  # fmt: skip
 
 
+def to_measure_again(items: list[dict[str, Any]]) -> list[str]:
+    """Results that a report cannot show, and why: changes that no commit has, or too few rounds."""
+    problems = []
+    for item in items:
+        if (item["commit"] or "+").endswith("+"):
+            problems.append(
+                f"{item['name']} was measured on {item['commit']}, with changes that no commit has"
+            )
+        if (rounds := min(_rounds(item["figures"]), default=ROUNDS)) < ROUNDS:
+            problems.append(f"{item['name']} has {rounds} rounds; expected at least {ROUNDS}")
+    return problems
+
+
+def _rounds(figures: Any, samples: bool = False) -> list[int]:
+    """How many samples there are, of each list of them in some figures."""
+    if isinstance(figures, dict):
+        parts = ((value, samples or key == "samples") for key, value in figures.items())
+        return [count for part in parts for count in _rounds(*part)]
+    return [len(figures)] if samples and isinstance(figures, list) else []
+
+
 def write_report(folder: Path) -> Path:
-    """Write REPORT.md, the tables of all results in `folder`; returns the page's path."""
+    """Write REPORT.md, the tables of all results in `folder`; returns the page's path.
+
+    Raises:
+        ValueError: results that have to be measured again; by name.
+    """
+    items = load_all("", folder)
+    if problems := to_measure_again(items):
+        raise ValueError("; ".join(problems))
     out = [INTRODUCTION]
-    for item in sorted(load_all("", folder), key=lambda item: not item["name"].startswith(FIRST)):
+    for item in sorted(items, key=lambda item: not item["name"].startswith(FIRST)):
         where = item["machine"]
         device = f"{where['gpus']} x {where['gpu']}" if where["gpu"] else f"{where['cores']} x {where['cpu']}"
         for part in item["figures"].get("tables", []):
@@ -422,13 +452,24 @@ def write_report(folder: Path) -> Path:
                 continue
             hidden = [LEFT_OUT.get((item["name"], column), ()) for column in part["header"]]
             rows = [r for r in part["rows"] if not any(c in h for c, h in zip(r, hidden, strict=True))]
-            about = f"{part['text']} *{device}, {where['date'][:10]}, {item['commit']}.*"
+            rows, varied = _steady(part["header"], rows)
+            about = f"{part['text']}{varied} *{device}, {where['date'][:10]}, {item['commit']}.*"
             kept = [n for n, column in enumerate(part["header"]) if column not in LEFT_OUT_COLUMNS]
             header, *rows = ([row[n] for n in kept] for row in (part["header"], *rows))
             out += [f"{title}{about}", table(header, rows)]
     path = folder / "REPORT.md"
     path.write_text("\n\n".join(out) + "\n")
     return path
+
+
+def _steady(header: list[str], rows: list[list[Any]]) -> tuple[list[list[Any]], str]:
+    """Rows whose times varied little, and a sentence, after a space, on the others."""
+    if "spread" not in header:
+        return rows, ""
+    at = header.index("spread")
+    steady = [row for row in rows if float(row[at].rstrip("%")) <= 100 * SPREAD]
+    varied = [f"{row[0]} ({row[at]})" for row in rows if row not in steady]
+    return steady, f" Left out for their spread: {', '.join(varied)}." if varied else ""
 
 
 def summary(folder: Path) -> list[str]:
@@ -472,7 +513,10 @@ def main_report(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="results to read (bench/results)")
     parser.add_argument("--readme", type=Path, help="also put the summary into this file")
     options = parser.parse_args(arguments)
-    print(f"written to {write_report(options.folder)}")
+    try:
+        print(f"written to {write_report(options.folder)}")
+    except ValueError as error:
+        parser.error(str(error))
     if options.readme:
         put_into(options.readme, options.folder)
         print(f"summary put into {options.readme}")

@@ -270,7 +270,7 @@ def muon_on_rank(request: dict[str, Any]) -> dict[str, list[float]]:
     return dict(zip(MUONS, most.tolist(), strict=True))
 
 
-def muon_on_ranks(world_size: int, rounds: int = 3) -> dict[str, list[float]]:
+def muon_on_ranks(world_size: int, rounds: int = 5) -> dict[str, list[float]]:
     """The largest figures of any rank, for each system."""
     return launch(muon_on_rank, world_size, {"rounds": rounds}, timeout=600.0)
 

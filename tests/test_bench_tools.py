@@ -79,6 +79,23 @@ def test_a_busy_machine_is_refused_with_each_reason(tmp_path, monkeypatch, capsy
     assert measure.load_all("x", tmp_path)[0]["noise"] == noise
 
 
+def test_a_report_refuses_uncommitted_code_and_few_rounds_and_leaves_out_rows_that_vary(
+    tmp_path, monkeypatch
+):
+    rows = [["a", "1.0", "3.0%"], ["b", "2.0", "12.0%"]]
+    tables = [measure.table_of("Speed: tiny", "Text.", "system; tokens/s; spread", rows)]
+    monkeypatch.setattr(measure, "commit", lambda: "abc+")
+    measure.save("speed-1", {"samples": {"a": [{}] * 5, "b": [{}] * 4}, "tables": tables}, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"speed-1 was measured on abc\+, .*; speed-1 has 4 rounds; .*5"):
+        measure.write_report(tmp_path)
+    monkeypatch.setattr(measure, "commit", lambda: "abc")
+    measure.save("speed-1", {"samples": {"a": [{}] * 5, "b": [{}] * 5}, "tables": tables}, folder=tmp_path)
+    text = measure.write_report(tmp_path).read_text()
+    assert "Left out for their spread: b (12.0%)." in text
+    assert "| a      |" in text
+    assert "| b " not in text
+
+
 @pytest.mark.long
 def test_the_gpu_run_writes_down_a_piece_that_fails_and_goes_on(tmp_path, monkeypatch):
     good = {"workload": "tiny", "systems": ["plain"], "rounds": 1, "steps": 1, "device": "cpu"}
