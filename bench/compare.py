@@ -336,47 +336,25 @@ def main_speed(parser: ArgumentParser, arguments: list[str]) -> int:
 # -- ablation ----------------------------------------------------------------------------------------------------------
 
 
-def ablate(ranks: int, num_rounds: int) -> tuple[dict[str, Any], list[str]]:
-    """Times without one idea each, exact counts on 64 simulated ranks, and reasons not to trust the times.
+def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
+    """Count on 64 simulated ranks, print, record.
 
     Experts in stacked tensors with biases, in sizes whose blocks share no small multiple; blocks of 32 rows.
     """
-    before = measure.busy_share()
-    request = {"workload": "ablation", "rounds": num_rounds, "steps": 2, "systems": LAYOUT, "options": BLOCKS}
-    layout = launch(rounds, ranks, request)
+    parser.parse_args(arguments)
     base = counts.plain("ablation")
     with fake_ranks(64) as mesh:
         job = Job(WORKLOADS["ablation"], mesh, options=BLOCKS)
         exact = {name: counts.outside(counts.count(name, job), base) for name in LAYOUT}
-    return {"ranks": ranks, "layout": layout, "counts": exact}, noise_of(before, layout)
-
-
-def ablation_tables(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's tables."""
-    times = summarise(figures["layout"])
-    rows = [
-        [SYSTEMS[n].label, f"{times['ours']['wall'] / t['wall']:.1%}", f"{t['cpu'] / times['ours']['cpu']:.2f}",
-         f"{1e3 * t['wall']:.0f}", f"{1e3 * t['update']:.0f}", f"{t['spread']:.1%}"]
-        for n, t in times.items()
-    ]  # fmt: skip
-    text = "Blocks of 32 rows, AdamW." + left_out(figures["layout"]["skipped"])
-    header = "runtime; throughput; CPU time; step ms; optimizer ms; spread"
-    timed = table_of(f"Ablation, {figures['ranks']} real ranks: layout", text, header, rows)
     rows = [
         [SYSTEMS[n].label, f"{f['padding']:.1%}", mib(f["wire_bytes"]), mib(f["copied"]["forward"]),
          mib(f["copied"]["backward"]), sum(f["calls"].values()), mib(f["peak"])]
-        for n, f in figures["counts"].items()
+        for n, f in exact.items()
     ]  # fmt: skip
     header = "runtime; padding; wire MiB; copied forward MiB; copied backward MiB; calls; peak MiB"
     text = "Exact, beyond the model's own step; blocks of 32 rows, which FSDP2 does not keep whole."
-    return [timed, table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
-
-
-def main_ablation(parser: ArgumentParser, arguments: list[str]) -> int:
-    """Measure, print, record."""
-    o = options_of(parser, arguments, ranks=2, rounds=8, keep_noisy=False)
-    figures, noise = ablate(o.ranks, o.rounds)
-    return record("ablation", ablation_tables(figures), noise, keep_noisy=o.keep_noisy, **figures)
+    tables = [table_of("Ablation, 64 simulated ranks", text, header, rows, exact=True)]
+    return record("ablation", tables, counts=exact)
 
 
 # -- two hosts and a slow network --------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ LEFT_OUT = {
 LEFT_OUT_COLUMNS = ("parked MiB", "PSS MiB", "forward ms", "backward ms", "update ms")
 LEFT_OUT_TABLES = (
     "Steps to that loss by learning rate", "8-bit AdamW on meshes", "A step on plain tensors", "Time of Muon",
-    "Muon's step on fully_shard, simulated", "Ablation, 2 real ranks",
+    "Muon's step on fully_shard, simulated",
 )  # fmt: skip
 
 

@@ -286,21 +286,21 @@ def make_optimizer(module: Any, job: Job) -> Any:
 
 
 class After:
-    """A work with something to do once it has completed."""
+    """A work, None where it was queued on the current stream, with something to do once it has completed."""
 
     def __init__(self, work: Any, then: Callable[[], None]) -> None:
         self._work, self._then = work, then
 
     def wait(self) -> None:
         """Wait, then act; not again when it is called again."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         then, self._then = self._then, lambda: None
         then()
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
-        works = getattr(self._work, "works", (self._work,))  # torch's coalesced collectives have several
-        return all(work.is_completed() for work in works)
+        return self._work is None or bool(self._work.is_completed())
 
 
 class Staged:
