@@ -96,11 +96,7 @@ class TileStep:
     """A prepared step over one matrix of tiles."""
 
     def __init__(
-        self,
-        tensors: TileTensors,
-        stretch: Stretch,
-        scratch: TileScratch,
-        rounder: Rounder | None,
+        self, tensors: TileTensors, stretch: Stretch, scratch: TileScratch, rounder: Rounder | None
     ) -> None:
         self.tensors = tensors
         self.rounder = rounder
