@@ -149,9 +149,8 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
-        self._chosen = {
-            p.tensor: self._chosen[p.tensor] for p in self.members
-        }  # if added again, chosen again
+        # A parameter that is added again is chosen again.
+        self._chosen = {p.tensor: self._chosen[p.tensor] for p in self.members}
         self._narrow.bind([p for p in self.trained if self._chosen[p.tensor]])
 
     @override
