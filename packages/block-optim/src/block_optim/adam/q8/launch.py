@@ -107,13 +107,6 @@ class Launch:
             table[:, 1].copy_(torch.tensor(addresses), non_blocking=True)
         variant = self._variant
         table, row_of = self._make(variant.per_program)
+        options = {**variant.constants, "num_warps": variant.num_warps, "enable_fp_fusion": False}
         with torch.accelerator.device_index(self._device.index):  # Triton launches on the current one
-            variant.kernel[(len(row_of),)](
-                table,
-                rates,
-                counts,
-                row_of,
-                **variant.constants,
-                num_warps=variant.num_warps,
-                enable_fp_fusion=False,
-            )
+            variant.kernel[(len(row_of),)](table, rates, counts, row_of, **options)
