@@ -155,7 +155,7 @@ def muon(model, layout, normuon=False):
     return Muon(matrices, lr=0.02, normuon=normuon, **divided(layout))
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model, layout: AdamW(named(model), lr=0.02),
     "AdamW8bit": narrow,
     "Muon": muon,
