@@ -88,9 +88,8 @@ class BlockFormat:
             ValueError: noise is missing or does not apply, a run cuts a tile, or a buffer does not fit.
         """
         if self.needs_noise != (noise is not None):
-            raise ValueError(
-                f"{self} {'needs noise' if self.needs_noise else 'rounds to nearest and takes no noise'}"
-            )
+            what = "needs noise" if self.needs_noise else "rounds to nearest and takes no noise"
+            raise ValueError(f"{self} {what}")
         _check(self, runs, values=values, codes=codes, scales=scales)
         if self.kernel_writes and launch.has_kernels(self, values.device):
             launch.quantize(self, runs, values, codes, scales, noise)

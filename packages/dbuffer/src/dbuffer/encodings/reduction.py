@@ -104,18 +104,16 @@ class CastReduction(InRows):
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> "_Cast":
         """A reducer that casts, or sends the gathered memory."""
-        return _Cast(self.dtype or gathered.dtype, geometry, gathered, place)
+        return _Cast(self.dtype or gathered.dtype, geometry, gathered.raw, place[0])
 
 
 class _Cast:
     """One kernel a segment; to sum, one a rank and segment."""
 
-    def __init__(
-        self, dtype: torch.dtype, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]
-    ) -> None:
-        self._dtype, self._begin = dtype, place[0]
+    def __init__(self, dtype: torch.dtype, geometry: Geometry, raw: Flats, begin: int) -> None:
+        self._dtype, self._begin = dtype, begin
         self._sizes = [segment.shard_size for segment in geometry.layout.segments]
-        self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
+        self._sources = [flat.view(geometry.layout.world_size, -1) for flat in raw]
 
     def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         compat.copy(self._planes(rows), self._sources)
