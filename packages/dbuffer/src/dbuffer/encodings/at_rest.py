@@ -14,7 +14,6 @@ import torch
 from .._encoding import Encoder, Pairs
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
-from ..memory.huge_pages import SMALLEST, prefer_huge_pages
 from ..memory.recycler import Recycler, ShardMemory
 from .formats import BlockFormat
 from .on_wire import InBlocks, _BlockDecoder
@@ -38,7 +37,7 @@ class BlocksAtRest(InBlocks):
 
     def shard_memory(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> ShardMemory:
         """Memory of codes and scales."""
-        return _CodedShard(geometry, self.format, dtype, device)
+        return _CodedShard(geometry, CodeRows(geometry.layout, self.format), dtype, device)
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
         """An encoder that sends the shard. Raises ValueError if the layout cuts a row or a tile."""
@@ -60,8 +59,6 @@ def empty_codes(
 
     Args:
         geometry: of a layout that cuts no row and no tile.
-        name: name of the tensor.
-        format: format of the codes.
         dtype: dtype of the values.
         device: may be meta.
     """
@@ -83,19 +80,13 @@ class _CodedShard(ShardMemory):
         views: a `BlockQuantizedTensor` for this rank's slice of each tensor.
     """
 
-    def __init__(
-        self, geometry: Geometry, format: BlockFormat, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._rows = CodeRows(geometry.layout, format)
+    def __init__(self, geometry: Geometry, rows: CodeRows, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows = rows
         super().__init__(geometry, dtype, device, False)
 
     def allocate(self, *, zeroed: bool = False) -> None:
         rows = self._rows
-        flat = torch.empty(rows.row_bytes, dtype=torch.uint8, device=self._device)
-        if flat.nbytes >= SMALLEST:
-            prefer_huge_pages(flat)
-        if zeroed:
-            flat.zero_()
+        flat = self._flat(rows.row_bytes, torch.uint8, zeroed)
         scales = flat.view(torch.float32)
         views: dict[str, torch.Tensor] = {}
         for segment, runs in zip(rows.layout.segments, rows.of_rank(self._geometry.rank), strict=True):

@@ -110,7 +110,6 @@ class BlockFormat:
         """Write the sums over ranks, added one after another in fp32 in the order of ranks.
 
         Args:
-            runs: as one rank's.
             codes: (ranks, bytes), every rank's codes of the same rows.
             scales: (ranks, scales).
             out: fp32.

@@ -25,10 +25,8 @@ class BlockQuantizedTensor(torch.Tensor):
     Args:
         codes: uint8, 1-D: of the run's rows.
         scales: fp32, 1-D: of the run's tiles.
-        format: that they are in.
         run: the rows of the whole tensor, counted from the start of codes and scales.
-        shape: of the values.
-        dtype: of the values: fp32, bf16 or fp16.
+        shape, dtype: of the values; fp32, bf16 or fp16.
     """
 
     codes: torch.Tensor

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The tiles of one tensor.
-
-    Args:
-        shape: the tensor's.
-        tile: rows and columns of a tile, each at least 1.
-    """
+    """The tiles of one tensor: their rows and columns, each at least 1."""
 
     shape: tuple[int, ...]
     tile: tuple[int, int]
