@@ -10,7 +10,7 @@ from torch import Tensor
 from ragged_shard.device import has_triton
 
 from .noise import Noise, signed
-from .tiles import RowRun, RunList, Runs, bands_of
+from .tiles import Bands, RowRun, RunList, Runs, bands_of
 
 BlockFormat = Any  # of `formats`, which imports this module
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,28 +55,24 @@ def _tables(fmt: BlockFormat, runs: Runs, device: torch.device) -> list[Table]:
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
         by_access: dict[bool, list[list[int]]] = {}
-        for run in runs:
-            for row in _pieces(fmt, run):
-                by_access.setdefault(_is_aligned(fmt, row), []).append(row)
+        for row in [_row(fmt, run, piece) for run in runs for piece in bands_of(run)]:
+            by_access.setdefault(_is_aligned(fmt, row), []).append(row)
         kept[device] = [(*_table(fmt, rows, device), vector) for vector, rows in by_access.items()]
     return list(kept[device])
 
 
-def _pieces(fmt: BlockFormat, run: RowRun) -> list[list[int]]:
-    """Rows of a table, as `kernels` lists the columns, but with the number of a band's programs for the first one."""
+def _row(fmt: BlockFormat, run: RowRun, piece: Bands) -> list[int]:
+    """A row of a table, as `kernels` lists the columns, but with the number of a band's programs for the first one."""
     columns = run.grid.columns
     return [
-        [
-            run.values + piece.row * columns,
-            run.codes + piece.row * fmt.code_bytes(columns),
-            run.scales + piece.band * run.grid.across,
-            columns,
-            piece.bands,
-            piece.height,
-            -(-columns // fmt.piece[1]),
-            run.element + piece.row * columns,
-        ]
-        for piece in bands_of(run)
+        run.values + piece.row * columns,
+        run.codes + piece.row * fmt.code_bytes(columns),
+        run.scales + piece.band * run.grid.across,
+        columns,
+        piece.bands,
+        piece.height,
+        -(-columns // fmt.piece[1]),
+        run.element + piece.row * columns,
     ]
 
 

@@ -102,8 +102,7 @@ class RowRun:
     @property
     def num_scales(self) -> int:
         """Scales of the run."""
-        first, last = self.grid.scales_of(self.start, self.stop)
-        return last - first
+        return (self.grid.band_of(self.stop) - self.grid.band_of(self.start)) * self.grid.across
 
     def moved(self, values: int, codes: int, scales: int, element: int) -> "RowRun":
         """The same rows, so much further on in each buffer."""
