@@ -94,9 +94,7 @@ class _CodedShard(ShardMemory):
             for name in segment.names:
                 like = empty_codes(self._geometry, name, rows.format, self._dtype, torch.device("meta"))
                 run = next(remaining) if like.numel() else like.run
-                views[name] = like.around(
-                    flat.narrow(0, run.codes, like.codes.numel()),
-                    scales.narrow(0, run.scales, like.scales.numel()),
-                )
+                codes = flat.narrow(0, run.codes, like.codes.numel())
+                views[name] = like.around(codes, scales.narrow(0, run.scales, like.scales.numel()))
         self.views = MappingProxyType({name: views[name] for name in self._geometry.slices})
         self.flats = (flat,)

@@ -228,15 +228,12 @@ class _RowExchange:
         return transport.all_to_all(self._received.flat, sent, label)
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
-        results: list[Flats] = []
         rows = self._rows(self._received.flat)
-        for buffer, reducer, own, in_shard in zip(
-            self._buffers, self._reducers, self._sums, into_shard, strict=True
-        ):
-            sums = buffer.shard_memory.flats if in_shard else own
+        places = zip(self._buffers, self._sums, into_shard, strict=True)
+        results = [buffer.shard_memory.flats if in_shard else own for buffer, own, in_shard in places]
+        for buffer, reducer, sums in zip(self._buffers, self._reducers, results, strict=True):
             reducer.sum_rows(rows, sums)
             buffer.scratch = []
-            results.append(sums)
         self._release()
         return results
 

@@ -119,19 +119,10 @@ Runs = Sequence[RowRun]
 
 
 class RunList(tuple[RowRun, ...]):
-    """Runs for many calls, which share the kernels' tables of them.
+    """Runs for many calls, which share the kernels' tables of them, by device."""
 
-    Attributes:
-        tables: by device, for the kernels' launches.
-    """
-
-    tables: dict[Any, Any]
-
-    def __new__(cls, runs: Iterable[RowRun]) -> "RunList":
-        """A tuple of the runs."""
-        result = super().__new__(cls, runs)
-        result.tables = {}
-        return result
+    def __init__(self, runs: Iterable[RowRun]) -> None:
+        self.tables: dict[Any, Any] = {}
 
 
 class Bands(NamedTuple):
