@@ -279,11 +279,8 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
     out = {}
     for name, runs in samples.items():
         medians = {key: statistics.median(r[key] for r in runs) for key in runs[0] if key != "foreign"}
-        rate = {
-            "tokens_per_second": tokens / medians["wall"],
-            "spread": measure.spread([r["wall"] for r in runs]),
-        }
-        out[name] = {**medians, **rate}
+        spread = measure.spread([r["wall"] for r in runs])
+        out[name] = {**medians, "tokens_per_second": tokens / medians["wall"], "spread": spread}
         if free := raw.get("free", {}).get(name):
             pairs = zip(runs, free, strict=True)
             out[name]["exposed"] = statistics.median(

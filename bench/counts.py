@@ -261,20 +261,11 @@ def tables(workload: str, figures: dict[str, dict[str, Any]]) -> list[dict[str, 
     )
     header = "ranks; system; gathers; reductions; others; wire MiB; padding; copied forward MiB; copied backward MiB; "
     header += "calls; peak MiB; of FSDP2's; above the floor"
-    title, kinds = (
-        f"Exact counts of one step, workload {workload}",
-        "; ".join(f"{kind} MiB" for kind in KINDS),
-    )
     text += "".join(sorted(missing))
+    title, kinds = "Live memory at the peak of the step", "; ".join(f"{kind} MiB" for kind in KINDS)
     return [
-        table_of(title, text, header, rows, exact=True),
-        table_of(
-            "Live memory at the peak of the step",
-            "In the same steps, by kind.",
-            f"ranks; system; {kinds}",
-            memory,
-            exact=True,
-        ),
+        table_of(f"Exact counts of one step, workload {workload}", text, header, rows, exact=True),
+        table_of(title, "In the same steps, by kind.", f"ranks; system; {kinds}", memory, exact=True),
     ]
 
 

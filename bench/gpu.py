@@ -257,8 +257,7 @@ def run(
 ) -> dict[str, Any]:
     """Everything that fits into the budget; what each piece gave, also as JSON of its own in `out`."""
     start = time.monotonic()
-    work: list[tuple[str, float, Callable[[float], dict[str, Any]]]] = []
-    work += [
+    work: list[tuple[str, float, Callable[[float], dict[str, Any]]]] = [
         (piece.name, piece.limit, partial(run_piece, piece, out))
         for piece in pieces(torch.cuda.device_count(), dry, layers)
     ]
@@ -291,10 +290,8 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
     pieces = figures["pieces"]
     title = f"GPU: {where['gpus']} x {where['gpu'] or 'no GPU'}"
     tests = {name: piece for name, piece in pieces.items() if name.startswith("tests-")}
-    text = (
-        "".join(f"{name}: {piece.get('counts', 'not run')}. " for name, piece in tests.items())
-        + f"All took {figures['seconds']:.0f} s."
-    )
+    text = "".join(f"{name}: {piece.get('counts', 'not run')}. " for name, piece in tests.items())
+    text += f"All took {figures['seconds']:.0f} s."
     if figures["dry_run"]:
         text += " A DRY RUN on a CPU with tiny models: the path works, the figures mean nothing."
     text += "".join(

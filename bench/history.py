@@ -53,6 +53,11 @@ def _method(figure: Callable[..., float], unit: str) -> Any:
 # -- fsdp-runtime ------------------------------------------------------------------------------------------------------
 
 
+def _ratio(systems: dict[str, Any], peer: str, figure: str) -> float:
+    """Our figure over a peer's; NaN where the peer could not run."""
+    return systems["ours"][figure] / systems.get(peer, {}).get(figure, math.nan)
+
+
 @recorded_as(
     "runtime",
     collectives=("calls", lambda results, ranks: sum(results[ranks]["ours"]["collectives"].values())),
@@ -61,17 +66,8 @@ def _method(figure: Callable[..., float], unit: str) -> Any:
     copied_forward_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["copied"]["forward"]),
     copied_backward_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["copied"]["backward"]),
     peak_bytes=("bytes", lambda results, ranks: results[ranks]["ours"]["peak"]),
-    peak_of_fsdp2=(
-        "ratio",
-        lambda results, ranks: results[ranks]["ours"]["peak"] / results[ranks]["fsdp2"]["peak"],
-    ),
-    wire_of_deepspeed=(
-        "ratio",
-        lambda results, ranks: (
-            results[ranks]["ours"]["wire_bytes"]
-            / results[ranks].get("deepspeed", {}).get("wire_bytes", math.nan)
-        ),
-    ),
+    peak_of_fsdp2=("ratio", lambda results, ranks: _ratio(results[ranks], "fsdp2", "peak")),
+    wire_of_deepspeed=("ratio", lambda results, ranks: _ratio(results[ranks], "deepspeed", "wire_bytes")),
 )
 class Counts:
     """One step of a 31.6M-parameter Llama on simulated ranks, beyond the same model's own step. Exact.

@@ -242,6 +242,7 @@ def build_muon(
 
 def muon_on_rank(request: dict[str, Any]) -> dict[str, list[float]]:
     """Medians of wall and CPU milliseconds, bytes sent, collectives, FLOPs, deviation: the most of any rank."""
+    from block_optim.muon.newton_schulz import flops_of, steps_of
     from ragged_shard.testing import record_collectives
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -251,7 +252,7 @@ def muon_on_rank(request: dict[str, Any]) -> dict[str, list[float]]:
     steps = {system: optimizer.step for system, (_, optimizer) in built.items()}
     times = interleave(steps, request["rounds"], warm_up=1, timer=measure.wall_and_cpu)
     exact = {}
-    everything = sum(flops_of(rows, columns, torch.device("cpu")) for rows, columns in MUON_SHAPES)
+    everything = sum(flops_of(rows, columns, steps_of("keller")) for rows, columns in MUON_SHAPES)
     with torch.no_grad():
         for system, (_, optimizer) in built.items():
             with record_collectives() as sent:
@@ -285,9 +286,7 @@ def muon_tables(results: dict[int, dict[str, list[float]]]) -> list[dict[str, An
             ratio = wall / systems[FULL][0]
             times.append([str(ranks), system, f"{wall:.1f}", f"{cpu:.1f}", f"{ratio:.2f}"])
     text = f"{len(MUON_SHAPES)} matrices of widths {MUON_DIM} and {FFN}; the busiest rank's bytes, collectives and"
-    text += (
-        " Newton-Schulz work, and the largest difference of a weight from torch.optim.Muon's in one process."
-    )
+    text += " Newton-Schulz work, and a weight's largest difference from torch.optim.Muon's in one process."
     header = "ranks; system; sent MiB; collectives; GFLOP, busiest rank; largest deviation"
     timed = "The same steps, all systems alternating on two cores; medians of the slowest rank."
     time_header = "ranks; system; step ms; CPU ms; of full_tensor"
@@ -354,14 +353,6 @@ def plans_table(
         "model; ranks; system; sent GiB a rank; collectives; TFLOP, busiest rank; max / mean load; by turns"
     )
     return table_of("Muon's step on fully_shard, simulated ranks", text, header, rows, exact=True)
-
-
-def flops_of(rows: int, columns: int, device: Any) -> int:
-    """FLOPs of one matrix, as Muon plans with them."""
-    from block_optim import Muon
-
-    matrix = nn.Parameter(torch.empty(rows, columns, device=device))
-    return Muon([matrix]).assignment.domains[0].matrices[0].flops
 
 
 def main_muon(parser: ArgumentParser, arguments: list[str]) -> int:

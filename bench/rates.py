@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from block_optim.muon.newton_schulz import orthogonalize
+from block_optim.muon.newton_schulz import flops_of, orthogonalize, steps_of
 from dbuffer.encodings import BlockFP8, BlockNF4, RowRun
 from layout_planner import Elements, Tile
 
 from .measure import interleave, medians_ms, print_tables, table_of, timer_of
-from .optimizers import LLAMAS, flops_of, unchecked
+from .optimizers import LLAMAS, unchecked
 
 Call = Callable[[], Any]
 Calls = dict[str, Call]
@@ -175,14 +175,13 @@ def newton_schulz(device: str, tiny: bool) -> Iterator[Row]:
     function = getattr(importlib.import_module("torch.optim._muon"), "_zeropower_via_newtonschulz", None)
     for n, rows, columns in STACKS:
         matrices = list(torch.randn(n, rows * unit, columns * unit, device=device).bfloat16())
-        flops = n * flops_of(rows * unit, columns * unit, matrices[0].device)
+        flops = n * flops_of(rows * unit, columns * unit, steps_of("keller"))
         turns = {same: Turn(product, 2.0 * large**3, same)}
         turns["block_optim"] = Turn(partial(_each, orthogonalize, matrices), flops, same)
         if function is not None:  # a private function of torch, which some releases lack
             copies = [m.clone() for m in matrices]  # it normalizes bf16 matrices in place
-            turns["torch.optim.Muon's"] = Turn(
-                partial(_each, function, copies, (3.4445, -4.775, 2.0315), 5, 1e-7), flops, same
-            )
+            call = partial(_each, function, copies, (3.4445, -4.775, 2.0315), 5, 1e-7)
+            turns["torch.optim.Muon's"] = Turn(call, flops, same)
         yield from rated("Newton-Schulz", f"{n} x {rows * unit}x{columns * unit}", turns, device)
 
 

@@ -222,12 +222,7 @@ def _config(job: Job, system: Any) -> Any:
 
 
 def _finish(
-    name: str,
-    job: Job,
-    system: Any,
-    *,
-    wrap: Callable[[Any], Any] = lambda model: model,
-    casts: bool = False,
+    name: str, job: Job, system: Any, *, wrap: Callable[[Any], Any] = lambda model: model, casts: bool = False
 ) -> Trainer:
     """A trainer of the workload's model.
 
@@ -345,10 +340,6 @@ def staged(group: Any) -> Staged:
 # -- which can run -----------------------------------------------------------------------------------------------------
 
 
-def _always(job: Job) -> str | None:
-    return None
-
-
 def _one_rank(job: Job) -> str | None:
     # In a simulated world there is one process anyhow, and losses are not compared.
     if job.mesh.size() == 1 or dist.get_backend() == "simulated":
@@ -373,7 +364,7 @@ class System:
 
     label: str
     build: Callable[[str, Job], Trainer]
-    why_not: Callable[[Job], str | None] = _always
+    why_not: Callable[[Job], str | None] = lambda job: None
     communicates: bool = True  # else each rank trains by itself, and its losses are nobody else's
 
 

@@ -85,25 +85,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "NorMuon": (Muon, {"normuon": True}),
     "NorMuon buckets": (SmallBuckets, {"normuon": True, "ns_coefficients": "quintic"}),
     "Shampoo": (Shampoo, small(betas=(0.9, 0.95))),
-    "Shampoo sums": (
-        Shampoo,
-        small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10),
-    ),
+    "Shampoo sums": (Shampoo, small(betas=(0.9, 1.0), grafting="rmsprop", diagonal_above=10)),
     "SOAP": (SOAP, small()),
     "SOAP diagonal": (SOAP, small(diagonal_above=10)),
     "Mixed": (Mix(("muon", {}), ("soap", small()), ("adamw", {})), {}),
     "Mixed 8-bit": (
-        Mix(
-            ("shampoo", small()),
-            ("adamw8bit", {"block": Elements(8), "min_8bit_numel": 1}),
-            ("muon", {}),
-        ),
+        Mix(("shampoo", small()), ("adamw8bit", {"block": Elements(8), "min_8bit_numel": 1}), ("muon", {})),
         {},
     ),
 }
-NARROW: dict[str, dict[str, Any]] = {
-    "stochastic rounding": {"dtype": BF16, "stochastic_rounding": True},
-}
+NARROW: dict[str, dict[str, Any]] = {"stochastic rounding": {"dtype": BF16, "stochastic_rounding": True}}
 
 
 def run_of(case, layout="plain", mesh_shape=(), **more):
@@ -115,11 +106,8 @@ def run_of(case, layout="plain", mesh_shape=(), **more):
 
 
 CASES = ("AdamW", "AdamW fused", "AdamW8bit", "Muon", "NorMuon", "Shampoo", "SOAP", "Mixed")
-_LIKE_ANOTHER = (
-    "AdamW fused",
-    "NorMuon",
-    "Shampoo",
-)  # share what these tests are about with AdamW, Muon and SOAP
+# These share what these tests are about with AdamW, Muon and SOAP.
+_LIKE_ANOTHER = ("AdamW fused", "NorMuon", "Shampoo")
 every_kind = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LIKE_ANOTHER)) for case in CASES]
 )

@@ -58,9 +58,8 @@ def line(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("start", "options"),
     [
-        *(
-            (line(*shape), {"fused": True}) for shape in ((16, 16), (48,), (4, 3, 4))
-        ),  # torch's kernel has no rest
+        # torch's kernel has no rest.
+        *((line(*shape), {"fused": True}) for shape in ((16, 16), (48,), (4, 3, 4))),
         (line(40, dtype=torch.float64), {}),
         (line(4, 6).t(), {}),  # also if gradients are laid out in another order
     ],

@@ -80,15 +80,7 @@ def even_cuts(numel, num_ranks):
 
 
 def llama_8b(num_ranks):
-    shapes = [
-        (4096, 4096),
-        (1024, 4096),
-        (1024, 4096),
-        (4096, 4096),
-        (14336, 4096),
-        (14336, 4096),
-        (4096, 14336),
-    ]
+    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
     found = []
     for i, (rows, columns) in enumerate(shapes * 32):
         (matrix,) = matrices_of("w", (rows, columns), "auto")
@@ -111,6 +103,3 @@ def test_a_model_of_8b_is_balanced_within_four_thirds_of_the_bound(num_ranks, mo
         for b in range(found.num_buckets)
     ]
     assert max(in_buckets) <= max(32 << 20, 14336 * 4096 * 2)
-
-
-# ------------------------------------------------------------------ matrices of a tensor

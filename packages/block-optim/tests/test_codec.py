@@ -57,11 +57,8 @@ def test_a_short_block_is_as_if_zeros_followed(block, shape, full):
     optimizer = AdamW8bit([big, small], min_8bit_numel=1, block=block)
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=generator)
-    for factor in (
-        1.0,
-        -0.9,
-        0.01,
-    ):  # the second all but cancels the first moment: what is left elsewhere would show
+    # The second all but cancels the first moment: what is left elsewhere would show.
+    for factor in (1.0, -0.9, 0.01):
         small.grad = first * factor
         big.grad = torch.zeros(full)
         big.grad[: shape[0], : shape[1]] = small.grad

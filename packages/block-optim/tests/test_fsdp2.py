@@ -93,8 +93,8 @@ def expert_columns(model):
     return rows(model)
 
 
-def tensor_parallel(model, shape=(2, 2)):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+def tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return rows(model, mesh=mesh["data"])
 
@@ -148,23 +148,18 @@ def divided(layout):
     return {"replicate_mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),))}
 
 
-def muon(model, layout, **options):
-    matrices = [(n, p) for n, p in named(model) if n in MATRICES]
-    return Muon(matrices, lr=0.02, **options, **divided(layout))
+def muon(model, layout, normuon=False):
+    """NorMuon refuses the parameter that tensor parallelism cuts inside rows."""
+    refused = {"down.weight"} if normuon and layout == "tensor parallel" else set()
+    matrices = [(n, p) for n, p in named(model) if n in {*MATRICES} - refused]
+    return Muon(matrices, lr=0.02, normuon=normuon, **divided(layout))
 
 
-def normuon(model, layout):
-    """Without the parameter that tensor parallelism cuts inside rows, which NorMuon refuses."""
-    names = [n for n in MATRICES if n != "down.weight" or layout != "tensor parallel"]
-    matrices = [(n, p) for n, p in named(model) if n in names]
-    return Muon(matrices, lr=0.02, normuon=True, **divided(layout))
-
-
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model, layout: AdamW(named(model), lr=0.02),
     "AdamW8bit": narrow,
     "Muon": muon,
-    "NorMuon": normuon,
+    "NorMuon": functools.partial(muon, normuon=True),
     "Shampoo": lambda model, layout: Shampoo(
         named(model), lr=0.02, max_preconditioner_dim=16, **divided(layout)
     ),
@@ -199,18 +194,14 @@ def gradients():
     return [{n: torch.randn(p.shape, generator=generator) for n, p in named.items()} for _ in range(3)]
 
 
-def steps(model, optimizer, numbers):
-    for number in numbers:
-        for name, p in named(model):
-            p.grad = like(gradients()[number][name], p)
-        optimizer.step()
-
-
 def trained(layout, kind):
     """The parameters after three steps."""
     model = (LAYOUTS[layout][0] if torch.distributed.is_initialized() else plain)(Model())
     optimizer = OPTIMIZERS[kind](model, layout)
-    steps(model, optimizer, range(3))
+    for grads in gradients():
+        for name, p in named(model):
+            p.grad = like(grads[name], p)
+        optimizer.step()
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 
 

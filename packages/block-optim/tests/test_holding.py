@@ -59,9 +59,8 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
     mesh = rank_mesh(2, 2)
     ragged = RaggedShard((0, 1), (1, 5))
     strided = StridedRaggedShard((0, 1), (1, 5), split_factor=2)
-    cases: list[
-        tuple[list[Placement], tuple[int, ...], tuple[int, ...]]
-    ] = [  # axes, and those that cut experts
+    # Placements, axes, and those that cut experts.
+    cases: list[tuple[list[Placement], tuple[int, ...], tuple[int, ...]]] = [
         ([Replicate(), RaggedShard((0,), (1, 3))], (1,), (1,)),
         ([Shard(0), ragged], (0, 1), (1,)),
         ([Shard(0), Shard(0)], (0, 1), (1,)),
@@ -85,10 +84,7 @@ def test_on_several_axes_ranks_are_those_of_all_axes_that_cut_what_is_needed_who
         assert dist.get_process_group_ranks(ordered.group) == list(ordered.ranks)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    data=st.data(),
-)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_pieces_of_a_box_and_of_a_range_in_it_are_its_elements_in_order(sizes, data):
     offsets = [data.draw(st.integers(0, n - 1)) for n in sizes]

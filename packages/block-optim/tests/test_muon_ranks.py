@@ -121,10 +121,5 @@ def test_the_next_buckets_transfer_starts_before_this_ones_newton_schulz():
     with Ops() as ops:
         run.optimizer.step()
     exchanges = [len(list(run)) for kind, run in itertools.groupby(ops.seen) if kind == "alltoall"]
-    assert exchanges == [
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]  # of four buckets: one there, and one back with the next but one there
+    # Of four buckets: one there, and one back with the next but one there.
+    assert exchanges == [2, 2, 2, 1, 1]

@@ -42,9 +42,7 @@ def test_a_policy_does_not_keep_the_unsharded_parameters(units):
     del layer
     gc.collect()
     assert gone() is None
-    others = [
-        torch.zeros(64, 64) for _ in range(200)
-    ]  # some of which have the id of a parameter that is gone
+    others = [torch.zeros(64, 64) for _ in range(200)]  # some have the id of a parameter that is gone
     assert all(policy("other", tensor) is None for tensor in others)
 
 

@@ -19,18 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from block_optim import (
-    EMA,
-    SOAP,
-    AdamW,
-    AdamW8bit,
-    Mixed,
-    Muon,
-    Param,
-    Recipe,
-    Shampoo,
-    mixed_optimizer_for,
-)  # fmt: skip
+from block_optim import EMA, SOAP, AdamW, AdamW8bit, Mixed, Muon, Param, Recipe, Shampoo, mixed_optimizer_for
 from block_optim.muon.newton_schulz import steps_of
 from layout_planner import Elements, Rows, Tile
 from ragged_shard import held_boxes
@@ -136,11 +125,21 @@ def ema(*weights, **options):
 
 
 def load_averages(change, updates=2):
-    """Load ones as averages, with a change; None leaves one out."""
+    """Load ones as averages, with a change; None leaves one out. Nothing is loaded."""
     average = ema()
     ones = {name: torch.ones_like(value) for name, value in average.state_dict()["averages"].items()}
     values = {name: value for name, value in (ones | change).items() if value is not None}
-    average.load_state_dict({"averages": values, "updates": updates})
+    try:
+        average.load_state_dict({"averages": values, "updates": updates})
+    finally:
+        assert not any(value.eq(1).all() for value in average.state_dict()["averages"].values())
+        assert average.updates == 0
+
+
+def inside_swapped(call):
+    average = ema()
+    with average.swapped():
+        call(average)
 
 
 def muon(*shape, **options):
@@ -251,6 +250,9 @@ ONE: Table = {
     "ema, columns first": (lambda: ema(torch.zeros(2, 3).t().contiguous().t(), dtype=BF16), ValueError,
                            r"p0: dtype=torch.bfloat16 .* stride \(1, 2\)"),
     "ema, holes": (lambda: ema(torch.zeros(4, 4)[:, :2]), ValueError, "p0: its memory has holes"),
+    "ema, update of averages": (lambda: inside_swapped(EMA.update), RuntimeError, r"update\(\) inside swapped\(\)"),
+    "ema, swapped twice": (lambda: inside_swapped(lambda average: average.swapped().__enter__()), RuntimeError,
+                           r"swapped\(\) inside swapped\(\)"),
     "ema, missing average": (lambda: load_averages({"p2": None}), ValueError,
                              "2 averages, this EMA 3; p2 is in one of them only"),
     "ema, another shape": (lambda: load_averages({"p2": torch.ones(4)}), ValueError,

@@ -28,9 +28,8 @@ def cost(name, layout):
         run.optimizer.step(grad_norm=1.0)
     state = sum(n for key, n in run.optimizer.state_bytes().items() if key != "step")
     if name == "Muon":
-        assert (
-            len(set(run.optimizer.assignment.domains[0].loads)) == 1
-        )  # each rank computes one of the matrices
+        # Each rank computes one of the matrices.
+        assert len(set(run.optimizer.assignment.domains[0].loads)) == 1
     return state, sum(e.bytes_sent for e in record.events if e.kind != "all_reduce"), record.kinds
 
 
@@ -43,9 +42,7 @@ def test_replicas_divide_what_is_done_by_matrix_and_send_each_update_once(name):
         assert replicas == [(everything, 0, [])] * 2
         return
     assert all(kinds == ["all_reduce", "all_gather"] for _, _, kinds in replicas)
-    update = {"Muon": 2, "Shampoo": 4, "SOAP": 4}[
-        name
-    ]  # bytes an element: bf16, or the dtype of the computation
+    update = {"Muon": 2, "Shampoo": 4, "SOAP": 4}[name]  # bytes: of bf16, or the dtype of the computation
     assert sum(sent for _, sent, _ in replicas) == update * ELEMENTS
     if name == "Muon":  # momentum stays next to the gradient
         assert all(state == everything for state, _, _ in replicas)

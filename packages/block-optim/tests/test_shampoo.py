@@ -77,15 +77,8 @@ def test_without_grafting_vectors_take_the_diagonal_preconditioners_step():
 
 def test_a_huge_dimension_has_a_diagonal_factor():
     grads, param = gradients((12, 5)), parameter((12, 5))
-    optimizer = Shampoo(
-        [param],
-        lr=0.1,
-        betas=(0.0, 1.0),
-        grafting="none",
-        diagonal_above=10,
-        precondition_frequency=1,
-        root_epsilon=1e-6,
-    )
+    options: dict[str, Any] = {"betas": (0.0, 1.0), "grafting": "none", "root_epsilon": 1e-6}
+    optimizer = Shampoo([param], lr=0.1, diagonal_above=10, precondition_frequency=1, **options)
     state = optimizer.state[param]
     assert state["factor_rows"].numel() == state["root_rows"].numel() == 12
     assert state["factor_cols"].numel() == 25

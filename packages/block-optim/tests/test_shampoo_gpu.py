@@ -3,9 +3,9 @@
 import pytest
 import torch
 from shampoo_helpers import gradients, parameter, train
+from test_roots import distance, factors, reference, roots
 
 from block_optim import SOAP, Shampoo
-from block_optim.shampoo.roots import inverse_roots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,10 +38,6 @@ def test_the_bits_do_not_depend_on_how_many_blocks_a_process_has(kind):
 
 
 def test_roots_are_close_to_fp64():
-    grads = torch.randn(3, 128, 160, generator=torch.Generator().manual_seed(0)).cuda()
-    factors = grads @ grads.mT
-    found = inverse_roots(factors, 1e-5, last=torch.zeros_like(factors))
-    for matrix, root in zip(factors.double(), found.roots, strict=True):
-        values, vectors = torch.linalg.eigh(matrix)
-        wanted = (vectors * (values + 1e-5 * matrix.norm()).pow(-0.25)) @ vectors.mT
-        assert float((root - wanted).norm() / wanted.norm()) < 1e-3
+    batch = factors(3, 128, 160).cuda()
+    for matrix, root in zip(batch, roots(batch).roots, strict=True):
+        assert distance(root, reference(matrix, 1e-5)) < 1e-3

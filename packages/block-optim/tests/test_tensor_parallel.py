@@ -103,11 +103,7 @@ def sent_by_muon(shape, placements, options):
 def test_a_matrix_travels_once_to_its_owner_over_both_axes_and_once_back(dim):
     ranks = run_ranks(4, sent_by_muon, (24, 12), cut(2, (0,), [3, 1], dim), {})
     for kinds, _, assignment in ranks:
-        assert kinds == [
-            "all_reduce",
-            "all_to_all",
-            "all_to_all",
-        ]  # a byte: has anyone a gradient; there, and back
+        assert kinds == ["all_reduce", "all_to_all", "all_to_all"]  # has anyone a gradient; there, and back
         assert assignment.num_ranks == 4
         (matrix,) = assignment.matrices
         assert dict(matrix.holders) == ({0: 108, 1: 108, 2: 36, 3: 36})

@@ -64,12 +64,7 @@ def test_a_shard_is_the_codes_of_whole_tensors_and_is_what_travels(ranks):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "most"),
-    [
-        (BlockNF4(64), 0.56),
-        (BlockInt8(256), 1.016),
-        (BlockFP8((128, 128)), 1.0003),
-    ],
+    ("fmt", "most"), [(BlockNF4(64), 0.56), (BlockInt8(256), 1.016), (BlockFP8((128, 128)), 1.0003)]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_bytes_at_rest_are_those_of_the_formula(fmt, most, ranks):

@@ -59,9 +59,8 @@ def test_codes_are_kept_until_the_shard_changes_and_memory_is_recycled():
     buffer = make(FORMATS[0], recycler=recycler)
     load(buffer, tensors())
     Gather([buffer]).start().wait()
-    assert recycler.stats.lent_bytes == sum(
-        full.nbytes for full in buffer.full
-    )  # what arrived was given back
+    # The receive buffer was given back.
+    assert recycler.stats.lent_bytes == sum(full.nbytes for full in buffer.full)
     buffer.encoder.codes.zero_()
     buffer.release()
     Gather([buffer]).start().wait()

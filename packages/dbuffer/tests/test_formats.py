@@ -139,14 +139,8 @@ def odd(pattern):
     return torch.tensor([pattern], dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-BAD = [
-    0x7FC00000,
-    0xFFC00000,
-    0x7FFFFFFF,
-    0x7F800001,
-    0x7F800000,
-    0xFF800000,
-]  # NaNs and infinities, by their bits
+# NaNs and infinities, by their bits.
+BAD = [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000]
 
 
 @pytest.mark.parametrize("fmt", [*ALL, BlockInt8(64, "stochastic")], ids=str)

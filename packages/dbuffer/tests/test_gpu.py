@@ -154,13 +154,7 @@ def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buff
 
 @pytest.mark.parametrize(
     "fmt",
-    [
-        BlockFP8(),
-        BlockFP8((32, 32), "fp32"),
-        BlockFP8((1, 32)),
-        BlockInt8(256, "stochastic"),
-        BlockNF4(),
-    ],
+    [BlockFP8(), BlockFP8((32, 32), "fp32"), BlockFP8((1, 32)), BlockInt8(256, "stochastic"), BlockNF4()],
     ids=str,
 )
 def test_formats_have_the_codes_scales_and_values_of_the_cpu(fmt):

@@ -55,13 +55,7 @@ def test_to_local_and_from_local_pass_gradients_on():
 
 @on_ranks(3)
 def test_any_chain_of_redistributions_passes_the_same_gradient():
-    targets = [
-        RaggedShard((0,), (3, 2, 1)),
-        RaggedShard((0, 1), (1, 0, 11)),
-        Replicate(),
-        Shard(0),
-        Shard(1),
-    ]
+    targets = [RaggedShard((0,), (3, 2, 1)), RaggedShard((0, 1), (1, 0, 11)), Replicate(), Shard(0), Shard(1)]
     for first, second in itertools.product(targets, repeat=2):
         tensor = leaf()
         moved = (tensor * 2).redistribute(placements=[first]).redistribute(placements=[second])
@@ -111,6 +105,10 @@ def test_pointwise_graphs_with_a_sum_at_the_end_differentiate():
     torch.testing.assert_close(got, reference.grad)
 
 
+def rewrapped(x, local, placements):
+    return RaggedDTensor.from_local(local, x.device_mesh, placements, shape=x.shape)
+
+
 SECOND = {
     "pointwise": lambda x: x,
     "full_tensor": lambda x: x.full_tensor(),
@@ -118,21 +116,17 @@ SECOND = {
     "to_local": lambda x: x.to_local(),
     "ragged": lambda x: x.redistribute(placements=[RaggedShard((0, 1), (9, 0, 15))]),
     "shard": lambda x: x.redistribute(placements=[Shard(1)]),
-    "from_local": lambda x: RaggedDTensor.from_local(
-        x.to_local() * 1, x.device_mesh, x.placements, shape=x.shape
+    "from_local": lambda x: rewrapped(x, x.to_local() * 1, x.placements),
+    "elsewhere": lambda x: rewrapped(x, x.to_local() * 1, x.placements).redistribute(
+        placements=[Replicate()]
     ),
-    "elsewhere": lambda x: RaggedDTensor.from_local(
-        x.to_local() * 1, x.device_mesh, x.placements, shape=x.shape
-    ).redistribute(placements=[Replicate()]),
-    "average": lambda x: RaggedDTensor.from_local(
-        x.full_tensor(grad_placements=[Partial()]), x.device_mesh, [Partial("avg")], shape=x.shape
+    "average": lambda x: rewrapped(
+        x, x.full_tensor(grad_placements=[Partial()]), [Partial("avg")]
     ).redistribute(placements=[RAGGED]),
 }
 
 
-if (
-    not SUBCLASSES_DTENSOR
-):  # torch < 2.12: redistribute to its own Shard has no second derivative, with DTensors too
+if not SUBCLASSES_DTENSOR:  # torch < 2.12: redistribute to its own Shard has no second derivative
     del SECOND["shard"]
 
 

@@ -12,12 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import (
-    RaggedDTensor,
-    RaggedShard,
-    StridedRaggedShard,
-    distribute_tensor,
-)
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
 
@@ -50,17 +45,15 @@ def ragged_placements(ranks):
 
 def state(kind, blank):
     """The values, or zeros of their shapes, laid out in one way over all ranks."""
-    ranks = dist.get_world_size()
-    found = {}
+    ranks, found = dist.get_world_size(), {}
+    mesh: Any
+    placements: list[Any]
     for name, value in values().items():
         value = torch.zeros_like(value) if blank else value
         if kind == "ragged":
-            mesh = rank_mesh(ranks)
-            value = distribute_tensor(value, mesh, [ragged_placements(ranks)[name]], src_data_rank=None)
+            mesh, placements = rank_mesh(ranks), [ragged_placements(ranks)[name]]
         elif kind == "hsdp":
-            mesh = rank_mesh(2, ranks // 2)
-            placements = [Replicate(), ragged_placements(ranks // 2)[name]]
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            mesh, placements = rank_mesh(2, ranks // 2), [Replicate(), ragged_placements(ranks // 2)[name]]
         elif kind == "2d":
             mesh = rank_mesh(ranks // 2, 2)
             ragged = ragged_placements(ranks // 2)[name]
@@ -69,19 +62,13 @@ def state(kind, blank):
                 placements = [StridedRaggedShard((0,), ragged.local_units, 2), Shard(0)]
             elif name == "cube":
                 placements = [RaggedShard((0, 1), ragged.local_units), Shard(2)]
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         elif kind == "shard":
-            mesh = rank_mesh(ranks)
-            placements = [Shard(0) if value.ndim and value.numel() else Replicate()]
-            value = torch_distribute_tensor(value, mesh, placements)
-        else:
-            assert kind == "plain"
+            mesh, placements = rank_mesh(ranks), [Shard(0) if value.ndim and value.numel() else Replicate()]
+        if kind != "plain":
+            distribute: Any = torch_distribute_tensor if kind == "shard" else distribute_tensor
+            value = distribute(value, mesh, placements, src_data_rank=None)
         found[name] = value
     return found
-
-
-def save(kind, folder):
-    dcp.save(state(kind, False), checkpoint_id=folder)
 
 
 def load(kind, folder):
@@ -104,13 +91,13 @@ KINDS = ["ragged", "hsdp", "2d", "shard", "plain"]
 def saved(tmp_path_factory):
     """Checkpoints of each kind, made on 4 ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(4, save_each, save, folder)
+    run_ranks(4, save_each, folder)
     return folder
 
 
-def save_each(save, folder):
+def save_each(folder):
     for kind in KINDS:
-        save(kind, folder / kind)
+        dcp.save(state(kind, False), checkpoint_id=folder / kind)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -166,14 +153,8 @@ def in_one_buffer(fill):
 
 
 def plain_stager():
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
+    kinds = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+    return DefaultStager(StagingOptions(**dict.fromkeys([f"use_{kind}" for kind in kinds], False)))
 
 
 def save_async_twice(folder):
@@ -220,30 +201,29 @@ HF_VALUES = {
 }
 
 
-def hf_state(fill):
+def hf_state():
     mesh = rank_mesh(2)
     placements = {"elements": RaggedShard((0, 1, 2), (27, 33)), "rows": RaggedShard((0,), (5, 1))}
-    return {
-        name: distribute_tensor(value * fill, mesh, [placements[name]])
-        if name in placements
-        else value * fill
-        for name, value in HF_VALUES.items()
+    ragged = {
+        name: distribute_tensor(HF_VALUES[name], mesh, [placement]) for name, placement in placements.items()
     }
+    return {**HF_VALUES, **ragged}
 
 
-def save_hf(writer, folder, options):
-    dcp.save(hf_state(1.0), storage_writer=writer(str(folder), **options))
+def save_hf(folder):
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(hf_state(), storage_writer=writer)
 
 
 def test_torchs_hugging_face_writer_refuses_several_boxes_of_a_tensor(tmp_path):
     message = r"elements \(shape \(3, 4, 5\) .*FileSystemWriter"
     with pytest.raises(RankError, match=message):
-        run_ranks(2, save_hf, dcp.HuggingFaceStorageWriter, tmp_path, {"save_distributed": True})
+        run_ranks(2, save_hf, tmp_path)
 
 
 @on_ranks(2)
 def test_several_boxes_are_plain_tensors_in_an_ordinary_checkpoint(tmp_path):
-    dcp.save(hf_state(1.0), checkpoint_id=tmp_path)
+    dcp.save(hf_state(), checkpoint_id=tmp_path)
     if dist.get_rank() == 0:
         dcp.format_utils.dcp_to_torch_save(tmp_path, f"{tmp_path}/full.pt")
         for name, value in torch.load(f"{tmp_path}/full.pt").items():

@@ -12,9 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ragged_shard import RaggedShard, distribute_like, distribute_tensor
 from ragged_shard.state_dict import full_state_dict, load_full_state_dict
-from ragged_shard.testing import (
-    run_ranks,
-)
+from ragged_shard.testing import run_ranks
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 

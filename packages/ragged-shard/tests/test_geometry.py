@@ -15,14 +15,6 @@ given, st = hypothesis.given, hypothesis.strategies
 unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 
 
-def validate(placements, mesh_shape, shape):
-    geo.validate(placements, geo.ragged_axis(placements), mesh_shape, shape)
-
-
-def region(placements, mesh_shape, shape, coordinate):
-    return geo.region(placements, geo.ragged_axis(placements), mesh_shape, shape, coordinate)
-
-
 @unhurried
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
@@ -38,7 +30,7 @@ def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
 
 def test_a_shard_of_a_prefix_dimension_composes_when_no_cut_goes_through_it():
     placements = (RaggedShard((0, 1), (1, 3)), Shard(1))
-    validate(placements, (2, 2), (4, 6, 2))
-    regions = [region(placements, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
+    geo.validate(placements, 0, (2, 2), (4, 6, 2))
+    regions = [geo.region(placements, 0, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
     assert [r.local_shape for r in regions] == [(3, 2), (3, 2), (9, 2), (9, 2)]
     assert regions[3].boxes() == (geo.Box((1, 3, 0), (3, 3, 2)),)

@@ -87,16 +87,12 @@ EXACT = {
     "AdamW foreach": adamw(foreach=True),
     "AdamW amsgrad foreach": adamw(foreach=True, amsgrad=True),
     "AdamW maximize for-loop": adamw(foreach=False, maximize=True),
-    "Adam foreach": functools.partial(torch.optim.Adam, lr=1e-2, foreach=True),
-    "Adagrad foreach": functools.partial(torch.optim.Adagrad, lr=1e-2, foreach=True),
-    "RMSprop foreach": functools.partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
     "Adamax for-loop": functools.partial(torch.optim.Adamax, lr=1e-2, foreach=False),
-    "NAdam foreach": functools.partial(torch.optim.NAdam, lr=1e-2, foreach=True),
-    "RAdam foreach": functools.partial(torch.optim.RAdam, lr=1e-2, foreach=True),
-    "Adadelta foreach": functools.partial(torch.optim.Adadelta, lr=1e-2, foreach=True),
-    "ASGD foreach": functools.partial(torch.optim.ASGD, lr=1e-2, foreach=True),
-    "Rprop foreach": functools.partial(torch.optim.Rprop, lr=1e-2, foreach=True),
     "Rprop for-loop": functools.partial(torch.optim.Rprop, lr=1e-2, foreach=False),
+    **{
+        f"{name} foreach": functools.partial(getattr(torch.optim, name), lr=1e-2, foreach=True)
+        for name in ("Adam", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+    },
 }
 REFUSED = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}  # rows of test_refusals.py
 

@@ -47,9 +47,8 @@ def test_a_placement_is_no_kind_that_torch_handles():
 
 @pytest.mark.parametrize("placement", [RaggedShard((0,), (1, 1)), StridedRaggedShard((0,), (1, 1))])
 def test_torch_finds_a_shard_whose_dim_is_an_index(placement):
-    assert isinstance(
-        placement, Shard
-    )  # so torch asks for its dim, and does not pass over an unknown placement
+    # So torch asks for its dim, and does not pass over an unknown placement.
+    assert isinstance(placement, Shard)
     assert "abc"[placement.dim] == "a"
 
 

@@ -11,23 +11,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from ragged_shard import (
-    RaggedDTensor,
-    RaggedShard,
-    StridedRaggedShard,
-    distribute_tensor,
-    redistribute,
-)
+from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_tensor, redistribute
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 hypothesis = pytest.importorskip("hypothesis")
-HealthCheck, given, settings, st = (
-    hypothesis.HealthCheck,
-    hypothesis.given,
-    hypothesis.settings,
-    hypothesis.strategies,
-)
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 OTHER_UNITS = {1: (1,), 2: (5, 1), 3: (1, 4, 1), 4: (0, 6, 0, 0)}
@@ -36,7 +25,9 @@ DTYPES = (
     torch.complex64,
 )  # fmt: skip
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (3, 1), (4, 1), (1, 4), (1, 2), (2, 1)]
-RANKS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+RANKS = settings(
+    deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck), database=None
+)
 EVERY = pytest.mark.parametrize("examples", [30, pytest.param(600, marks=pytest.mark.long)])
 
 
@@ -310,17 +301,6 @@ def test_async_redistributions_in_flight_together_give_the_same_tensors():
         assert torch.equal(moved.full_tensor(), full)
     handles[0].wait().to_local().sum().backward()
     assert torch.equal(tensor.grad.to_local(), torch.ones_like(tensor.to_local()))
-
-
-@on_ranks(3)
-def test_torchs_distribute_tensor_shards_rows_for_a_ragged_placement():
-    mesh = rank_mesh(3)
-    ragged = RaggedShard((0,), (1, 2, 3))
-    for placements in ([ragged], [ragged, Replicate()], [Shard(1), ragged]):
-        on = mesh if len(placements) == 1 else rank_mesh(*((3, 1) if placements[0] is ragged else (1, 3)))
-        placed = torch_distribute_tensor(torch.arange(12.0).view(6, 2), on, placements)
-        assert placed.placements == tuple(Shard(0) if p is ragged else p for p in placements)
-        assert torch.equal(placed.full_tensor(), torch.arange(12.0).view(6, 2))
 
 
 @on_ranks(2)

@@ -157,24 +157,17 @@ def implicit():
 def from_local(**change):
     """A local tensor of four rows by three, of which rank 1 has none."""
     rows = (3, 0, 1)[dist.get_rank()]
-    usual = {
-        "local": torch.zeros(rows, 3),
-        "device_mesh": rank_mesh(3),
-        "placements": [RAGGED],
-        "shape": (4, 3),
-    }
+    local = torch.zeros(rows, 3)
+    usual = {"local": local, "device_mesh": rank_mesh(3), "placements": [RAGGED], "shape": (4, 3)}
     arguments: Any = usual | change
     return RaggedDTensor.from_local(**arguments)
 
 
 def plain_with_ragged(make):
     """A plain DTensor, or its spec, with a ragged placement."""
-    for placements in ([RAGGED], [RAGGED, Replicate()], [Shard(1), RAGGED]):
-        mesh = (
-            rank_mesh(3)
-            if len(placements) == 1
-            else rank_mesh(*((3, 1) if placements[0] is RAGGED else (1, 3)))
-        )
+    cases = (([RAGGED], (3,)), ([RAGGED, Replicate()], (3, 1)), ([Shard(1), RAGGED], (1, 3)))
+    for placements, shape in cases:
+        mesh = rank_mesh(*shape)
         with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
             make(mesh, placements)
     make(rank_mesh(3), [RAGGED])
@@ -187,11 +180,8 @@ def on_one_rank(which):
     if which in ("local shape", "dtype"):
         local = torch.zeros(5 if odd and which == "local shape" else rows, 3, dtype=dtype)
         return RaggedDTensor.from_local(local, mesh, [OTHER], shape=(4, 3), check=True)
-    units = (
-        {"units": (2, 1, 1), "shares that do not divide": (2, 1, 2)}.get(which, (1, 1, 2))
-        if odd
-        else (1, 1, 2)
-    )
+    others = {"units": (2, 1, 1), "shares that do not divide": (2, 1, 2)}
+    units = others.get(which if odd else "", (1, 1, 2))
     full = torch.zeros(5 if odd and which == "full shape" else 4, 3)
     return distribute_tensor(full, mesh, [RaggedShard((0,), units)])
 
@@ -248,16 +238,12 @@ def on_rank_0(full, rank0_only):
 def load(change, rank0_only, device="cpu"):
     """Load a state dict that does not fit: nothing is written."""
     module = model(device)
-    full: Any = {
-        "weight": torch.ones(4, 6),
-        "vector": torch.ones(8),
-        "steps": torch.ones(2, dtype=torch.int16),
-    }
-    full = (
-        Unreadable(full)
-        if change == "file"
-        else {k: v for k, v in {**full, **change}.items() if v is not None}
-    )
+    steps = torch.ones(2, dtype=torch.int16)
+    full: Any = {"weight": torch.ones(4, 6), "vector": torch.ones(8), "steps": steps}
+    if change == "file":
+        full = Unreadable(full)
+    else:
+        full = {name: value for name, value in (full | change).items() if value is not None}
     try:
         load_full_state_dict(module, on_rank_0(full, rank0_only), rank0_only=rank0_only)
     finally:

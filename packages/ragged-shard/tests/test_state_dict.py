@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard, distribute_like, distribute_tensor
+from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.state_dict import (
     full_optimizer_state_dict,
@@ -43,24 +43,20 @@ def values():
     }
 
 
-def model(two_d=False, device="cpu"):
-    blank = {name: torch.zeros_like(value, device=device) for name, value in values().items()}
-    mesh = rank_mesh(*((2, 2) if two_d else (3,)))
-    u = {
-        "uneven": [StridedRaggedShard((0,), (1, 2), 2), Shard(0)]
-        if two_d
-        else [RaggedShard((0,), (1, 2, 3))],
-        "vector": [Replicate(), RaggedShard((0,), (1, 3))] if two_d else [RaggedShard((0,), (0, 1, 0))],
-        "scalar": [Replicate(), RaggedShard((), (1, 0))] if two_d else [RaggedShard((), (0, 0, 1))],
-        "sharded": [Replicate(), Shard(0)] if two_d else [Shard(0)],
-        "short": [Replicate(), RaggedShard((0,), (2, 3))] if two_d else [RaggedShard((0,), (2, 0, 3))],
+def model():
+    mesh, module = rank_mesh(3), nn.Module()
+    ragged = {
+        "uneven": RaggedShard((0,), (1, 2, 3)),
+        "vector": RaggedShard((0,), (0, 1, 0)),
+        "scalar": RaggedShard((), (0, 0, 1)),
+        "short": RaggedShard((0,), (2, 0, 3)),
     }
-    module = nn.Module()
-    for name, value in blank.items():
+    for name, full in values().items():
+        value = torch.zeros_like(full)
         if name == "sharded":
-            value = torch_distribute_tensor(value, mesh, u[name])
-        elif name in u:
-            value = distribute_tensor(value, mesh, u[name])
+            value = torch_distribute_tensor(value, mesh, [Shard(0)])
+        elif name in ragged:
+            value = distribute_tensor(value, mesh, [ragged[name]])
         if name in ("steps", "short"):
             module.register_buffer(name, value)
         else:
@@ -103,8 +99,9 @@ def options_from(rank0, cpu_offload=False):
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=rank0, cpu_offload=cpu_offload)
 
 
-def given(full, from_rank0):
-    return dict(full) if not from_rank0 or dist.get_rank() == 0 else {}
+def given(full):
+    """What rank 0 alone has."""
+    return dict(full) if dist.get_rank() == 0 else {}
 
 
 def states_of_weight():
@@ -124,6 +121,7 @@ def test_torchs_functions_that_slice_full_tensors_give_right_values():
         for device in ("cpu", "meta"):
             weight = of_weight(name, device).weight
             placed = torch_distribute_tensor(OF_WEIGHT["weight"], weight.device_mesh, weight.placements)
+            assert placed.placements == (*PLACEMENTS[name][:-1], Shard(0))
             assert torch.equal(placed.full_tensor(), OF_WEIGHT["weight"])
         module = of_weight(name, "meta")
         set_model_state_dict(module, dict(OF_WEIGHT), options=options_from(False))
@@ -132,26 +130,25 @@ def test_torchs_functions_that_slice_full_tensors_give_right_values():
             continue
         for cpu_offload in (False, True):
             module, options = of_weight(name), options_from(True, cpu_offload)
-            set_model_state_dict(module, given(OF_WEIGHT, True), options=options)
+            set_model_state_dict(module, given(OF_WEIGHT), options=options)
             assert torch.equal(module.weight.full_tensor(), OF_WEIGHT["weight"])
             optimizer, full = torch.optim.AdamW(module.parameters()), states_of_weight()
-            set_optimizer_state_dict(module, optimizer, given(full, True), options=options)
+            set_optimizer_state_dict(module, optimizer, given(full), options=options)
             for key, value in full_optimizer_state_dict(module, optimizer)["state"]["weight"].items():
                 assert torch.equal(value, full["state"]["weight"][key])
 
 
-def torch_refuses(kind, name, from_rank0):
+def torch_refuses(kind, name):
     """Every rank must raise, also one that holds all of a tensor."""
-    module = of_weight(name, "meta" if kind == "meta" else "cpu")
-    options = options_from(from_rank0)
+    module, options = of_weight(name, "meta" if kind == "meta" else "cpu"), options_from(True)
     if kind == "plain":
         weight = module.weight.detach()
         type(weight).__base__.from_local(weight.to_local(), weight.device_mesh, weight.placements)
     elif kind == "optimizer":
         optimizer = torch.optim.AdamW(module.parameters())
-        set_optimizer_state_dict(module, optimizer, given(states_of_weight(), from_rank0), options=options)
+        set_optimizer_state_dict(module, optimizer, given(states_of_weight()), options=options)
     else:
-        set_model_state_dict(module, given(OF_WEIGHT, from_rank0), options=options)
+        set_model_state_dict(module, given(OF_WEIGHT), options=options)
 
 
 @seen_by_torch
@@ -169,7 +166,7 @@ def test_torch_slicing_wrongly_raises_on_every_rank_and_names_what_to_use(kind, 
     for name in names:
         # On meta the module raises, while it loads: load_state_dict collects errors in one RuntimeError.
         with pytest.raises(RuntimeError if kind == "meta" else NotImplementedError) as caught:
-            torch_refuses(kind, name, True)
+            torch_refuses(kind, name)
         for words in (
             str(PLACEMENTS[name][-1]), "ragged_shard.distribute_tensor", "load_full_state_dict",
             "load_full_optimizer_state_dict",

@@ -54,7 +54,7 @@ def _redistributed(grad: Any, sharding: Sharding | None, target: Sharding, tenso
 
     Args:
         grad: a RaggedDTensor, a DTensor, or a plain local tensor.
-        given: the sharding of a plain one; None for the others.
+        sharding: of a plain one; None for the others.
         target: the sharding wanted.
         tensor_class: RaggedDTensor.
     """

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ragged_shard._geometry import Box
 from ragged_shard._redistribute import box_views
@@ -70,7 +66,11 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     if sharding.axis is None:
         return local
     _, view = box_views(local, sharding)[matching[0]]
-    return view if len(boxes) == 1 else OneOfSeveral.of(view, f"{index.fqn} ({sharding})")
+    if len(boxes) == 1:
+        return view
+    box = view.as_subclass(OneOfSeveral)
+    box._what = f"{index.fqn} ({sharding})"
+    return box
 
 
 class OneOfSeveral(torch.Tensor):
@@ -81,14 +81,7 @@ class OneOfSeveral(torch.Tensor):
     asks each tensor for its layout. (With ``thread_count`` above 1 torch only prints the errors of its threads.)
     """
 
-    _what: str
-
-    @classmethod
-    def of(cls, view: torch.Tensor, what: str) -> "OneOfSeveral":
-        """The box, with a description of its tensor for the error."""
-        box = view.as_subclass(cls)
-        box._what = what
-        return box
+    _what: str  # a description of the tensor for the error
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,18 +12,9 @@ import torch.distributed as dist
 from ragged_shard._torch_compat import all_gather_into, reduce_scatter_from
 
 # Dtypes that both gloo and NCCL can move; any other travels as bytes.
-_MOVABLE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
+_MOVABLE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+}  # fmt: skip
 
 
 class Pending:
@@ -66,14 +57,9 @@ def all_to_all(
     received = send.new_empty(sum(recv_counts))
     source, factor = _as_movable(send)
     target, _ = _as_movable(received)
-    work = dist.all_to_all_single(
-        target,
-        source,
-        [count * factor for count in recv_counts],
-        [count * factor for count in send_counts],
-        group=group,
-        async_op=True,
-    )
+    to_receive = [count * factor for count in recv_counts]
+    to_send = [count * factor for count in send_counts]
+    work = dist.all_to_all_single(target, source, to_receive, to_send, group=group, async_op=True)
     return _after(work, received, source)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -18,11 +19,7 @@ from ragged_shard.dist import DISTRIBUTED
 
 
 def distribute_tensor(
-    tensor: torch.Tensor,
-    device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    *,
-    src_data_rank: int | None = 0,
+    tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> RaggedDTensor:
     """Distribute a full tensor over a mesh. Every rank passes a tensor of the full shape and dtype.
 
@@ -71,7 +68,7 @@ def distribute_tensor(
     return RaggedDTensor._wrap(local, sharding, tensor.requires_grad)
 
 
-def scatter(full: torch.Tensor, sharding: Sharding, source: int) -> torch.Tensor:
+def scatter(full: Tensor, sharding: Sharding, source: int) -> Tensor:
     """This rank's local tensor of the source's full one. On other ranks only the shape and dtype of ``full`` matter.
 
     Axis by axis: the Shard axes first, since the ragged cut is made inside their slices; the axes of replicas last,
@@ -93,9 +90,7 @@ def scatter(full: torch.Tensor, sharding: Sharding, source: int) -> torch.Tensor
     return local
 
 
-def _scatter_axis(
-    full: torch.Tensor, shape: tuple[int, ...], sharding: Sharding, axis: int, source: int
-) -> torch.Tensor:
+def _scatter_axis(full: Tensor, shape: tuple[int, ...], sharding: Sharding, axis: int, source: int) -> Tensor:
     """This rank's part, along one mesh axis, of a tensor that the axis' rank ``source`` has."""
     ranks, rank = sharding.axis_size(axis), sharding.coordinate[axis]
     at_source = RaggedShard((), [int(other == source) for other in range(ranks)])
@@ -106,9 +101,7 @@ def _scatter_axis(
     return _redistribute.all_to_all(held, shape, parts, wanted, rank, group).wait().view(wanted[rank].shape)
 
 
-def distribute_like(
-    tensor: torch.Tensor, like: torch.Tensor, *, src_data_rank: int | None = 0
-) -> torch.Tensor:
+def distribute_like(tensor: Tensor, like: Tensor, *, src_data_rank: int | None = 0) -> Tensor:
     """Distribute a full tensor as another tensor is: on its mesh, with its placements.
 
     ``like`` may be a RaggedDTensor, a DTensor of torch's (then the result is one too) or a plain tensor (then the
@@ -129,7 +122,7 @@ def distribute_like(
 
 
 def redistribute(
-    tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    tensor: Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> RaggedDTensor:
     """`RaggedDTensor.redistribute` for any distributed tensor, including DTensors of torch's. Differentiable.
 
@@ -143,15 +136,11 @@ def redistribute(
         return moved
     if not isinstance(tensor, DTensor):
         raise TypeError("redistribute takes a distributed tensor; use distribute_tensor for a plain one")
-    if placements is None:
-        raise ValueError("redistribute needs placements, one for each mesh axis")
-    if device_mesh is not None and device_mesh != tensor.device_mesh:
-        raise ValueError(f"redistribute moves within a mesh: {tensor.device_mesh}, asked for {device_mesh}")
     sharding = sharding_of(tensor.device_mesh, tensor.placements, tensor.shape)
     local = tensor.to_local().contiguous()
     if local.requires_grad and torch.is_grad_enabled():
         ours = FromLocal.apply(local, RaggedDTensor, sharding)
     else:
         ours = RaggedDTensor._wrap(local, sharding)
-    result: RaggedDTensor = ours.redistribute(placements=placements)
+    result: RaggedDTensor = ours.redistribute(device_mesh, placements)
     return result

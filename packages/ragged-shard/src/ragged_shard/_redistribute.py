@@ -27,6 +27,7 @@ for Partial -> Ragged.
 import math
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -38,7 +39,7 @@ from ragged_shard._placement import RaggedShard
 from ragged_shard._sharding import Sharding, contiguous_stride
 
 
-def start(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
+def start(local: Tensor, source: Sharding, target: Sharding) -> Pending:
     """Start the transfer of a local tensor from sharding ``source`` to ``target``.
 
     If there are several steps, all but the last have completed on return. The result shares no storage with ``local``
@@ -126,7 +127,7 @@ def _acts_on_local(sharding: Sharding, axis: int, goal: Placement) -> bool:
     return _commutes(sharding, axis, goal) and _commutes(sharding, axis, placement)
 
 
-def _step(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
+def _step(local: Tensor, source: Sharding, target: Sharding) -> Pending:
     if source.axis is None and target.axis is None:
         placements = list(source.placements), list(target.placements)
         return done(_torch_redistribute(local, source.mesh, *placements, source.shape))
@@ -136,7 +137,7 @@ def _step(local: torch.Tensor, source: Sharding, target: Sharding) -> Pending:
     return done(_other_axis_step(local, source, target, axis))
 
 
-def _ragged_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> Pending:
+def _ragged_step(local: Tensor, source: Sharding, target: Sharding, axis: int) -> Pending:
     """A step along the axis on which the tensor is, or will be, ragged."""
     neutral = (*source.placements[:axis], Replicate(), *source.placements[axis + 1 :])
     mesh_shape = tuple(source.mesh.shape)
@@ -161,14 +162,14 @@ def _lengths(extents: tuple[Extent, ...]) -> list[int]:
     return [math.prod(extent.shape) for extent in extents]
 
 
-def _take(replica: torch.Tensor, wanted: Extent) -> torch.Tensor:
+def _take(replica: Tensor, wanted: Extent) -> Tensor:
     """Replicate -> Ragged: a copy of this rank's range, so that the replica's storage can be freed."""
     assert wanted.flat is not None
     first, last = wanted.flat
     return replica.reshape(-1)[first:last].clone().view(wanted.shape)
 
 
-def _gather(local: torch.Tensor, extents: tuple[Extent, ...], rank: int, group: ProcessGroup) -> Pending:
+def _gather(local: Tensor, extents: tuple[Extent, ...], rank: int, group: ProcessGroup) -> Pending:
     """Ragged -> Replicate; the table above says by which collective."""
     counts = _lengths(extents)
     flat = local.contiguous().view(-1)
@@ -184,7 +185,7 @@ def _gather(local: torch.Tensor, extents: tuple[Extent, ...], rank: int, group: 
 
 
 def _scatter_sum(
-    local: torch.Tensor, wanted: tuple[Extent, ...], rank: int, group: ProcessGroup, partial: Partial
+    local: Tensor, wanted: tuple[Extent, ...], rank: int, group: ProcessGroup, partial: Partial
 ) -> Pending:
     """Partial -> Ragged: the traffic of a reduce-scatter."""
     if local.dtype == torch.bool or (partial.reduce_op == "avg" and not local.is_floating_point()):
@@ -201,7 +202,7 @@ def _scatter_sum(
     else:
         received = _comm.all_to_all(flat, counts, [own] * num_ranks, group)
 
-        def add() -> torch.Tensor:
+        def add() -> Tensor:
             summands = received.wait().view(num_ranks, own)
             total = summands[0].clone()
             for summand in summands[1:]:
@@ -215,7 +216,7 @@ def _scatter_sum(
 
 
 def all_to_all(
-    local: torch.Tensor,
+    local: Tensor,
     base: tuple[int, ...],
     sources: tuple[Extent, ...],
     wanted: tuple[Extent, ...],
@@ -233,7 +234,7 @@ def all_to_all(
     send = torch.cat(pieces) if pieces else local.new_empty(0)
     received = _comm.all_to_all(send, _numels(outgoing), _numels(incoming), group)
 
-    def unpack() -> torch.Tensor:
+    def unpack() -> Tensor:
         flat = received.wait()
         result = local.new_empty(wanted[rank].shape)
         position = 0
@@ -248,11 +249,7 @@ def all_to_all(
 
 
 def _all_to_all_runs(
-    local: torch.Tensor,
-    sources: tuple[Extent, ...],
-    wanted: tuple[Extent, ...],
-    rank: int,
-    group: ProcessGroup,
+    local: Tensor, sources: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: ProcessGroup
 ) -> Pending:
     """The same where all extents are runs of the flattened base: the local tensor itself is the send buffer."""
 
@@ -275,7 +272,7 @@ def _numels(boxes_by_rank: list[list[Box]]) -> list[int]:
     return [sum(box.numel for box in boxes) for boxes in boxes_by_rank]
 
 
-def _view(local: torch.Tensor, base: tuple[int, ...], extent: Extent, box: Box) -> torch.Tensor:
+def _view(local: Tensor, base: tuple[int, ...], extent: Extent, box: Box) -> Tensor:
     """The elements of ``box`` (offsets in the base) in a local tensor that holds ``extent``, as a view."""
     if extent.flat is None:
         (own,) = extent.boxes
@@ -283,14 +280,14 @@ def _view(local: torch.Tensor, base: tuple[int, ...], extent: Extent, box: Box) 
     return run_view(local, base, extent.flat[0], box)
 
 
-def run_view(local: torch.Tensor, base: tuple[int, ...], first: int, box: Box) -> torch.Tensor:
+def run_view(local: Tensor, base: tuple[int, ...], first: int, box: Box) -> Tensor:
     """The elements of ``box`` in a contiguous tensor that holds the run of the flattened ``base`` from ``first`` on."""
     stride = contiguous_stride(base)
     offset = sum(o * s for o, s in zip(box.offsets, stride, strict=True)) - first
     return local.as_strided(box.sizes, stride, local.storage_offset() + offset)
 
 
-def box_views(local: torch.Tensor, sharding: Sharding) -> list[tuple[Box, torch.Tensor]]:
+def box_views(local: Tensor, sharding: Sharding) -> list[tuple[Box, Tensor]]:
     """This rank's boxes of the full tensor, each with the view of the local tensor that holds it."""
     region = sharding.region
     assert region is not None
@@ -299,7 +296,7 @@ def box_views(local: torch.Tensor, sharding: Sharding) -> list[tuple[Box, torch.
     return [(box, run_view(local, base, first, box.moved(origin))) for box in region.boxes()]
 
 
-def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, axis: int) -> torch.Tensor:
+def _other_axis_step(local: Tensor, source: Sharding, target: Sharding, axis: int) -> Tensor:
     """A step on an axis other than the ragged one, on local tensors: their dim 0 stands for the flattened dims."""
     if source.axis_size(axis) == 1:
         return local.clone()
@@ -318,8 +315,8 @@ def _other_axis_step(local: torch.Tensor, source: Sharding, target: Sharding, ax
 
 
 def _torch_redistribute(
-    local: torch.Tensor, mesh: DeviceMesh, before: list[Placement], after: list[Placement], shape: torch.Size
-) -> torch.Tensor:
+    local: Tensor, mesh: DeviceMesh, before: list[Placement], after: list[Placement], shape: torch.Size
+) -> Tensor:
     dtensor = DTensor.from_local(
         local, mesh, before, run_check=False, shape=shape, stride=contiguous_stride(shape)
     )

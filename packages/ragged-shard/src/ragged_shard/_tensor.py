@@ -73,12 +73,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     @classmethod
     def _wrap(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> "RaggedDTensor":
         """Wrap a local tensor that is known to fit. No check, no copy, no communication."""
-        wrapper: RaggedDTensor = new_wrapper(
-            RaggedDTensor,
-            local,
-            sharding._specs.get(local.dtype) or sharding.spec(local.dtype),
-            requires_grad=requires_grad,
-        )
+        spec = sharding._specs.get(local.dtype) or sharding.spec(local.dtype)
+        wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=requires_grad)
         wrapper._sharding = sharding
         return wrapper
 
@@ -330,15 +326,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         local = self._local_tensor.detach()
         if getattr(self, "_apart", False):
             local = local.clone()
-        state = (
-            local,
-            sharding.mesh,
-            sharding.placements,
-            tuple(sharding.shape),
-            self.requires_grad,
-            dict(self.__dict__),
-        )
-        return (_rebuild, state)
+        layout = (sharding.mesh, sharding.placements, tuple(sharding.shape))
+        return (_rebuild, (local, *layout, self.requires_grad, dict(self.__dict__)))
 
     @staticmethod
     def __tensor_unflatten__(

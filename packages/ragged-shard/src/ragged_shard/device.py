@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "CPU",
-    "DeviceLayer",
-    "device_layer",
-    "has_triton",
-    "is_cpu",
-    "use_device_layer",
-]
+__all__ = ["CPU", "DeviceLayer", "device_layer", "has_triton", "is_cpu", "use_device_layer"]
 
 CPU = torch.device("cpu")
 #: The kinds of device that a simulated process group stands for.

@@ -47,11 +47,7 @@ def _sharded_state_dict(module: nn.Module, optimizers: tuple[torch.optim.Optimiz
 
 
 def load_full_state_dict(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    *,
-    rank0_only: bool = False,
-    strict: bool = True,
+    module: nn.Module, state_dict: Mapping[str, Any], *, rank0_only: bool = False, strict: bool = True
 ) -> None:
     """Load full tensors into a module's parameters and buffers, ragged, DTensor or plain, in place.
 
@@ -395,9 +391,8 @@ def _load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0:
         target._local_tensor.copy_(local)
     elif isinstance(target, DISTRIBUTED):
         assert full is not None
-        if from_rank0 and TorchStridedShard in map(
-            type, target.placements
-        ):  # torch scatters equal shares only
+        # torch scatters equal shares only.
+        if from_rank0 and TorchStridedShard in map(type, target.placements):
             full, from_rank0 = _broadcast(full.contiguous()), False
         placed = torch_distribute_tensor(
             full.contiguous(), target.device_mesh, target.placements, src_data_rank=0 if from_rank0 else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
@@ -16,7 +17,7 @@ from typing_extensions import override
 from block_optim.core._torch_compat import foreach_copy_, local_of
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_betas, check_execution, check_flag, check_range, reject_unsupported
+from block_optim.core.options import check_betas, check_execution, check_flag, check_range
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import NarrowWriter
 from block_optim.core.scratch import chunk_on
@@ -58,7 +59,7 @@ class AdamW(BlockOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -71,9 +72,7 @@ class AdamW(BlockOptimizer):
         fused: bool | None = None,
         stochastic_rounding: bool = False,
     ) -> None:
-        check_execution(foreach, fused)
-        refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
-        reject_unsupported(refused, ())
+        check_execution(foreach, fused, amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         self.fused = bool(fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -116,7 +115,7 @@ class Moments:
     def __init__(self, fused: bool = False) -> None:
         self._fused, self._write = fused, NarrowWriter()
 
-    def init_states(self, params: Sequence[Param], state: dict[torch.Tensor, Any]) -> None:
+    def init_states(self, params: Sequence[Param], state: dict[Tensor, Any]) -> None:
         """Make the states of parameters."""
         for param in params:
             wide = torch.promote_types(param.dtype, torch.float32)
@@ -128,9 +127,9 @@ class Moments:
                 "exp_avg_sq": param.zeros(wide),
             }
 
-    def update(self, active: StepGradients, state: dict[torch.Tensor, Any]) -> None:
+    def update(self, active: StepGradients, state: dict[Tensor, Any]) -> None:
         """One step of the parameters that have gradients."""
-        groups: dict[int, list[tuple[Param, list[torch.Tensor], torch.Tensor]]] = defaultdict(list)
+        groups: dict[int, list[tuple[Param, list[Tensor], Tensor]]] = defaultdict(list)
         for param, local, grad in zip(active.params, active.locals, active.grads, strict=True):
             own = state[param.tensor]
             tensors = [local, grad, local_of(own["exp_avg"]), local_of(own["exp_avg_sq"])]
@@ -147,7 +146,7 @@ class Moments:
                 self._call([list(same) for same in zip(*wide, strict=True)], steps, options)
 
     def _update_in_chunks(
-        self, param: Param, tensors: list[torch.Tensor], step: torch.Tensor, options: dict[str, Any]
+        self, param: Param, tensors: list[Tensor], step: Tensor, options: dict[str, Any]
     ) -> None:
         """Update weights, or by gradients, that are narrower than the moments: in wide copies, rounded once."""
         local, grad, *moments = tensors
@@ -164,9 +163,7 @@ class Moments:
                 self._write(param, wide, weight, done, int(step))
             done += weight.numel()
 
-    def _call(
-        self, lists: list[list[torch.Tensor]], steps: list[torch.Tensor], options: dict[str, Any]
-    ) -> None:
+    def _call(self, lists: list[list[Tensor]], steps: list[Tensor], options: dict[str, Any]) -> None:
         if self._fused and is_cpu(steps[0].device):
             _fused_on_cpu(lists, steps, options)
         else:
@@ -177,14 +174,12 @@ def _options_of(group: Group) -> dict[str, Any]:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     return {
         "amsgrad": False, "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),
-        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else float(lr),
+        "lr": lr.reshape(()) if isinstance(lr, Tensor) else float(lr),
         "weight_decay": float(group["weight_decay"]), "maximize": group["maximize"],
     }  # fmt: skip
 
 
-def _fused_on_cpu(
-    lists: list[list[torch.Tensor]], steps: list[torch.Tensor], options: dict[str, Any]
-) -> None:
+def _fused_on_cpu(lists: list[list[Tensor]], steps: list[Tensor], options: dict[str, Any]) -> None:
     """torch's fused kernel over whole vectors, and over the ends of tensors padded to vectors."""
     lists[1] = [
         g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
@@ -204,7 +199,7 @@ def _fused_on_cpu(
         foreach_copy_(tails[i], used[i])
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 

@@ -14,7 +14,7 @@ from block_optim.adam.q8.rule import QuantizedRule
 from block_optim.core.base import BlockOptimizer, is_first_rank
 from block_optim.core.gradients import StepGradients
 from block_optim.core.grid import AUTO, auto_block, block_for, check_block, scale_layout
-from block_optim.core.options import check_count, check_execution, reject_unsupported
+from block_optim.core.options import check_count, check_execution
 from block_optim.core.params import Group, Param
 from layout_planner import Block, Elements, Tile
 
@@ -82,9 +82,7 @@ class AdamW8bit(BlockOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        check_execution(foreach, fused)
-        refused = {"amsgrad": amsgrad, "capturable": capturable, "differentiable": differentiable}
-        reject_unsupported(refused, ())
+        check_execution(foreach, fused, amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "block": block, "min_8bit_numel": min_8bit_numel, "quantize": quantize,
@@ -149,9 +147,8 @@ class AdamW8bit(BlockOptimizer):
 
     @override
     def invalidate(self) -> None:
-        self._chosen = {
-            p.tensor: self._chosen[p.tensor] for p in self.members
-        }  # if added again, chosen again
+        # A parameter that is added again is chosen again.
+        self._chosen = {p.tensor: self._chosen[p.tensor] for p in self.members}
         self._narrow.bind([p for p in self.trained if self._chosen[p.tensor]])
 
     @override

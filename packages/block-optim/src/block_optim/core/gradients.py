@@ -67,7 +67,9 @@ class Collector:
             self._addresses, self._empty, self._layout = addresses, empty, None
         present = [i for i, g in enumerate(grads) if g is not None]
         active = [params[i] for i in present]
-        local_grads = _local_grads(active, [g for g in grads if g is not None])
+        present_grads = [g for g in grads if g is not None]
+        local_grads = [param.local_grad(grad) for param, grad in zip(active, present_grads, strict=True)]
+        local_grads = [g.detach() if g.requires_grad else g for g in local_grads]
         layout = (present, _places(local_grads))
         if layout != self._layout:
             self._layout = layout
@@ -90,11 +92,6 @@ def unscaled(active: StepGradients, divisor: float) -> StepGradients:
         same = [pair for pair in pairs if pair[0].dtype == dtype]
         foreach_copy_([g for g, _ in same], [wide for _, wide in same])
     return StepGradients(active.params, active.locals, grads, active.version + 1)
-
-
-def _local_grads(params: list[Param], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    result = [param.local_grad(grad) for param, grad in zip(params, grads, strict=True)]
-    return [g.detach() if g.requires_grad else g for g in result]
 
 
 def _places(grads: list[torch.Tensor]) -> list[object]:

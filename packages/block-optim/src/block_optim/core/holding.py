@@ -205,14 +205,8 @@ def copies_on(mesh: DeviceMesh | None, holding: Holding) -> Holding:
     if mesh is None or holding.axes or not axes:
         return holding
     ranks = mesh.mesh.flatten().tolist()
-    return Holding(
-        mesh,
-        tuple(axes),
-        tuple(ranks),
-        ranks.index(mesh.get_rank()),
-        holding.by_rank * len(ranks),
-        copies=True,
-    )
+    rank, by_rank = ranks.index(mesh.get_rank()), holding.by_rank * len(ranks)
+    return Holding(mesh, tuple(axes), tuple(ranks), rank, by_rank, copies=True)
 
 
 def _over(

@@ -28,13 +28,17 @@ def reject_unsupported(group: Mapping[str, Any], supported: Collection[str]) -> 
             raise ValueError(f"{name}={group[name]!r}: this optimizer does not support it; leave it out")
 
 
-def check_execution(foreach: Any, fused: Any) -> None:
-    """Raise ValueError unless torch's two ways to compute a step are as torch takes them: None or flags, one True."""
+def check_execution(foreach: Any, fused: Any, **others: Any) -> None:
+    """Raise ValueError unless torch's two ways to compute a step are as torch takes them: None or flags, one True.
+
+    The values of torch's other options must change nothing.
+    """
     for name, value in (("foreach", foreach), ("fused", fused)):
         if value is not None:
             check_flag(name, value)
     if foreach and fused:
         raise ValueError("foreach=True with fused=True: choose one")
+    reject_unsupported(others, ())
 
 
 def check_lr(lr: Any) -> float | torch.Tensor:

@@ -67,11 +67,7 @@ class Param:
     )
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-        group: Group | None = None,
-        replicas: DeviceMesh | None = None,
+        self, tensor: torch.Tensor, name: str, group: Group | None = None, replicas: DeviceMesh | None = None
     ) -> None:
         self.tensor, self.name, self.replicas = tensor, name, replicas
         self.group: Group = {} if group is None else group
@@ -169,13 +165,19 @@ class Param:
                 "when its states were made (its .data was set, or its module moved or cast); build a new optimizer"
             )
 
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """A state of the parameter's global shape and placement around this rank's elements of it.
+    def wrap(
+        self,
+        local: torch.Tensor,
+        shape: Sequence[int] | None = None,
+        placements: Sequence[Placement] | None = None,
+    ) -> torch.Tensor:
+        """A state of the parameter's global shape and placement, or of others, around this rank's elements of it.
 
         Shares the memory of `local`. Communicates nothing.
         """
         ragged = isinstance(self.tensor, RaggedDTensor)
-        return wrap_local(local, self.mesh, self.placements, self.shape, ragged)
+        placements = self.placements if placements is None else placements
+        return wrap_local(local, self.mesh, placements, self.shape if shape is None else shape, ragged)
 
     def zeros(self, dtype: torch.dtype | None = None, *, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A state of zeros of the parameter's global shape and placement, in the dtype of `local` or another.
@@ -195,13 +197,7 @@ class Param:
         depth = max([*flattened, *(p.dim + 1 for p in self.placements if isinstance(p, SHARDS))], default=0)
         if tuple(shape[:depth]) == tuple(self.shape[:depth]) and 0 not in flattened:
             kept = local.shape[: depth + 1 - sum(flattened or [1])]
-            return wrap_local(
-                torch.zeros((*kept, *shape[depth:]), **options),
-                self.mesh,
-                self.placements,
-                shape,
-                bool(flattened),
-            )
+            return self.wrap(torch.zeros((*kept, *shape[depth:]), **options), shape)
         holding, numel = self.holding, math.prod(shape)
         owners = [sum(piece.numel for piece in pieces) == self.numel for pieces in holding.by_rank]
         if not any(owners):

@@ -58,9 +58,8 @@ def make_policy(
         raise ValueError(
             f"a block policy for units needs world_size, a positive number of ranks; got {world_size!r}"
         )
-    blocks: Any = (
-        WeakTensorKeyDictionary()
-    )  # units keep the policy, which must not keep the unsharded parameters
+    # Weak keys: units keep the policy, which must not keep the unsharded parameters.
+    blocks: Any = WeakTensorKeyDictionary()
     for unit in units:
         own = [(p, request(name, p)) for name, p in unit.named_parameters() if p not in blocks]
         granted = fit_requests([w for _, w in own], world_size, max_padding)

@@ -245,13 +245,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self._sync()
         saved_groups = state_dict["param_groups"]
         options = self._loaded_options(saved_groups)
-        ids = dict(
-            zip(
-                chain.from_iterable(g["params"] for g in saved_groups),
-                chain.from_iterable(g["params"] for g in self.param_groups),
-                strict=True,
-            )
-        )
+        saved_ids = chain.from_iterable(g["params"] for g in saved_groups)
+        own_params = chain.from_iterable(g["params"] for g in self.param_groups)
+        ids = dict(zip(saved_ids, own_params, strict=True))
         self._load_states({ids[key]: entry for key, entry in state_dict["state"].items() if key in ids})
         self.state.update(
             (key, deepcopy(value)) for key, value in state_dict["state"].items() if key not in ids

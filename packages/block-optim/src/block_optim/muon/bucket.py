@@ -168,11 +168,7 @@ def lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
     return 1.0
 
 
-def run_pipeline(
-    buckets: list[Bucket],
-    active: frozenset[int],
-    rates: Mapping[int, LearningRate],
-) -> None:
+def run_pipeline(buckets: list[Bucket], active: frozenset[int], rates: Mapping[int, LearningRate]) -> None:
     """A step: the next bucket's transfer and the last one's return run during this one's Newton-Schulz.
 
     Args:

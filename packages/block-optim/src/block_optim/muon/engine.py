@@ -65,10 +65,8 @@ class MuonEngine:
         # For each process group: the all_reduce of which gradients exist, and the parameters that are exchanged.
         self._presence: list[tuple[GradientPresence, list[int]]] = []
         for domain, assigned in zip(domains, assignments, strict=True):
-            exchanged, group = (
-                sorted({m.param for m in assigned.matrices if m.bytes_sent}),
-                domain.holding.group,
-            )
+            exchanged = sorted({m.param for m in assigned.matrices if m.bytes_sent})
+            group = domain.holding.group
             if group is not None and exchanged:
                 copies = [params[i].name for i in exchanged] if domain.holding.copies else []
                 presence = GradientPresence(group, len(exchanged), domain.device, copies)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from block_optim.core._torch_compat import foreach_lerp_, local_of
-from block_optim.core.holding import Holding, wrap_local
+from block_optim.core.holding import Holding
 from block_optim.core.params import Param
 from block_optim.muon.matrices import matrices_in
-from ragged_shard import RaggedDTensor, RaggedShard, StridedRaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard
 
 
 class LocalParam:
@@ -89,18 +89,13 @@ def _row_state(param: Param) -> torch.Tensor:
     local_shape = (*param.local.shape[: 1 if flat else -1], 1)
     placements = list(param.placements)
     for axis, placement in enumerate(placements):
-        if isinstance(placement, RaggedShard) and len(placement.dims) >= len(
-            shape
-        ):  # of elements: now of rows
+        # A cut between elements is now one between rows.
+        if isinstance(placement, RaggedShard) and len(placement.dims) >= len(shape):
             placements[axis] = _with_dims(placement, len(shape) - 1)
             local_shape = (-1, 1)
     rows = param.local.numel() // columns
     local = torch.zeros(rows, dtype=torch.float32, device=param.device)
-    if param.mesh is None:
-        return local.view(shape)
-    return wrap_local(
-        local.view(local_shape), param.mesh, placements, shape, isinstance(param.tensor, RaggedDTensor)
-    )
+    return param.wrap(local.view(local_shape), shape, placements)
 
 
 def _with_dims(placement: RaggedShard, count: int) -> RaggedShard:

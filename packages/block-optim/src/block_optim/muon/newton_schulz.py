@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from block_optim.core.scratch import Scratch
 
@@ -102,21 +103,15 @@ def flops_of(rows: int, columns: int, steps: Sequence[Triple]) -> int:
 
 
 def orthogonalize(
-    matrix: torch.Tensor,
-    coefficients: Coefficients = "keller",
-    steps: int | None = None,
-    *,
-    eps: float = 1e-7,
-) -> torch.Tensor:
+    matrix: Tensor, coefficients: Coefficients = "keller", steps: int | None = None, *, eps: float = 1e-7
+) -> Tensor:
     """The approximate polar factor ``U V'`` of a matrix ``U S V'``, in bf16; the matrix is left as it is."""
     result = matrix.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     orthogonalize_(result, steps_of(coefficients, steps), eps, Scratch(matrix.device))
     return result
 
 
-def orthogonalize_(
-    matrix: torch.Tensor, steps: Sequence[Triple], eps: float, scratch: Scratch
-) -> torch.Tensor:
+def orthogonalize_(matrix: Tensor, steps: Sequence[Triple], eps: float, scratch: Scratch) -> Tensor:
     """Replace a contiguous bf16 matrix (rows, columns) by its polar factor, and return it."""
     if not matrix.numel():
         return matrix

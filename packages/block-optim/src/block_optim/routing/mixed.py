@@ -74,9 +74,8 @@ class Mixed(BlockOptimizer):
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3) -> None:
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
         self._kinds: dict[str, Kind] = dict(ALGORITHMS)
-        self._kept: dict[
-            str, dict[str, Any]
-        ] = {}  # attributes that a copy has for algorithms until they are made
+        # Attributes that a copy has for algorithms until they are made.
+        self._kept: dict[str, dict[str, Any]] = {}
         self._algorithms: dict[str, BlockOptimizer]
         super().__init__(params, {"lr": lr, "algorithm": None})
 

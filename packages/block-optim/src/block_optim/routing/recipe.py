@@ -45,12 +45,11 @@ class Recipe:
         **options: Any,
     ) -> None:
         self._options = options
-        self._kind = (
-            None if isinstance(kind, nn.Module) else kind
-        )  # not the model, whose parameters would stay
         if isinstance(kind, nn.Module):
+            self._kind = None  # not the model, whose parameters would stay
             self._policy = make_policy(_requests_of(kind, options), units, world_size, max_padding)
         else:
+            self._kind = kind
             self._policy = kind.block_policy(units, world_size, max_padding=max_padding, **options)
 
     @overload

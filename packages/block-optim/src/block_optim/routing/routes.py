@@ -195,16 +195,14 @@ def _rule(
         inside: whether it is in a repeated block.
         shaped: whether it is a Linear's weight with the shape of an embedding.
     """
-    if param.ndim < 2 or sum(size > 1 for size in param.shape) < 2:
-        return others, "vector", {}
-    if any(_VECTORS_NAME.search(name) for name in names):
+    is_vector = param.ndim < 2 or sum(size > 1 for size in param.shape) < 2
+    if is_vector or any(_VECTORS_NAME.search(name) for name in names):
         return others, "vector", {}
     convolutions = [m for m in owners if isinstance(m, nn.modules.conv._ConvNd)]
     if any(m.groups > 1 and param.shape[1] == 1 for m in convolutions):
         return others, "depthwise", {}
-    if any(isinstance(m, _EMBEDDINGS) for m in owners):
-        return "adamw", "embedding", {}
-    if any(_EMBEDDING_NAME.search(name) for name in names):
+    is_embedding = any(isinstance(m, _EMBEDDINGS) for m in owners)
+    if is_embedding or any(_EMBEDDING_NAME.search(name) for name in names):
         return "adamw", "embedding", {}
     modules = [name.rpartition(".")[0] for name in names]
     if not inside and (shaped or any(_HEAD_NAME.search(module) for module in modules)):
@@ -221,22 +219,19 @@ def _rule(
 
 def describe_routes(routes: tuple[Route, ...]) -> str:
     """A table: a line for each kind of parameter (layers' numbers as *), and the sums of each algorithm."""
-    lines: dict[Any, list[int]] = {}
-    totals: dict[str, list[int]] = {}
+    lines, tensors, numels = Counter[Any](), Counter[str](), Counter[str]()
     for route in routes:
         name = " = ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in route.names))
         options = ", ".join(f"{key}={value!r}" for key, value in route.options)
-        line = lines.setdefault((name, route.shape, route.algorithm, route.reason, options), [0])
-        line[0] += 1
-        total = totals.setdefault(route.algorithm, [0, 0])
-        total[0] += 1
-        total[1] += math.prod(route.shape)
+        lines[name, route.shape, route.algorithm, route.reason, options] += 1
+        tensors[route.algorithm] += 1
+        numels[route.algorithm] += math.prod(route.shape)
     width = max(len(key[0]) for key in lines)
     text = [f"{'parameter':{width}}  {'shape':>18}  {'count':>5}  {'algorithm':10} why"]
-    for (name, shape, algorithm, reason, options), (count,) in lines.items():
+    for (name, shape, algorithm, reason, options), count in lines.items():
         size = "x".join(map(str, shape)) or "()"
         text.append(
             f"{name:{width}}  {size:>18}  {count:>5}  {algorithm:10} {reason}{options and f' ({options})'}"
         )
-    sums = (f"{name}: {count} tensors, {numel} elements" for name, (count, numel) in totals.items())
+    sums = (f"{name}: {count} tensors, {numels[name]} elements" for name, count in tensors.items())
     return "\n".join([*text, "; ".join(sums)])

@@ -229,11 +229,8 @@ class Preconditioned(BlockOptimizer):
             counter = self.state[tensor.param.tensor]["step"]
             counter += 1
             update = torch.empty_like(grad)
-            works.append(
-                TensorStep(
-                    tensor, int(counter), grad, update, _local_zeros(tensor) if tensor.moves else update
-                )
-            )
+            local_update = _local_zeros(tensor) if tensor.moves else update
+            works.append(TensorStep(tensor, int(counter), grad, update, local_update))
         for work in works:  # into the memory of the update, which is written later, block by block
             if work.grad.dtype == torch.float32:
                 work.grad = torch.clamp(work.grad, -LARGEST, LARGEST, out=work.update)

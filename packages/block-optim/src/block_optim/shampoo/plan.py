@@ -7,7 +7,7 @@ factors, roots, bases                one 1-D tensor for each side, block after b
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,6 @@ from block_optim.shampoo.strips import StripAssignment, assign_strips
 
 ROWS, COLS = "rows", "cols"
 SIDES = (ROWS, COLS)
-Size = Callable[[int, int], int]  # of a state, for a block of (rows, cols)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +55,7 @@ class OwnedBlock:
 
     def diagonal(self, side: str) -> bool:
         """Whether the factor of a side is diagonal."""
-        grid = self.tensor.grid_of_blocks
-        return grid.diagonal_rows if side == ROWS else grid.diagonal_cols
+        return self.tensor.diagonal(side)
 
 
 class TensorPlan:
@@ -72,9 +70,7 @@ class TensorPlan:
         self.param, self.number, self.grid, self.holding = param, number, grid, holding
         self.assignment: StripAssignment | None = None
         self.blocks: list[OwnedBlock] = []
-        self._sizes: dict[
-            str, Size | None
-        ] = {}  # of blocks in states; None: the state has the parameter's shape
+        self._sides: dict[str, str | None] = {}  # of each state; None: it has the parameter's shape
         self.compute = torch.float64 if param.dtype == torch.float64 else torch.float32
 
     @property
@@ -114,27 +110,39 @@ class TensorPlan:
                     self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, counts[size]))
                 counts[size] += 1
 
-    def add_owned(self, state: dict[str, Tensor], name: str, dtype: torch.dtype) -> None:
+    def add_owned(self, state: dict[str, Tensor], name: str) -> None:
         """Add a state of zeros of the parameter's shape, each strip on its owner; locally it may be taken flat."""
         if self.moves:
             assert self.assignment is not None
-            local = torch.zeros(self.owned_numel, dtype=dtype, device=self.param.device)
+            local = torch.zeros(self.owned_numel, dtype=self.compute, device=self.param.device)
             state[name] = self.holding.state(local, self.param.shape, self.assignment.elements())
         else:
-            state[name] = self.param.zeros(dtype)
-        self._sizes[name] = None
+            state[name] = self.param.zeros(self.compute)
+        self._sides[name] = None
 
-    def add_blocks(self, state: dict[str, Tensor], sizes: dict[str, Size], dtype: torch.dtype) -> None:
-        """Add 1-D states of zeros with `size(rows, cols)` elements for each block, on the block's owner."""
+    def add_sides(self, state: dict[str, Tensor], kind: str, *, diagonal: bool = True) -> None:
+        """Add a 1-D state of zeros for each side, with each block's factor or root or basis on the block's owner.
+
+        Without `diagonal` only for sides whose factors are full.
+        """
         assert self.assignment is not None
-        for name, size in sizes.items():
-            grid, lengths = self.grid_of_blocks, [0] * self.holding.num_ranks
+        grid = self.grid_of_blocks
+        for side in [side for side in SIDES if diagonal or not self.diagonal(side)]:
+            lengths = [0] * self.holding.num_ranks
             for index, owner in enumerate(self.assignment.owners):
                 rows = grid.strip(index).rows
-                lengths[owner] += sum(size(rows, width) for _, width in grid.columns)
-            local = torch.zeros(lengths[self.holding.rank], dtype=dtype, device=self.param.device)
-            state[name] = self.holding.state(local, (sum(lengths),), lengths)
-            self._sizes[name] = size
+                lengths[owner] += sum(self._numel(side, rows, width) for _, width in grid.columns)
+            local = torch.zeros(lengths[self.holding.rank], dtype=self.compute, device=self.param.device)
+            state[f"{kind}_{side}"] = self.holding.state(local, (sum(lengths),), lengths)
+            self._sides[f"{kind}_{side}"] = side
+
+    def diagonal(self, side: str) -> bool:
+        """Whether the factors of a side are diagonal."""
+        return self.grid_of_blocks.diagonal_rows if side == ROWS else self.grid_of_blocks.diagonal_cols
+
+    def _numel(self, side: str, rows: int, cols: int) -> int:
+        dim = rows if side == ROWS else cols
+        return dim if self.diagonal(side) else dim * dim
 
     def flat(self, name: str) -> Tensor | None:
         """This rank's elements of a state, 1-D; None if the tensor has no such state."""
@@ -143,12 +151,12 @@ class TensorPlan:
 
     def bind(self, state: Mapping[str, Tensor]) -> None:
         """Point the blocks' views to the memory that the states have now."""
-        for name, size in self._sizes.items() if self.blocks else ():
+        for name, side in self._sides.items() if self.blocks else ():
             flat = local_of(state[name]).view(-1)
-            if size is None:
+            if side is None:
                 views = [block.of(flat) for block in self.blocks]
             else:
-                views = list(flat.split([size(block.rows, block.cols) for block in self.blocks]))
+                views = list(flat.split([self._numel(side, block.rows, block.cols) for block in self.blocks]))
             for block, view in zip(self.blocks, views, strict=True):
                 block.views[name] = view
 

@@ -23,7 +23,7 @@ from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
 from block_optim.shampoo.batches import Batch, capacity, load_square
-from block_optim.shampoo.plan import COLS, ROWS, SIDES, OwnedBlock, Size, TensorPlan
+from block_optim.shampoo.plan import COLS, ROWS, SIDES, OwnedBlock
 from block_optim.shampoo.roots import EXPONENT, TINY, RootCounts, Roots, inverse_roots
 
 GRAFTING = ("none", "rmsprop", "adam")
@@ -47,21 +47,6 @@ def second_beta(group: Group) -> float:
 def is_due(group: Group, number: int, step: int) -> bool:
     """Whether the roots or bases of a block with this number are computed in this step (counted from 1)."""
     return bool((step - number) % group["precondition_frequency"] == 0)
-
-
-def side_states(tensor: TensorPlan, kind: str, diagonal: bool = True) -> dict[str, Size]:
-    """States of one kind; without `diagonal` only for the sides whose factors are full."""
-
-    def size_of(side: str, is_diagonal: bool) -> Size:
-        def size(rows: int, cols: int) -> int:
-            dim = rows if side == ROWS else cols
-            return dim if is_diagonal else dim * dim
-
-        return size
-
-    grid = tensor.grid_of_blocks
-    sides = {ROWS: grid.diagonal_rows, COLS: grid.diagonal_cols}
-    return {f"{kind}_{side}": size_of(side, d) for side, d in sides.items() if diagonal or not d}
 
 
 # ---- roots

@@ -41,7 +41,6 @@ from block_optim.shampoo.rule import (
     outer,
     root_jobs,
     second_beta,
-    side_states,
     take,
 )
 
@@ -118,14 +117,15 @@ class Shampoo(Preconditioned):
         return {**super().format_of(group), "betas[0] > 0": group.get("betas", (0,))[0] > 0}
 
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
-        group, compute = tensor.group, tensor.compute
+        group = tensor.group
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if beta1(group) > 0:
-            tensor.add_owned(state, "exp_avg", compute)
+            tensor.add_owned(state, "exp_avg")
         if tensor.grid is None or group["grafting"] != "none":
-            tensor.add_owned(state, "exp_avg_sq", compute)
+            tensor.add_owned(state, "exp_avg_sq")
         if tensor.grid is not None:
-            tensor.add_blocks(state, side_states(tensor, "factor") | side_states(tensor, "root"), compute)
+            for kind in ("factor", "root"):
+                tensor.add_sides(state, kind)
         return state
 
     # ---------------------------------------------------------------- the step

@@ -33,7 +33,7 @@ from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_
 from block_optim.shampoo.batches import Batch, batches
 from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
-from block_optim.shampoo.rule import apply_side, is_due, outer, side_states, take
+from block_optim.shampoo.rule import apply_side, is_due, outer, take
 
 
 class SOAP(Preconditioned):
@@ -95,10 +95,10 @@ class SOAP(Preconditioned):
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in ("exp_avg", "exp_avg_sq"):
-            tensor.add_owned(state, name, tensor.compute)
+            tensor.add_owned(state, name)
         if tensor.grid is not None:
             for kind in ("factor", "basis"):
-                tensor.add_blocks(state, side_states(tensor, kind, diagonal=False), tensor.compute)
+                tensor.add_sides(state, kind, diagonal=False)
         return state
 
     # ---------------------------------------------------------------- the step

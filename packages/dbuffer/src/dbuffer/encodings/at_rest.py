@@ -14,10 +14,9 @@ import torch
 from .._encoding import Encoder, Pairs
 from ..memory.gathered import Flats, GatheredMemory
 from ..memory.geometry import Geometry
-from ..memory.huge_pages import SMALLEST, prefer_huge_pages
 from ..memory.recycler import Recycler, ShardMemory
 from .formats import BlockFormat
-from .on_wire import BlockDecoder, InBlocks
+from .on_wire import InBlocks, _BlockDecoder
 from .rows import CodeRows
 from .tensor import BlockQuantizedTensor
 from .tiles import RowRun
@@ -31,32 +30,24 @@ class BlocksAtRest(InBlocks):
     `BlockQuantizedTensor`: copying values into it quantizes them, any other change of it raises.
 
     Args:
-        format: format of the codes; it must round to nearest.
-
-    Raises:
-        ValueError: the format rounds stochastically.
+        format: format of the codes. Raises ValueError if it rounds stochastically.
     """
 
     keeps_codes: ClassVar[bool] = True
 
     def shard_memory(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> ShardMemory:
         """Memory of codes and scales."""
-        return CodedShard(geometry, self.format, dtype, device)
+        return _CodedShard(geometry, CodeRows(geometry.layout, self.format), dtype, device)
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """An encoder that sends the shard.
-
-        Raises:
-            ValueError: the layout cuts a row or a tile.
-        """
+        """An encoder that sends the shard. Raises ValueError if the layout cuts a row or a tile."""
         return _ShardSender(CodeRows(geometry.layout, self.format), gathered, recycler)
 
 
-class _ShardSender(BlockDecoder):
+class _ShardSender(_BlockDecoder):
     """Encoder of `BlocksAtRest` for one buffer."""
 
     def encode(self, shards: Flats) -> Pairs:
-        """Send the shard."""
         self.scratch.materialize()
         return [(self.scratch.flat, shards[0])]
 
@@ -68,8 +59,6 @@ def empty_codes(
 
     Args:
         geometry: of a layout that cuts no row and no tile.
-        name: name of the tensor.
-        format: format of the codes.
         dtype: dtype of the values.
         device: may be meta.
     """
@@ -77,20 +66,13 @@ def empty_codes(
     grid = format.grid(local.shape)
     start = local.first // grid.columns if local.local_numel else 0
     run = RowRun(grid, start, start + local.local_numel // grid.columns)
-    codes = torch.empty(
-        (run.stop - start) * format.code_bytes(grid.columns), dtype=torch.uint8, device=device
-    )
-    return BlockQuantizedTensor(
-        codes,
-        torch.empty(run.num_scales, device=device),
-        format,
-        run,
-        local.local_shape,
-        dtype,
-    )
+    code_bytes = (run.stop - start) * format.code_bytes(grid.columns)
+    codes = torch.empty(code_bytes, dtype=torch.uint8, device=device)
+    scales = torch.empty(run.num_scales, device=device)
+    return BlockQuantizedTensor(codes, scales, format, run, local.local_shape, dtype)
 
 
-class CodedShard(ShardMemory):
+class _CodedShard(ShardMemory):
     """This rank's codes and scales, in place of the values of a shard.
 
     Attributes:
@@ -98,20 +80,13 @@ class CodedShard(ShardMemory):
         views: a `BlockQuantizedTensor` for this rank's slice of each tensor.
     """
 
-    def __init__(
-        self, geometry: Geometry, format: BlockFormat, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._rows = CodeRows(geometry.layout, format)
+    def __init__(self, geometry: Geometry, rows: CodeRows, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows = rows
         super().__init__(geometry, dtype, device, False)
 
     def allocate(self, *, zeroed: bool = False) -> None:
-        """Allocate codes and scales."""
         rows = self._rows
-        flat = torch.empty(rows.row_bytes, dtype=torch.uint8, device=self._device)
-        if flat.nbytes >= SMALLEST:
-            prefer_huge_pages(flat)
-        if zeroed:
-            flat.zero_()
+        flat = self._flat(rows.row_bytes, torch.uint8, zeroed)
         scales = flat.view(torch.float32)
         views: dict[str, torch.Tensor] = {}
         for segment, runs in zip(rows.layout.segments, rows.of_rank(self._geometry.rank), strict=True):
@@ -119,9 +94,7 @@ class CodedShard(ShardMemory):
             for name in segment.names:
                 like = empty_codes(self._geometry, name, rows.format, self._dtype, torch.device("meta"))
                 run = next(remaining) if like.numel() else like.run
-                views[name] = like.around(
-                    flat.narrow(0, run.codes, like.codes.numel()),
-                    scales.narrow(0, run.scales, like.scales.numel()),
-                )
+                codes = flat.narrow(0, run.codes, like.codes.numel())
+                views[name] = like.around(codes, scales.narrow(0, run.scales, like.scales.numel()))
         self.views = MappingProxyType({name: views[name] for name in self._geometry.slices})
         self.flats = (flat,)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ragged_shard.device import is_cpu
 
@@ -70,10 +71,6 @@ class BlockFormat:
         """Rows and columns of a tile that a program of a kernel takes at once. They divide the tile."""
         return self.tile
 
-    def levels(self, device: torch.device) -> torch.Tensor | None:
-        """The table of numbers that codes stand for, if they are looked up."""
-        return None
-
     def grid(self, shape: Sequence[int]) -> TileGrid:
         """The tiles of a tensor."""
         return TileGrid(tuple(shape), self.tile)
@@ -83,30 +80,16 @@ class BlockFormat:
         return columns
 
     def quantize(
-        self,
-        runs: Runs,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        *,
-        noise: Noise | None = None,
+        self, runs: Runs, values: Tensor, codes: Tensor, scales: Tensor, *, noise: Noise | None = None
     ) -> None:
-        """Write the codes and scales of the runs' rows.
-
-        Args:
-            runs: rows to quantize.
-            values: read only.
-            codes: written.
-            scales: written.
-            noise: for stochastic rounding, and only for it.
+        """Write the codes and scales of the runs' rows. Stochastic rounding takes noise, and nothing else does.
 
         Raises:
             ValueError: noise is missing or does not apply, a run cuts a tile, or a buffer does not fit.
         """
         if self.needs_noise != (noise is not None):
-            raise ValueError(
-                f"{self} {'needs noise' if self.needs_noise else 'rounds to nearest and takes no noise'}"
-            )
+            what = "needs noise" if self.needs_noise else "rounds to nearest and takes no noise"
+            raise ValueError(f"{self} {what}")
         _check(self, runs, values=values, codes=codes, scales=scales)
         if self.kernel_writes and launch.has_kernels(self, values.device):
             launch.quantize(self, runs, values, codes, scales, noise)
@@ -118,16 +101,15 @@ class BlockFormat:
             element = run.element + piece.row * run.grid.columns
             _tiles(scales, run, piece).copy_(self._encode(x, amax, into, noise, element))
 
-    def dequantize(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def dequantize(self, runs: Runs, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the values of the runs' rows, rounded once to the dtype of `out`."""
         _check(self, runs, codes=codes, scales=scales, values=out)
         self._read(runs, codes[None], scales[None], out)
 
-    def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def sum(self, runs: Runs, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the sums over ranks, added one after another in fp32 in the order of ranks.
 
         Args:
-            runs: as one rank's.
             codes: (ranks, bytes), every rank's codes of the same rows.
             scales: (ranks, scales).
             out: fp32.
@@ -143,9 +125,9 @@ class BlockFormat:
         _check(self, runs, codes=codes[0], scales=scales[0], values=out)
         self._read(runs, codes, scales, out)
 
-    def _read(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def _read(self, runs: Runs, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         if launch.has_kernels(self, out.device):
-            launch.read(self, runs, codes, scales, out)
+            launch.read(self, runs, codes, scales, out, _table(LEVELS, out.device))
             return
         for run, piece in _pieces(runs, out.device):
             into = _rows(out, run.values, run.grid.columns, piece)
@@ -161,16 +143,10 @@ class BlockFormat:
 
     # Torch ops on a piece: x (fp32) and codes are (bands, rows of a band, columns), amax and scales (bands, tiles).
 
-    def _encode(
-        self, x: torch.Tensor, amax: torch.Tensor, codes: torch.Tensor, noise: Noise | None, element: int
-    ) -> torch.Tensor:
-        """Write the codes. Returns the tiles' scales.
+    def _encode(self, x: Tensor, amax: Tensor, codes: Tensor, noise: Noise | None, element: int) -> Tensor:
+        """Write the codes, of which noise counts elements from `element` on; returns the tiles' scales.
 
-        Args:
-            x: overwritten.
-            amax: largest magnitude of each tile, NaN where one is NaN; overwritten.
-            noise: for stochastic rounding.
-            element: index of the first element, for noise.
+        `amax` has the largest magnitude of each tile, NaN where one is NaN. It and x are overwritten.
         """
         up, down = _reciprocal(amax, self.top, self.pow2)
         _multiply(x, up, self.tile[1])
@@ -179,15 +155,15 @@ class BlockFormat:
         self._store(x, codes, noise, element)
         return down
 
-    def _store(self, x: torch.Tensor, codes: torch.Tensor, noise: Noise | None, element: int) -> None:
+    def _store(self, x: Tensor, codes: Tensor, noise: Noise | None, element: int) -> None:
         """Write the codes of numbers of magnitude `top` at most, up to rounding; these are overwritten."""
         raise NotImplementedError
 
-    def _load(self, codes: torch.Tensor, x: torch.Tensor) -> None:
+    def _load(self, codes: Tensor, x: Tensor) -> None:
         """Write the numbers of codes."""
         raise NotImplementedError
 
-    def _decode(self, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    def _decode(self, codes: Tensor, scales: Tensor, x: Tensor) -> None:
         """Write the values."""
         self._load(codes, x)
         _multiply(x, scales, self.tile[1])
@@ -226,11 +202,11 @@ class BlockFP8(BlockFormat):
         """Whether scales are powers of two."""
         return self.scale == "pow2"
 
-    def _store(self, x: torch.Tensor, codes: torch.Tensor, noise: Noise | None, element: int) -> None:
+    def _store(self, x: Tensor, codes: Tensor, noise: Noise | None, element: int) -> None:
         """To nearest even. Clamped first: beyond 448 torch gives NaN before 2.12 and 448 from then on."""
         codes.view(torch.float8_e4m3fn).copy_(x.clamp_(-self.top, self.top))
 
-    def _load(self, codes: torch.Tensor, x: torch.Tensor) -> None:
+    def _load(self, codes: Tensor, x: Tensor) -> None:
         """A code's bits, moved up by 7, are an fp16 number of 1/256 of its value, unless it is NaN.
 
         torch reads fp16 many times faster than e4m3.
@@ -279,7 +255,7 @@ class BlockInt8(BlockFormat):
         """Whether codes are rounded stochastically."""
         return self.rounding == "stochastic"
 
-    def _store(self, x: torch.Tensor, codes: torch.Tensor, noise: Noise | None, element: int) -> None:
+    def _store(self, x: Tensor, codes: Tensor, noise: Noise | None, element: int) -> None:
         """Rounds to nearest, or x + u down, u an odd multiple of 2^-17 in (0, 1).
 
         The mean of u is 1/2, and an integer up to 127 plus u is exact in fp32, so integers stay.
@@ -292,7 +268,7 @@ class BlockInt8(BlockFormat):
             x.add_(bits.view(x.shape), alpha=2.0**-17).floor_()
         codes.view(torch.int8).copy_(x.clamp_(-self.top, self.top))
 
-    def _load(self, codes: torch.Tensor, x: torch.Tensor) -> None:
+    def _load(self, codes: Tensor, x: Tensor) -> None:
         x.copy_(codes.view(torch.int8))
 
 
@@ -352,22 +328,16 @@ class BlockNF4(BlockFormat):
         """Two codes a byte, then one byte a block."""
         return -(-columns // 2) + -(-columns // self.size)
 
-    def levels(self, device: torch.device) -> torch.Tensor:
-        """The 16 levels."""
-        return _table(LEVELS, device)
-
-    def sum(self, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def sum(self, runs: Runs, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Raises ValueError: four bits are for weights, not for contributions to a sum."""
         raise ValueError(f"{self} is for weights, not reductions; use BlockInt8 for gradients")
 
-    def _above(self, groups: torch.Tensor, columns: int) -> torch.Tensor:
+    def _above(self, groups: Tensor, columns: int) -> Tensor:
         """The amax of each block's group: (rows, blocks)."""
         blocks = -(-columns // self.size)
         return groups.repeat_interleave(min(GROUP, blocks), dim=1)[:, :blocks]
 
-    def _encode(
-        self, x: torch.Tensor, amax: torch.Tensor, codes: torch.Tensor, noise: Noise | None, element: int
-    ) -> torch.Tensor:
+    def _encode(self, x: Tensor, amax: Tensor, codes: Tensor, noise: Noise | None, element: int) -> Tensor:
         """Write codes and bytes of blocks. A group with a bad number has codes and bytes 0."""
         amax.masked_fill_(~amax.isfinite(), torch.nan)
         columns, half = x.shape[2], -(-x.shape[2] // 2)
@@ -380,7 +350,7 @@ class BlockNF4(BlockFormat):
         torch.bitwise_or(levels[:, ::2], levels[:, 1::2] << 4, out=codes[:, :half])
         return amax
 
-    def _decode(self, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    def _decode(self, codes: Tensor, scales: Tensor, x: Tensor) -> None:
         columns, half = x.shape[2], -(-x.shape[2] // 2)
         codes = codes[:, 0]
         pairs = torch.index_select(_pairs(x.device), 0, codes[:, :half].int().view(-1))
@@ -388,20 +358,20 @@ class BlockNF4(BlockFormat):
         _multiply(x, _block_scales(codes[:, half:], self._above(scales, columns)), self.size)
 
 
-def _block_scales(bytes_: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+def _block_scales(bytes_: Tensor, above: Tensor) -> Tensor:
     """Scales of blocks, fp32: the byte's square of 255ths of the group's amax."""
     return bytes_.float().square_().mul_(1.0 / 65025.0).mul_(above)
 
 
 @functools.cache
-def _pairs(device: torch.device) -> torch.Tensor:
+def _pairs(device: torch.device) -> Tensor:
     """The two levels of each byte, fp32, as 64 bits."""
     bytes_, levels = torch.arange(256, device=device), _table(LEVELS, device)
     return torch.stack((levels[bytes_ & 15], levels[bytes_ >> 4]), dim=1).view(torch.int64).view(-1)
 
 
 @functools.cache
-def _table(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """A table in fp32."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
@@ -414,19 +384,19 @@ def _pieces(runs: Runs, device: torch.device) -> Iterator[tuple[RowRun, Bands]]:
     return ((run, piece) for run in runs for piece in bands_of(run, limit))
 
 
-def _rows(flat: torch.Tensor, start: int, width: int, piece: Bands) -> torch.Tensor:
+def _rows(flat: Tensor, start: int, width: int, piece: Bands) -> Tensor:
     """A piece in a flat buffer where the run begins at `start`: (bands, rows of a band, width)."""
     numel = piece.bands * piece.height * width
     return flat.narrow(0, start + piece.row * width, numel).view(piece.bands, piece.height, width)
 
 
-def _tiles(scales: torch.Tensor, run: RowRun, piece: Bands) -> torch.Tensor:
+def _tiles(scales: Tensor, run: RowRun, piece: Bands) -> Tensor:
     """The scales of a piece: (bands, tiles of a band)."""
     across = run.grid.across
     return scales.narrow(0, run.scales + piece.band * across, piece.bands * across).view(piece.bands, across)
 
 
-def _parts(x: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _parts(x: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """The whole tiles of rows (..., columns), then the short one: (which, (..., tiles, columns of a tile))."""
     full = x.shape[-1] // width
     if full:
@@ -435,7 +405,7 @@ def _parts(x: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
         yield slice(full, full + 1), x[..., None, full * width :]
 
 
-def _largest(x: torch.Tensor, width: int) -> torch.Tensor:
+def _largest(x: Tensor, width: int) -> Tensor:
     """The largest magnitude of a piece's tiles of `width` columns, one NaN for all bit patterns: (bands, tiles)."""
     rows = x.abs()
     rows = rows[:, 0] if x.shape[1] == 1 else rows.amax(1)
@@ -443,7 +413,7 @@ def _largest(x: torch.Tensor, width: int) -> torch.Tensor:
     return largest.masked_fill_(largest.isnan(), torch.nan)
 
 
-def _multiply(x: torch.Tensor, factors: torch.Tensor, width: int) -> None:
+def _multiply(x: Tensor, factors: Tensor, width: int) -> None:
     """Multiply a piece by its tiles' factors (bands, tiles)."""
     if x.shape[1] > 1:
         x.mul_(factors.repeat_interleave(width, dim=1)[:, None, : x.shape[2]])
@@ -452,7 +422,7 @@ def _multiply(x: torch.Tensor, factors: torch.Tensor, width: int) -> None:
         part.mul_(factors[:, None, which, None])
 
 
-def _reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _reciprocal(amax: Tensor, top: float, pow2: bool) -> tuple[Tensor, Tensor]:
     """(factors of values, NaN where the amax is not finite; factors of codes)."""
     up = torch.full_like(amax, top).div_(amax)  # `top / amax` would round twice
     up.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)
@@ -466,7 +436,7 @@ def _reciprocal(amax: torch.Tensor, top: float, pow2: bool) -> tuple[torch.Tenso
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(fmt: BlockFormat, runs: Runs, **buffers: torch.Tensor) -> None:
+def _check(fmt: BlockFormat, runs: Runs, **buffers: Tensor) -> None:
     """Check the buffers `values`, `codes`, `scales` that runs are read from or written to.
 
     Raises:

@@ -211,9 +211,8 @@ def sum_tiles(
         total = _decode(tl.load(codes + offset, mask=mask, other=0), CODE) * factor
     if RANKS > 1:
         far = tl.full((), 1, tl.int64)
-        for rank in range(
-            1, RANKS
-        ):  # known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor
+        # RANKS is known when it compiles: the interpreter of Triton 3.6 cannot loop to a tensor.
+        for rank in range(1, RANKS):
             factor = tl.load(scales + far * scale_stride * rank + scale, mask=scale_mask, other=0)
             factor = _beside(factor, ONE_ROW)
             code = tl.load(codes + far * code_stride * rank + offset, mask=mask, other=0)

@@ -5,11 +5,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ragged_shard.device import has_triton
 
 from .noise import Noise, signed
-from .tiles import RowRun, RunList, Runs, bands_of
+from .tiles import Bands, RowRun, RunList, Runs, bands_of
 
 BlockFormat = Any  # of `formats`, which imports this module
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,7 +28,7 @@ def _span(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-Table = tuple[torch.Tensor, torch.Tensor, bool]  # rows of pieces, each program's row, whether all are aligned
+Table = tuple[Tensor, Tensor, bool]  # rows of pieces, each program's row, whether all are aligned
 
 
 @cache
@@ -54,28 +55,24 @@ def _tables(fmt: BlockFormat, runs: Runs, device: torch.device) -> list[Table]:
     kept = runs.tables if isinstance(runs, RunList) else {}
     if device not in kept:
         by_access: dict[bool, list[list[int]]] = {}
-        for run in runs:
-            for row in _pieces(fmt, run):
-                by_access.setdefault(_is_aligned(fmt, row), []).append(row)
+        for row in [_row(fmt, run, piece) for run in runs for piece in bands_of(run)]:
+            by_access.setdefault(_is_aligned(fmt, row), []).append(row)
         kept[device] = [(*_table(fmt, rows, device), vector) for vector, rows in by_access.items()]
     return list(kept[device])
 
 
-def _pieces(fmt: BlockFormat, run: RowRun) -> list[list[int]]:
-    """Rows of a table, as `kernels` lists the columns, but with the number of a band's programs for the first one."""
+def _row(fmt: BlockFormat, run: RowRun, piece: Bands) -> list[int]:
+    """A row of a table, as `kernels` lists the columns, but with the number of a band's programs for the first one."""
     columns = run.grid.columns
     return [
-        [
-            run.values + piece.row * columns,
-            run.codes + piece.row * fmt.code_bytes(columns),
-            run.scales + piece.band * run.grid.across,
-            columns,
-            piece.bands,
-            piece.height,
-            -(-columns // fmt.piece[1]),
-            run.element + piece.row * columns,
-        ]
-        for piece in bands_of(run)
+        run.values + piece.row * columns,
+        run.codes + piece.row * fmt.code_bytes(columns),
+        run.scales + piece.band * run.grid.across,
+        columns,
+        piece.bands,
+        piece.height,
+        -(-columns // fmt.piece[1]),
+        run.element + piece.row * columns,
     ]
 
 
@@ -88,9 +85,7 @@ def _is_aligned(fmt: BlockFormat, row: list[int]) -> bool:
     )
 
 
-def _table(
-    fmt: BlockFormat, pieces: list[list[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(fmt: BlockFormat, pieces: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     at_once = constants_of(fmt)["SPAN_ROWS"] if constants_of(fmt)["ONE_ROW"] else 1
     counts = [-(-row[4] // at_once) * row[6] for row in pieces]
     rows = [
@@ -105,25 +100,20 @@ def _launch(name: str, fmt: BlockFormat, table: Table, *arguments: Any, **consta
 
     rows, piece_of, aligned = table
     vector = constants.pop("VECTOR", True) and aligned
-    vector = vector and not any(a.data_ptr() % 16 for a in arguments if isinstance(a, torch.Tensor))
+    vector = vector and not any(a.data_ptr() % 16 for a in arguments if isinstance(a, Tensor))
     fixed = {**constants_of(fmt), **constants, "VECTOR": vector}
     getattr(kernels, name)[(piece_of.numel(),)](
         *arguments, table=rows, piece_of=piece_of, **fixed, enable_fp_fusion=False
     )
 
 
-def _as_int16(values: torch.Tensor) -> torch.Tensor:
+def _as_int16(values: Tensor) -> Tensor:
     """bf16 as the kernels take it."""
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
 
 
 def quantize(
-    fmt: BlockFormat,
-    runs: Runs,
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    noise: Noise | None,
+    fmt: BlockFormat, runs: Runs, values: Tensor, codes: Tensor, scales: Tensor, noise: Noise | None
 ) -> None:
     """`BlockFormat.quantize`."""
     first, second = (0, 0) if noise is None else map(signed, noise.keys())
@@ -135,14 +125,16 @@ def quantize(
         )  # fmt: skip
 
 
-def read(fmt: BlockFormat, runs: Runs, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """`BlockFormat.sum`, or `BlockFormat.dequantize` where there is one rank; codes and scales are (ranks, n)."""
+def read(fmt: BlockFormat, runs: Runs, codes: Tensor, scales: Tensor, out: Tensor, levels: Tensor) -> None:
+    """`BlockFormat.sum`, or `BlockFormat.dequantize` where there is one rank; codes and scales are (ranks, n).
+
+    `levels` are NF4's, on the same device.
+    """
     ranks, stride = codes.shape
-    levels = fmt.levels(out.device)
     for table in _tables(fmt, runs, out.device):
         _launch(
             "sum_tiles", fmt, table,
-            codes, scales, _as_int16(out), scales if levels is None else levels,
+            codes, scales, _as_int16(out), levels,
             code_stride=stride, scale_stride=scales.shape[1],
             TYPE=_TYPES[out.dtype], RANKS=ranks, SIZE=fmt.size, VECTOR=ranks == 1 or stride % 16 == 0,
         )  # fmt: skip

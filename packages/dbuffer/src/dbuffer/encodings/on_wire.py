@@ -20,14 +20,7 @@ from .rows import CodeRows
 
 @dataclass(frozen=True)
 class InBlocks(WireForm):
-    """Base of wire forms of one block format, with equally many bytes from each rank.
-
-    Args:
-        format: format of the codes; it must round to nearest.
-
-    Raises:
-        ValueError: the format rounds stochastically.
-    """
+    """Base of wire forms of one block format, with equally many bytes from each rank."""
 
     format: BlockFormat
 
@@ -57,19 +50,15 @@ class BlocksOnWire(InBlocks):
     (its version counter, or `DBuffer.forget_encoding`), which takes `row_bytes`.
 
     Args:
-        format: format of the codes; it must round to nearest.
+        format: format of the codes. Raises ValueError if it rounds stochastically.
     """
 
     def encoder(self, geometry: Geometry, gathered: GatheredMemory, recycler: Recycler) -> Encoder:
-        """An encoder that caches its codes.
-
-        Raises:
-            ValueError: the layout cuts a row or a tile.
-        """
-        return BlockEncoder(CodeRows(geometry.layout, self.format), geometry.rank, gathered, recycler)
+        """An encoder that caches its codes. Raises ValueError if the layout cuts a row or a tile."""
+        return _BlockEncoder(CodeRows(geometry.layout, self.format), geometry.rank, gathered, recycler)
 
 
-class BlockDecoder(Encoder):
+class _BlockDecoder(Encoder):
     """Receives the rows of all ranks and dequantizes them: half of an encoder.
 
     Attributes:
@@ -83,37 +72,29 @@ class BlockDecoder(Encoder):
         self._received_scales = self.scratch.flat.view(torch.float32)
 
     def decode(self) -> bool:
-        """Dequantize into the gathered memory and free the receive buffer."""
         for runs, raw in zip(self._all_runs, self._raw, strict=True):
             self._rows.format.dequantize(runs, self.scratch.flat, self._received_scales, raw)
         self.release()
         return False
 
     def release(self) -> None:
-        """Free the receive buffer."""
         self.scratch.release()
 
     def retire(self) -> None:
-        """Never use the receive buffer again."""
         self.scratch.retire()
 
 
-class BlockEncoder(BlockDecoder):
-    """Encoder of `BlocksOnWire` for one buffer.
-
-    Attributes:
-        codes: this rank's row, uint8; None before the first gather.
-    """
+class _BlockEncoder(_BlockDecoder):
+    """Encoder of `BlocksOnWire` for one buffer."""
 
     def __init__(self, rows: CodeRows, rank: int, gathered: GatheredMemory, recycler: Recycler) -> None:
         super().__init__(rows, gathered, recycler)
         self._own_runs = rows.of_rank(rank)
-        self.codes: torch.Tensor | None = None
+        self.codes: torch.Tensor | None = None  # this rank's row, uint8, from the first gather on
         self._shards: Flats = ()  # source of the codes
         self._versions: list[int] = []
 
     def encode(self, shards: Flats) -> Pairs:
-        """Quantize the shards if they have changed."""
         versions = compat.versions(shards)
         codes = self._allocated()
         if shards is not self._shards or versions != self._versions:
@@ -131,13 +112,11 @@ class BlockEncoder(BlockDecoder):
         return self.codes
 
     def retire(self) -> None:
-        """Never use this memory again: peers may still read the codes, or write the receive buffer."""
         super().retire()
         if self.codes is not None:
-            hold_forever((self.codes,))
+            hold_forever((self.codes,))  # peers may still read them
         self.codes = None
         self.forget()
 
     def forget(self) -> None:
-        """Quantize again at the next gather, for any version counters."""
         self._shards = ()

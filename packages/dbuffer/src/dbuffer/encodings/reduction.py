@@ -47,9 +47,9 @@ class InRows:
         sum_rows(rows, sums)   sums received rows in fp32, in rank order; `shard_size` elements a segment
     """
 
-    def exchange(self, buffers: Sequence[DBuffer]) -> "RowExchange":
+    def exchange(self, buffers: Sequence[DBuffer]) -> "_RowExchange":
         """The all-to-all of a reduction of several buffers."""
-        return RowExchange(buffers)
+        return _RowExchange(buffers)
 
     def scratch_bytes(self, buffers: "Sequence[tuple[Any, Geometry, torch.dtype]]") -> int:
         """Bytes of the receive and the send buffer of one reduction."""
@@ -104,18 +104,16 @@ class CastReduction(InRows):
 
     def reducer(self, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]) -> "_Cast":
         """A reducer that casts, or sends the gathered memory."""
-        return _Cast(self.dtype or gathered.dtype, geometry, gathered, place)
+        return _Cast(self.dtype or gathered.dtype, geometry, gathered.raw, place[0])
 
 
 class _Cast:
     """One kernel a segment; to sum, one a rank and segment."""
 
-    def __init__(
-        self, dtype: torch.dtype, geometry: Geometry, gathered: GatheredMemory, place: tuple[int, int]
-    ) -> None:
-        self._dtype, self._begin = dtype, place[0]
+    def __init__(self, dtype: torch.dtype, geometry: Geometry, raw: Flats, begin: int) -> None:
+        self._dtype, self._begin = dtype, begin
         self._sizes = [segment.shard_size for segment in geometry.layout.segments]
-        self._sources = [raw.view(geometry.layout.world_size, -1) for raw in gathered.raw]
+        self._sources = [flat.view(geometry.layout.world_size, -1) for flat in raw]
 
     def encode(self, rows: torch.Tensor, noise: Noise) -> None:
         compat.copy(self._planes(rows), self._sources)
@@ -187,7 +185,7 @@ class _Blocks:
             self._format.sum(runs, rows, rows.view(torch.float32), total)
 
 
-class RowExchange:
+class _RowExchange:
     """The all-to-all of one reduction of several buffers, with the memory that it takes.
 
     From `encode` to the end of `sums` it holds the receive buffer, and the send buffer if rows are encoded.
@@ -212,7 +210,6 @@ class RowExchange:
         return [_sums_in(buffer) for buffer in self._buffers]
 
     def encode(self) -> None:
-        """Allocate the memory, and encode. Where there is none it is as before."""
         try:
             for scratch in self._scratch:
                 scratch.materialize()
@@ -225,23 +222,18 @@ class RowExchange:
                 reducer.encode(rows, _noise(buffer))
 
     def start(self, transport: Transport, label: str) -> Work | None:
-        """Start the all-to-all of the encoded bytes."""
         for buffer in self._buffers:
             buffer.scratch = self._scratch
         sent = self._buffers[0].gathered.raw[0].view(torch.uint8) if self._sent is None else self._sent.flat
         return transport.all_to_all(self._received.flat, sent, label)
 
     def sums(self, into_shard: Sequence[bool]) -> list[Flats]:
-        """Sum the received rows in fp32, for each buffer into its shard if `into_shard`, else its gathered memory."""
-        results: list[Flats] = []
         rows = self._rows(self._received.flat)
-        for buffer, reducer, own, in_shard in zip(
-            self._buffers, self._reducers, self._sums, into_shard, strict=True
-        ):
-            sums = buffer.shard_memory.flats if in_shard else own
+        places = zip(self._buffers, self._sums, into_shard, strict=True)
+        results = [buffer.shard_memory.flats if in_shard else own for buffer, own, in_shard in places]
+        for buffer, reducer, sums in zip(self._buffers, self._reducers, results, strict=True):
             reducer.sum_rows(rows, sums)
             buffer.scratch = []
-            results.append(sums)
         self._release()
         return results
 

@@ -20,12 +20,8 @@ from .tiles import RowRun, RunList
 class CodeRows:
     """The ranks' rows of one layout in one format.
 
-    Args:
-        layout: layout of the values, cut between tiles of every tensor.
-        format: format of the codes.
-
     Raises:
-        ValueError: a cut goes through a row or a tile, by the tensor's name. On first use.
+        ValueError: a cut of the layout goes through a row or a tile, by the tensor's name. On first use.
     """
 
     layout: Layout

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .. import _torch_compat as compat
 from .formats import VALUES, BlockFormat
@@ -24,10 +25,8 @@ class BlockQuantizedTensor(torch.Tensor):
     Args:
         codes: uint8, 1-D: of the run's rows.
         scales: fp32, 1-D: of the run's tiles.
-        format: that they are in.
         run: the rows of the whole tensor, counted from the start of codes and scales.
-        shape: of the values.
-        dtype: of the values: fp32, bf16 or fp16.
+        shape, dtype: of the values; fp32, bf16 or fp16.
     """
 
     codes: torch.Tensor
@@ -82,7 +81,8 @@ class BlockQuantizedTensor(torch.Tensor):
                     f"{written.format}, not as values; copy_ or load_state_dict quantize new values, and weights that "
                     "are trained must not be quantized at rest"
                 )
-        return func(*_read_back(args), **_read_back(kwargs))
+        values = tree_map_only(BlockQuantizedTensor, BlockQuantizedTensor.dequantize, (args, kwargs))
+        return func(*values[0], **values[1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BlockQuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, format={self.format})"
@@ -127,13 +127,3 @@ def _copied(to: BlockQuantizedTensor, source: Any) -> BlockQuantizedTensor:
         to.format.quantize([to.run], values.view(-1), to.codes, to.scales)
     torch.autograd.graph.increment_version([to.codes, to.scales])  # below autograd torch does not count
     return to
-
-
-def _read_back(tree: Any) -> Any:
-    if isinstance(tree, BlockQuantizedTensor):
-        return tree.dequantize()
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_read_back(value) for value in tree])
-    if isinstance(tree, dict):
-        return {key: _read_back(value) for key, value in tree.items()}
-    return tree

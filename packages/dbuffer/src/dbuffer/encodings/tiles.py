@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The tiles of one tensor.
-
-    Args:
-        shape: the tensor's.
-        tile: rows and columns of a tile, each at least 1.
-    """
+    """The tiles of one tensor: their rows and columns, each at least 1."""
 
     shape: tuple[int, ...]
     tile: tuple[int, int]
@@ -107,8 +102,7 @@ class RowRun:
     @property
     def num_scales(self) -> int:
         """Scales of the run."""
-        first, last = self.grid.scales_of(self.start, self.stop)
-        return last - first
+        return (self.grid.band_of(self.stop) - self.grid.band_of(self.start)) * self.grid.across
 
     def moved(self, values: int, codes: int, scales: int, element: int) -> "RowRun":
         """The same rows, so much further on in each buffer."""
@@ -125,19 +119,10 @@ Runs = Sequence[RowRun]
 
 
 class RunList(tuple[RowRun, ...]):
-    """Runs for many calls, which share the kernels' tables of them.
+    """Runs for many calls, which share the kernels' tables of them, by device."""
 
-    Attributes:
-        tables: by device, for the kernels' launches.
-    """
-
-    tables: dict[Any, Any]
-
-    def __new__(cls, runs: Iterable[RowRun]) -> "RunList":
-        """A tuple of the runs."""
-        result = super().__new__(cls, runs)
-        result.tables = {}
-        return result
+    def __init__(self, runs: Iterable[RowRun]) -> None:
+        self.tables: dict[Any, Any] = {}
 
 
 class Bands(NamedTuple):

@@ -340,17 +340,7 @@ class ShardMemory:
     def allocate(self, *, zeroed: bool = False) -> None:
         """Allocate memory, also again after `give`; uninitialised, padding too, unless `zeroed`."""
         geometry = self._geometry
-        flats: list[torch.Tensor] = []
-        for segment in geometry.layout.segments:
-            flat = torch.empty(
-                segment.shard_size, dtype=self._dtype, device=self._device, pin_memory=self._pin_memory
-            )
-            if flat.nbytes >= SMALLEST and not self._pin_memory:
-                prefer_huge_pages(flat)
-            if zeroed:
-                flat.zero_()
-            check_aligned(flat.data_ptr())
-            flats.append(flat)
+        flats = [self._flat(segment.shard_size, self._dtype, zeroed) for segment in geometry.layout.segments]
         views: dict[str, torch.Tensor] = {}
         for name, part in geometry.slices.items():  # one op a view; in steps too, gradients get new memory
             views[name] = flats[part.segment].as_strided(part.local_shape, part.local_stride, part.begin)
@@ -358,6 +348,15 @@ class ShardMemory:
         if geometry.gaps:
             self.gaps = geometry.gaps_in(flats)
         self.flats = tuple(flats)  # last: an interrupt before leaves no shard, not one without views or gaps
+
+    def _flat(self, numel: int, dtype: torch.dtype, zeroed: bool) -> torch.Tensor:
+        flat = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pin_memory)
+        if flat.nbytes >= SMALLEST and not self._pin_memory:
+            prefer_huge_pages(flat)
+        if zeroed:
+            flat.zero_()
+        check_aligned(flat.data_ptr())
+        return flat
 
     def give(self) -> None:
         """Detach the memory: it belongs to the tensors that still view it, and is freed with the last of them."""

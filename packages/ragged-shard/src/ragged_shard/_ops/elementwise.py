@@ -52,9 +52,8 @@ def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bo
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     target = operands.ragged_sharding(values)
     if target is None:
-        if in_place and not isinstance(
-            args[0], RaggedDTensor
-        ):  # such as a plain gradient times a norm's coefficient
+        # Such as a plain gradient times a norm's coefficient.
+        if in_place and not isinstance(args[0], RaggedDTensor):
             args = (args[0], *map(operands.number_of, args[1:]))
             if not any(isinstance(v, RaggedDTensor) for v in (*args, *kwargs.values())):
                 return func(*args, **kwargs)

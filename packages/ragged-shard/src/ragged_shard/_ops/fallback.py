@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ragged_shard._ops import operands
-from ragged_shard._sharding import Sharding, contiguous_stride, sharding_of
+from ragged_shard._sharding import Sharding, contiguous_stride
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import Op
 
@@ -115,12 +115,6 @@ def _on_replicas(
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return RaggedDTensor._wrap(value, _replicated(first, value.shape))
+        return RaggedDTensor._wrap(value, first.replicated(value.shape))
 
     return True, _map(wrap, result)
-
-
-def _replicated(sharding: Sharding, shape: torch.Size) -> Sharding:
-    if shape == sharding.shape:
-        return sharding
-    return sharding_of(sharding.mesh, sharding.placements, shape)

@@ -161,12 +161,9 @@ def check_linear(func: Op, target: Sharding, operands: list[Any], kwargs: dict[s
     if name == "_to_copy" and kwargs.get("dtype") is not None and not kwargs["dtype"].is_floating_point:
         fits = False
     if not fits:
+        reason = (
+            f"it takes {rule}" if rule else "it is not linear, so applying it to the summands would be wrong"
+        )
         raise NotImplementedError(
-            f"{func} on a tensor with a pending reduction ({target}): "
-            + (
-                f"it takes {rule}"
-                if rule
-                else "it is not linear, so applying it to the summands would be wrong"
-            )
-            + "; redistribute Partial to Replicate first"
+            f"{func} on a tensor with a pending reduction ({target}): {reason}; redistribute Partial to Replicate first"
         )

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,20 +90,20 @@ class Pools:
         self.peak[name] = max(self.peak.get(name, 0), self.used[name])
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors that have memory."""
     return [
         t
         for t in tree_leaves(tree)
-        if isinstance(t, torch.Tensor) and not (t.is_meta or t.is_sparse or isinstance(t, FakeTensor))
+        if isinstance(t, Tensor) and not (t.is_meta or t.is_sparse or isinstance(t, FakeTensor))
     ]
 
 
-def operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+def operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
     """Tensors that an op reads, tensors that it writes, and whether the host may go on before it has completed."""
     named = compat.bound(func, args, kwargs)
-    reads: list[torch.Tensor] = []
-    writes: list[torch.Tensor] = []
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
         (writes if written else reads).extend(tensors_in(named[argument.name]))
@@ -115,7 +116,7 @@ def makes_room(func: Any) -> bool:
     return name.startswith(("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_"))
 
 
-def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+def bytes_of(tensor: Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor uses, and the one behind the last."""
     if not tensor.numel():
         return 0, 0
@@ -299,9 +300,8 @@ class SimulatedDevice(StreamLayer):
         self._blocks[block.address] = block
         if not on_host:
             time = self._tick(home)
-            block.accesses.append(
-                Access(home.number, home.name, time, True, 0, block.nbytes, f"the allocation at {where()}")
-            )
+            what = f"the allocation at {where()}"
+            block.accesses.append(Access(home.number, home.name, time, True, 0, block.nbytes, what))
             self.pools.add(home.name, block.nbytes)
         return block
 
@@ -334,7 +334,7 @@ class SimulatedDevice(StreamLayer):
                     "is known there to have completed"
                 )
 
-    def all_on_host(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def all_on_host(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the host can read them without asking the device."""
         blocks = [self.block_of(tensor.untyped_storage()) for tensor in tensors]
         return all(block is None or block.on_host for block in blocks)
@@ -357,12 +357,7 @@ class SimulatedDevice(StreamLayer):
         return time
 
     def run(
-        self,
-        op: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        waits: bool,
-        to_device: bool = False,
+        self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor], waits: bool, to_device: bool = False
     ) -> None:
         """Check one op's accesses.
 
@@ -386,11 +381,8 @@ class SimulatedDevice(StreamLayer):
             for tensor, writing, block in known:
                 low, high = bytes_of(tensor)
                 if high > low:
-                    self._access(
-                        block,
-                        Access(stream.number, stream.name, time, writing, low, high, what),
-                        stream.clock,
-                    )
+                    now = Access(stream.number, stream.name, time, writing, low, high, what)
+                    self._access(block, now, stream.clock)
             if mixed and waits:
                 join(self.host, stream.clock)
 
@@ -449,7 +441,7 @@ class _Stamp(TorchDispatchMode):
         return bool(device != CPU and kwargs.get("device") == device)
 
     def _see_results(
-        self, func: Any, result: Any, arguments: list[torch.Tensor], pinned: bool, to_device: bool
+        self, func: Any, result: Any, arguments: list[Tensor], pinned: bool, to_device: bool
     ) -> None:
         device = self._device
         known = {t.untyped_storage().data_ptr() for t in arguments}

@@ -158,17 +158,10 @@ class _ForkServer:
         usual = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
-        command = [
-            sys.executable,
-            "-m",
-            "ragged_shard.testing._fork_server",
-            str(child_end.fileno()),
-            path,
-            ",".join([*usual, *_preloaded]),
-        ]
         environment["PYTHONPATH"] = path
+        arguments = [str(child_end.fileno()), path, ",".join([*usual, *_preloaded])]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "ragged_shard.testing._fork_server", *arguments],
             pass_fds=[child_end.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,

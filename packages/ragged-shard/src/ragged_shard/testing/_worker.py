@@ -41,9 +41,8 @@ def rank_mesh(*shape: int, names: tuple[str, ...] | None = None, device: str = C
     key = (device, shape, names)
     world = dist.group.WORLD
     assert world is not None
-    if (
-        key not in _meshes or _meshes[key][0] is not world
-    ):  # a job may have initialized torch.distributed again
+    # A job may have initialized torch.distributed again.
+    if key not in _meshes or _meshes[key][0] is not world:
         before = set(groups_by_name())
         shares_axes = any(set(names or ()) & set(other or ()) for _, _, other in _meshes)
         _meshes[key] = world, init_device_mesh(device, shape, mesh_dim_names=names)

@@ -6,52 +6,42 @@ rows       a table of addresses, shapes and keys, one row a stretch, on the devi
 scalars    a row for each class of parameters, written in each step
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from block_optim.adam.q8.ops import Rates
+from block_optim.adam.q8.ops import Rates, TileTensors
 from block_optim.adam.q8.variants import VECTOR, Variant
 from block_optim.core.rounding import base_keys
 from block_optim.core.runs import Run
+from block_optim.core.tiles import Stretch
 
 # Bytes to which parameters and gradients are aligned for accesses of that width; half as many for codes.
 ALIGNMENT = 16
 
-VariantOf = Callable[[bool, bool], Variant]
-
 
 @dataclass(frozen=True)
 class Row:
-    """One stretch: its memory, its number of tiles, and its parameter."""
+    """One stretch: its memory, the run of its gradients, and its class."""
 
-    param: torch.Tensor
-    states: tuple[torch.Tensor, ...]  # codes and scales
-    run: Run  # the run of the stretch's gradients
-    start: int  # elements between the run's first one and the stretch's
-    rows: int
-    columns: int
-    tile_columns: int
-    tiles: int
+    tensors: TileTensors
+    stretch: Stretch
+    run: Run
     kind: int
-    grad_dtype: torch.dtype
-    element: int = 0  # first element in the global tensor, and
-    name: str = ""  # name of the parameter, for stochastic rounding
 
     @property
     def aligned(self) -> bool:
         """Whether accesses of `VECTOR` elements are whole, and at multiples of their size."""
-        codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.states[:2]]
-        places = [self.param.data_ptr(), *codes]
-        whole = self.columns % VECTOR == 0 and self.tile_columns % VECTOR == 0
+        codes = [t.data_ptr() * ALIGNMENT // VECTOR for t in self.tensors.codes]
+        places = [self.tensors.param.data_ptr(), *codes]
+        whole = self.stretch.columns % VECTOR == 0 and self.stretch.tile[1] % VECTOR == 0
         return whole and not any(place % ALIGNMENT for place in places)
 
     @property
     def single(self) -> bool:
         """Whether each row of tiles has a single one."""
-        return self.columns <= self.tile_columns
+        return self.stretch.columns <= self.stretch.tile[1]
 
 
 def scalar_table(rates: Sequence[Rates], device: torch.device) -> torch.Tensor:
@@ -68,34 +58,28 @@ class Launch:
     """One launch over some rows of the same types, on their device even if another one is current.
 
     Args:
-        rows: all `Row.aligned` if ``variant`` asks for that.
-        variant: the kernel if gradients are at multiples of `ALIGNMENT` bytes, and
-        scalar: where one does not.
+        rows: all `Row.aligned` if the first variant asks for that.
+        variants: the kernel if all gradients are at multiples of `ALIGNMENT` bytes, and the one if not.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        variant: Variant,
-        scalar: Variant,
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], variants: tuple[Variant, Variant]) -> None:
         self.rows = rows
-        self._device = rows[0].param.device
-        self._variants = variant, scalar
+        self._device = rows[0].tensors.param.device
+        self._variants = variants
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._addresses: list[int] = []
-        self._variant = variant
+        self._variant = variants[0]
 
     def _make(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table of rows, and the row of each program."""
         if per_program not in self._made:
             table, programs, first = [], [], 0
             for row in self.rows:
-                states = [t.data_ptr() for t in row.states]
-                keys = base_keys(row.name)
-                place = [row.rows, row.columns, first, row.kind, row.element]
-                table.append([row.param.data_ptr(), 0, *states, *place, *keys, row.tiles])
-                programs.append(-(-row.tiles // per_program))
+                t, s = row.tensors, row.stretch
+                states = [state.data_ptr() for state in (*t.codes, *t.scales)]
+                place = [s.rows, s.columns, first, row.kind, t.first_element]
+                table.append([t.param.data_ptr(), 0, *states, *place, *base_keys(t.name), s.num_scales])
+                programs.append(-(-s.num_scales // per_program))
                 first += programs[-1]
             row_of = torch.repeat_interleave(torch.arange(len(programs)), torch.tensor(programs))
             self._made[per_program] = (
@@ -115,7 +99,7 @@ class Launch:
         addresses = []
         for row in self.rows:
             first = grads[row.run.members[0]]
-            addresses.append(first.data_ptr() + row.start * first.element_size())
+            addresses.append(first.data_ptr() + row.stretch.start * first.element_size())
         if addresses != self._addresses:
             self._addresses = addresses
             self._variant = self._variants[any(a % ALIGNMENT for a in addresses)]
@@ -123,28 +107,6 @@ class Launch:
             table[:, 1].copy_(torch.tensor(addresses), non_blocking=True)
         variant = self._variant
         table, row_of = self._make(variant.per_program)
+        options = {**variant.constants, "num_warps": variant.num_warps, "enable_fp_fusion": False}
         with torch.accelerator.device_index(self._device.index):  # Triton launches on the current one
-            variant.kernel[(len(row_of),)](
-                table,
-                rates,
-                counts,
-                row_of,
-                **variant.constants,
-                num_warps=variant.num_warps,
-                enable_fp_fusion=False,
-            )
-
-
-def launches_of(rows: list[Row], variant: VariantOf) -> list[Launch]:
-    """The launches for rows of one kind, aligned and unaligned.
-
-    Args:
-        variant: the variant for rows that are aligned, and whose rows have a single tile.
-    """
-    result = []
-    for aligned, single in itertools.product((True, False), repeat=2):
-        chosen = [row for row in rows if (row.aligned, row.single) == (aligned, single)]
-        if chosen:
-            variants = variant(aligned, single), variant(False, single)
-            result.append(Launch(chosen, *variants))
-    return result
+            variant.kernel[(len(row_of),)](table, rates, counts, row_of, **options)

@@ -12,6 +12,7 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from block_optim.adam.q8 import codec
 from block_optim.adam.q8.codec import FIRST_TOP, SCALE_MAX, SCALE_MIN, SECOND_TOP
@@ -60,7 +61,7 @@ def rates_of(group: Group, count: float) -> Rates:
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     correction1, correction2 = 1 - beta1**count, 1 - beta2**count
     decay, step_size = 1 - lr * weight_decay, lr / correction1
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].dtype == torch.float32:
+    if isinstance(group["lr"], Tensor) and group["lr"].dtype == torch.float32:
         step_size = fp32(lr / fp32(correction1))
         decay = fp32(1 - fp32(lr * fp32(weight_decay)))
     first = beta1 - 1 if group["maximize"] else 1 - beta1
@@ -85,9 +86,9 @@ class TileTensors:
         first_element: its index in the global tensor, for stochastic rounding.
     """
 
-    param: torch.Tensor
-    codes: tuple[torch.Tensor, torch.Tensor]
-    scales: tuple[torch.Tensor, torch.Tensor]
+    param: Tensor
+    codes: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
     name: str
     first_element: int
 
@@ -96,11 +97,7 @@ class TileStep:
     """A prepared step over one matrix of tiles."""
 
     def __init__(
-        self,
-        tensors: TileTensors,
-        stretch: Stretch,
-        scratch: TileScratch,
-        rounder: Rounder | None,
+        self, tensors: TileTensors, stretch: Stretch, scratch: TileScratch, rounder: Rounder | None
     ) -> None:
         self.tensors = tensors
         self.rounder = rounder
@@ -108,7 +105,7 @@ class TileStep:
         height, width = stretch.grid
         self.spread = (height, 1, width, 1)
 
-    def __call__(self, grad: torch.Tensor, rates: Rates) -> None:
+    def __call__(self, grad: Tensor, rates: Rates) -> None:
         """Update the tiles; ``grad`` is (rows, columns)."""
         first, second, root, update = self.buffers[:BUFFERS]
         wide_param, wide_grad = self.buffers[BUFFERS:]
@@ -128,9 +125,7 @@ class TileStep:
         self._write(second, wide_param, rates)
         self._encode(first, root, second, small)
 
-    def _decode(
-        self, first: Buffer, second: Buffer, spare: Buffer, rates: Rates, small: torch.Tensor
-    ) -> None:
+    def _decode(self, first: Buffer, second: Buffer, spare: Buffer, rates: Rates, small: Tensor) -> None:
         """The old moments, times the betas; ``small`` has a cell for each tile."""
         codes, scales, spread = self.tensors.codes, self.tensors.scales, small.view(self.spread)
         codec.decode_first(codes[0], first, spare)
@@ -141,9 +136,7 @@ class TileStep:
         second.tiles.mul_(spread)
         second.values.mul_(second.values)
 
-    def _average(
-        self, first: Buffer, second: Buffer, spare: Buffer, grad: torch.Tensor, rates: Rates
-    ) -> None:
+    def _average(self, first: Buffer, second: Buffer, spare: Buffer, grad: Tensor, rates: Rates) -> None:
         torch.mul(grad, rates.first, out=spare.inner)
         first.inner.add_(spare.inner)
         torch.mul(grad, grad, out=spare.inner)
@@ -167,7 +160,7 @@ class TileStep:
         name, first = self.tensors.name, self.tensors.first_element
         self.rounder(target.view(-1), param.view(-1), name, round(rates.count), first)
 
-    def _scale(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
+    def _scale(self, first: Buffer, second: Buffer, spare: Buffer, small: Tensor) -> None:
         """The tiles' new scales: of second moments the root of the largest."""
         for buffer, least in ((first, 0.0), (second, SQUARE_MIN)):
             for rest in buffer.padding:
@@ -181,7 +174,7 @@ class TileStep:
         for scale, top in zip(scales, (FIRST_TOP, SECOND_TOP), strict=True):
             scale.mul_(1 / top).clamp_(SCALE_MIN, SCALE_MAX)
 
-    def _encode(self, first: Buffer, second: Buffer, spare: Buffer, small: torch.Tensor) -> None:
+    def _encode(self, first: Buffer, second: Buffer, spare: Buffer, small: Tensor) -> None:
         spread = small.view(self.spread)
         for buffer, scale in zip((first, second), self.tensors.scales, strict=True):
             torch.reciprocal(scale, out=small)
@@ -190,7 +183,7 @@ class TileStep:
         codec.encode_second(second, self.tensors.codes[1])
 
 
-def _root_of(square: torch.Tensor, out: torch.Tensor) -> None:
+def _root_of(square: Tensor, out: Tensor) -> None:
     """square / sqrt(square): the same bits on every CPU, and as in Triton.
 
     On CPU `torch.rsqrt` is 1 / sqrt, both rounded correctly, while `torch.sqrt` may be MKL's, which is not; on CUDA it

@@ -9,12 +9,11 @@ On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from block_optim.adam.q8.launch import Launch, Row, launches_of, scalar_table
+from block_optim.adam.q8.launch import Launch, Row, scalar_table
 from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors, rates_of
 from block_optim.adam.q8.variants import Types, quantized_variant
 from block_optim.core._torch_compat import foreach_add_, local_of
@@ -233,17 +232,14 @@ class _Plan:
         rows: dict[tuple[Any, ...], list[Row]] = {}
         for run, kind, s in stretches:
             i = run.members[0]
-            group, t = self.entries[i].group, self._tensors(i, s)
-            dtypes = (self.locals[i].dtype, grads[i].dtype)
-            row = Row(
-                t.param, (*t.codes, *t.scales), run, s.start, s.rows, s.columns, s.tile[1], s.num_scales, kind,
-                dtypes[1], t.first_element, t.name,
-            )  # fmt: skip
-            rows.setdefault((s.tile, group["stochastic_rounding"], dtypes), []).append(row)
+            rounds = self.entries[i].group["stochastic_rounding"]
+            types = Types(self.locals[i].dtype, grads[i].dtype, rounds)
+            row = Row(self._tensors(i, s), s, run, kind)
+            rows.setdefault((s.tile, types, row.aligned, row.single), []).append(row)
         result: list[Launch] = []
-        for (tile, rounds, dtypes), chosen in rows.items():
-            variant = partial(quantized_variant, tile, Types(dtypes[0], dtypes[1], rounds))
-            result += launches_of(chosen, variant)
+        for (tile, types, aligned, single), chosen in rows.items():
+            best, scalar = (quantized_variant(tile, types, vectors, single) for vectors in (aligned, False))
+            result.append(Launch(chosen, (best, scalar)))
         return result
 
     def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:

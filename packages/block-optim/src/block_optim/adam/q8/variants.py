@@ -57,8 +57,8 @@ def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single
     """Variant for tiles of 8-bit states; ``single``: no row of the stretches has more than one tile."""
     from block_optim.adam.q8 import kernels_triton
 
-    rows, columns = (_power_of_two(n) for n in tile)
-    span, elements = rows * columns, elements_of_thread(aligned)
+    rows, columns = (1 << (n - 1).bit_length() for n in tile)  # the smallest powers of two that are not less
+    span, elements = rows * columns, 2 * VECTOR if aligned else 4  # of a thread at once
     passes, pieces, tiles, warps = 1, 1, 1, _MOST_WARPS
     if span <= _MOST_WARPS * WARP * elements:
         tiles = max(1, 4 * WARP * elements // span)
@@ -81,13 +81,3 @@ def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single
         "SINGLE": single,
     }
     return Variant(kernels_triton.quantized_adamw, constants, warps, tiles, tiles * span, pieces)
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (n - 1).bit_length()
-
-
-def elements_of_thread(aligned: bool) -> int:
-    """Number of elements that a thread works on at once."""
-    return 2 * VECTOR if aligned else 4
