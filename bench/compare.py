@@ -41,7 +41,7 @@ ALL = ["alone", "ddp", *OURS, "fsdp2", "fsdp1", "deepspeed"]
 PEERS = ("alone", "ddp", "fsdp2")  # ratios are taken to these
 PARTS = ("forward", "backward", "update")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-LAYOUT = ["ours", "ours-staged", "ours-held", "ours-given-order", "ours-lcm", "fsdp2"]
+LAYOUT = ["ours", "ours-staged", "ours-given-order", "ours-lcm", "fsdp2"]
 BLOCKS = {"block_policy": "rows:32"}
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------

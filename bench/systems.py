@@ -131,18 +131,15 @@ def _ours(
     name: str,
     job: Job,
     *,
-    late: bool = False,
     wrap: Callable[[Any], Any] = lambda model: model,
     **options: Any,
 ) -> Trainer:
-    """Our runtime; `options` are further arguments of its `fully_shard`, `late` copies gradients late."""
+    """Our runtime; `options` are further arguments of its `fully_shard`."""
     from fsdp_runtime.train.systems import Runtime
 
     arguments = {**job.options, **_block_policy(job), **options}
     system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
-    trainer = _finish(name, job, system, wrap=wrap)
-    trainer.module.set_copy_gradients_late(late)
-    return trainer
+    return _finish(name, job, system, wrap=wrap)
 
 
 def _ends_apart(system: str, job: Job, model: Any) -> Any:
@@ -380,7 +377,6 @@ SYSTEMS = {
     "ours-quantized": System("fsdp_runtime, fp8 gathers, int8 reductions", _quantized),
     "ours-lean": System("fsdp_runtime, least memory", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
-    "ours-held": System("gradients not fused", partial(_ours, late=True)),
     "ours-given-order": System("planner off: given order", _given_order),
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
     "fsdp2": System("FSDP2", partial(_as_compared, "fsdp2")),

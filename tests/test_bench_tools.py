@@ -8,7 +8,7 @@ from bench.models import WORKLOADS, describe
 
 from ragged_shard.testing import run_ranks
 
-OURS = ["ours", "ours-lean", "ours-staged", "ours-held", "ours-given-order", "ours-lcm"]
+OURS = ["ours", "ours-lean", "ours-staged", "ours-given-order", "ours-lcm"]
 
 
 @pytest.mark.parametrize(

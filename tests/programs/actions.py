@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict as states
 
 from .models import LENGTH, ROWS, VOCABULARY, InPlace, OnPurpose, loss_of
 
-OPTIONS = ("set_copy_gradients_late", "set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
+OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
 
 

@@ -244,7 +244,9 @@ def ring(seconds, error):
     """Have a signal's handler raise after so many seconds."""
 
     def handler(number, frame):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # else the error's traceback keeps buffers in later tests
+        signal.signal(
+            signal.SIGALRM, signal.SIG_DFL
+        )  # else the error's traceback keeps buffers in later tests
         raise error
 
     signal.signal(signal.SIGALRM, handler)

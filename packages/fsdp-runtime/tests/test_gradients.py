@@ -258,10 +258,9 @@ def is_bias(name):
     return name.endswith("bias")
 
 
-def train_biases(policy, late):
+def train_biases(policy):
     """All, then only the biases, then all but the head, then all again."""
     model, alone = shard(seeded(width=16), block_policy=policy), seeded(width=16)
-    model.set_copy_gradients_late(late)
     reduced = []
     for step, trained in enumerate(
         (lambda n: True, is_bias, is_bias, lambda n: "head" not in n, lambda n: True)
@@ -280,8 +279,8 @@ def train_biases(policy, late):
 
 @on_ranks(3)
 def test_what_is_frozen_after_sharding_is_not_reduced():
-    for policy, late in ((None, False), (block_policies.rows(4), True), (block_policies.whole(), False)):
-        everything, biases, again, most, at_last = train_biases(policy, late)
+    for policy in (None, block_policies.rows(4), block_policies.whole()):
+        everything, biases, again, most, at_last = train_biases(policy)
         assert biases == again <= everything / 4
         assert biases <= most <= everything == at_last
 

@@ -246,14 +246,6 @@ class FSDPModule(fsdp.FSDPModule):
         for unit in _units(self, recurse):
             unit.configure(reduce_unused=reduce_scatter_unused_params)
 
-    def set_copy_gradients_late(self, enable: bool, *, recurse: bool = True) -> None:
-        """Whether gradients stay as autograd made them until their reduction, and are copied into its buffer together.
-
-        As FSDP2 does. Off by default: each is copied, and its own memory freed, as soon as it is there.
-        """
-        for unit in _units(self, recurse):
-            _change_reduction(unit, copy_late=enable)
-
     def set_reduction_step(self, step: int, *, recurse: bool = True) -> None:
         """Let stochastic rounding of gradients (`BlockInt8(..., rounding="stochastic")`) depend on the step's number.
 

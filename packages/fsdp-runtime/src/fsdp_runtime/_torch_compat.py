@@ -149,11 +149,11 @@ profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 
 
 # One call for a list of tensors: set all to zero; copy or add each to its partner (to, of), with a cast if dtypes
-# differ; multiply all by a 0-d tensor on their device.
+# differ; multiply all by a number, or a 0-d tensor on their device.
 zero: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
-scale: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
+scale: Callable[[list[torch.Tensor], torch.Tensor | float], None] = torch._foreach_mul_
 
 
 def norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""The gradients of one group: written into one buffer as autograd makes them, reduced from it, shown as `.grad`.
+"""The gradients of one group: kept as autograd makes them, reduced from one buffer, shown as `.grad`.
 
-autograd's gradient --copy, cast--> view of gathered memory --reduce-scatter--> shard --> sharded_param.grad
-(freed at once;                     (released)                                  (new in each step, ends with `.grad`)
-small ones a few together)
+autograd's gradients --one copy, cast--> gathered memory --reduce-scatter--> shard --> sharded_param.grad
+(freed when copied)                      (released)                          (new in each step, ends with `.grad`)
+
+They are copied at the reduction, or when a second gradient is added: until then one that comes early in backward, such
+as a tied head's, keeps its own memory and not the group's.
 
 A shard that replicas or a hook change has the reduction's dtype and is on the device; it is divided, and where
 dtypes or devices differ copied, when they are done.
@@ -12,7 +14,6 @@ some frozen since       only the trained ones are reduced: a gradient is written
 """
 
 import enum
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,6 @@ from .._torch.streams import Streams
 from .scaling import Op, ReduceOptions, Scaling, scaling
 
 Params = list[ManagedParam[Any]]
-_SMALL = 1 << 12  # elements. Gradients up to this wait for the next larger one and are copied in one call,
-_SMALL_BYTES = 8 * _SMALL  # unless they would keep more memory than this: slices of something larger
 
 
 class Full(enum.Enum):
@@ -150,10 +149,6 @@ class GradBuffer:
         self._slots: Slots | None = None  # in use
         self._indices: Collection[int] = range(len(params))  # with a slot
         self._kept: dict[int, torch.Tensor] = {}  # written gradients that are still to be copied
-        self._small: set[int] = set()
-        for index, param in enumerate(plan.params):
-            if math.prod(param.shape) <= _SMALL:
-                self._small.add(index)
         self.scale(options)
         self._training_changed = True
         self._trained: frozenset[int] | None = None
@@ -268,9 +263,7 @@ class GradBuffer:
         self.full = Full.PRESENT
 
     def write(self, index: int, grad: torch.Tensor) -> None:
-        """Put one gradient into the buffer, or add it to the gradients since the last reduction.
-
-        A small gradient waits for others, and is copied with them.
+        """Keep one gradient for the reduction, or add it to the gradients since the last one.
 
         Raises:
             RuntimeError: the parameter was unfrozen while gradients of others wait for their reduction.
@@ -287,39 +280,23 @@ class GradBuffer:
                 "group wait to be reduced; change requires_grad between optimizer steps"
             )
         self.written.add(index)
-        if self.options.copy_late or (
-            index in self._small and grad.untyped_storage().nbytes() <= _SMALL_BYTES
-        ):
-            self._kept[index] = grad
-        else:
-            self._copy_kept()
-            self._put(index, grad)
-
-    def _put(self, index: int, grad: torch.Tensor) -> None:
-        slots, scale = self._slots or self._slots_in_use(), self.scaling.before
-        if slots.whole and scale == 1.0:
-            slots.whole[index].copy_(grad)
-            return
-        for view, part in slots.pairs(index, grad):
-            if scale == 1.0:
-                view.copy_(part)
-            elif view.dtype == part.dtype:
-                torch.mul(part, scale, out=view)
-            else:
-                view.copy_(part).mul_(scale)
+        self._kept[index] = grad
 
     def _copy_kept(self) -> None:
-        """Allocate the buffer if needed, and copy the deferred gradients into it."""
-        slots = self._slots or self._slots_in_use()
+        """Allocate the buffer if needed, and copy the kept gradients into it."""
+        slots, scale = self._slots or self._slots_in_use(), self.scaling.before
         slots.buffer.materialize()
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
-        if slots.whole and self.scaling.before == 1.0:
-            compat.copy(list(map(slots.whole.__getitem__, kept)), list(kept.values()))
-            return
-        for index, grad in kept.items():
-            self._put(index, grad)
+        if slots.whole:
+            views, parts = list(map(slots.whole.__getitem__, kept)), list(kept.values())
+        else:
+            pairs = [pair for index, grad in kept.items() for pair in slots.pairs(index, grad)]
+            views, parts = [view for view, _ in pairs], [part for _, part in pairs]
+        compat.copy(views, parts)
+        if scale != 1.0:
+            compat.scale(views, scale)
 
     def close(self, *, shows_all: bool) -> Closed:
         """Zero the slots without a gradient, and hand the buffer to a reduction.

@@ -18,7 +18,6 @@ class ReduceOptions:
         divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
         force_sum: send sums only, and divide afterwards.
         all_reduce: also across replicas; False leaves a partial sum.
-        copy_late: keep gradients as autograd made them, and copy them into the buffer just before the reduction.
         hook: called with each flat shard of sums over shards and replicas, before it is divided.
         hook_stream: where. Defaults to the stream of the last collective.
     """
@@ -26,7 +25,6 @@ class ReduceOptions:
     divide_factor: float | None = None
     force_sum: bool = False
     all_reduce: bool = True
-    copy_late: bool = False
     hook: AllReduceHook | None = None
     hook_stream: Any = None
 
@@ -36,7 +34,7 @@ class Scaling:
     """How a sum over ranks becomes the requested gradient.
 
     Attributes:
-        before: each gradient is multiplied by this as it is written.
+        before: each gradient is multiplied by this as it is copied.
         op: of the reduce-scatter, and of the all-reduce over replicas.
         divide: the result is divided by this; None: it is complete.
     """
