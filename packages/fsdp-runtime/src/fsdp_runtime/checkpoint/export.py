@@ -1,6 +1,6 @@
 """`iter_full_params`: a model's whole tensors one run of memory after the other, for files and inference engines."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
 
-from .._torch.tree import local_tensor
+from .._torch.tree import cast_to, local_tensor
 from .merged import Adapter, Merged
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Target, entries_of_model
@@ -51,11 +51,15 @@ def iter_full_params(
 
 def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
     """The tensors to export; see `entries_of_model`."""
-    return (
-        model.entries(buffers=buffers)
-        if isinstance(model, Merged)
-        else entries_of_model(model, buffers=buffers)
-    )
+    if isinstance(model, Merged):
+        return model.entries(buffers=buffers)
+    return entries_of_model(model, buffers=buffers)
+
+
+def on_meta(entries: Iterable[Target], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Entries as they are exported in a dtype, plain and on meta, by name and in their order."""
+    kept = {e.name: torch.empty(e.tensor.shape, dtype=e.tensor.dtype, device="meta") for e in entries}
+    return {name: cast_to(dtype)(tensor) for name, tensor in kept.items()}
 
 
 class Exporter:
@@ -82,6 +86,8 @@ class Exporter:
         problem: Exception | None = None
         self.entries: list[Target] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._receives = ranks is None or rank in ranks
         self._dtype = dtype
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
         try:
@@ -109,16 +115,6 @@ class Exporter:
         adapters = self.adapters.get(entry.name, ())
         factors = [slots[attribute] for adapter in adapters for slots, attribute in adapter.factors]
         return [local_tensor(tensor) for tensor in (entry.tensor, *factors)]
-
-    def on_meta(self) -> dict[str, torch.Tensor]:
-        """The tensors that come, on meta, in their order."""
-        return {
-            e.name: torch.empty(e.tensor.shape, dtype=self.dtype_of(e), device="meta") for e in self.entries
-        }
-
-    @property
-    def _receives(self) -> bool:
-        return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, whole."""
