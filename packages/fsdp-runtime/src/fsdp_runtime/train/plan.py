@@ -167,12 +167,12 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.pool = pool
         self.peak = 0
-        self._storages = _Storages()
+        self._sizes: dict[int, int] = {}  # of live storages, by identity
 
     @property
     def now(self) -> int:
         """Bytes now."""
-        return self._storages.nbytes
+        return sum(self._sizes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = {local_tensor(value).untyped_storage()._cdata for value in tensors_in((args, kwargs))}
@@ -185,22 +185,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._storages.sizes or not nbytes:
-            return
-        self._storages.sizes[key] = nbytes
-        self._storages.nbytes += nbytes
-        # Python keeps a finalizer's referents until it has run: so no method of this object, whose `pool` may refer to
-        # the model.
-        weakref.finalize(storage, self._storages.forget, key).atexit = False
-
-
-class _Storages:
-    """Sizes of live storages, by identity."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.nbytes = 0
-
-    def forget(self, key: int) -> None:
-        self.nbytes -= self.sizes.pop(key, 0)
+        key = storage._cdata
+        if key not in self._sizes and storage.nbytes():
+            self._sizes[key] = storage.nbytes()
+            # Python keeps a finalizer's referents until it has run: so no method of this object, whose `pool` may refer
+            # to the model.
+            weakref.finalize(storage, self._sizes.pop, key, 0).atexit = False
