@@ -42,15 +42,11 @@ class Corpus:
 
     def read(self, start: int, stop: int) -> Any:
         """Tokens [start, stop) as int64, also across files."""
-        out = np.empty(stop - start, dtype=np.int64)
-        file = int(np.searchsorted(self.starts, start, side="right")) - 1
-        position = start
-        while position < stop:
-            begin, end = int(self.starts[file]), int(self.starts[file + 1])
-            upto = min(stop, end)
-            out[position - start : upto - start] = self.arrays[file][position - begin : upto - begin]
-            position, file = upto, file + 1
-        return out
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        begins = self.starts[first : last + 1]
+        files = zip(self.arrays[first : last + 1], begins, strict=True)
+        parts = [array[max(start - begin, 0) : stop - begin] for array, begin in files]
+        return np.concatenate(parts, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,8 @@ def read_data(
         )
     arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
     sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
-    if (
-        min(side.num_tokens for side in sides) <= seq_len and not held_out
-    ):  # too few files: hold out their ends
+    too_few = min(side.num_tokens for side in sides) <= seq_len
+    if too_few and not held_out:  # hold out the ends of files
         ends = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
         sides = [
             _joined([(name, arrays[name][: ends[name]]) for name in files]),
