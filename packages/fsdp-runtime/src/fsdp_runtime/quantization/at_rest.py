@@ -23,6 +23,7 @@ from ragged_shard.dist import DISTRIBUTED
 from .._params.group import Group
 from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
 from .._plan.param import ManagedParam, local_of
+from .._torch.tree import local_like
 from .blocks import common_block
 from .on_wire import OnWireGroup
 
@@ -100,7 +101,7 @@ def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries:
                 f"{param.name}{what}: {value.dtype} of shape {tuple(value.shape)}; {_format(plan)} has {wanted.dtype} "
                 f"of shape {tuple(wanted.shape)}. Load it with the format that it was saved in"
             )
-        moved.append(_laid_out(value.detach(), wanted).to(plan.data.device))
+        moved.append(local_like(wanted, value.detach()).to(plan.data.device))
     local = like.local
     assert isinstance(local, BlockQuantizedTensor)
     codes, scales = moved[0].view(torch.uint8).view(-1), moved[1].view(-1)
@@ -135,19 +136,6 @@ def _empty(
     plan: GroupPlan, param: ParamPlan, dtype: torch.dtype, device: torch.device
 ) -> BlockQuantizedTensor:
     return empty_codes(plan.geometry, param.name, _format(plan), dtype, device)
-
-
-def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a value, placed as another."""
-    assert isinstance(like, RaggedDTensor)
-    with torch.no_grad():
-        if isinstance(value, DISTRIBUTED):
-            placed = ragged_shard.redistribute(value, placements=like.placements)
-        else:
-            placed = ragged_shard.distribute_tensor(
-                value, like.device_mesh, like.placements, src_data_rank=None
-            )
-    return placed.local
 
 
 class AtRestGroup(OnWireGroup):
