@@ -54,11 +54,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, model: nn.Module, *, ahead: int = 8) -> None:
-        units = [member.unit for member in map(member_of, model.modules()) if member is not None]
-        if not units:
+        member = next(filter(None, map(member_of, model.modules())), None)
+        if member is None:
             raise ValueError("OffloadActivations: no module of the model is sharded by fully_shard")
         super().__init__(self._pack, self._unpack)
-        device = units[0].data.device
+        device = member.unit.data.device
         self._model, self._ahead, self._layer = model, ahead, device_layer(device)
         self._recycler = streams_of(device).recycler
         self._stream: Any = self._layer.new_stream()
@@ -148,10 +148,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self, run: "_Run", dtype: torch.dtype, offset: int, size: torch.Size, stride: Any
     ) -> torch.Tensor:
         """A saved tensor, a view of a run: `offset` bytes after its start."""
-        for number in range(
-            run.number, run.number - 1 - self._ahead, -1
-        ):  # backward goes from the last to the first
-            if (near := self._runs.get(number)) is not None:
+        for back in range(1 + self._ahead):  # backward goes from the last to the first
+            if (near := self._runs.get(run.number - back)) is not None:
                 self._fetch(near)
         run.wait()
         if run.changed:
@@ -193,7 +191,7 @@ class _Run:
 
     @property
     def changed(self) -> bool:
-        """Whether the bytes were changed in place since autograd saved them, and the copy may have those after it."""
+        """Whether the bytes were changed in place since autograd saved them, so that the copy may differ."""
         return self.source is not None and self.source._version != self.version
 
     def wait(self) -> None:
