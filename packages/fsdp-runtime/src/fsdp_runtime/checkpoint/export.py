@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, on_all_ranks
 
 from .._torch.tree import cast_to, local_tensor
 from .merged import Adapter, Merged
@@ -83,20 +83,15 @@ class Exporter:
         buffers: bool,
         caller: str = _CALLER,
     ) -> None:
-        problem: Exception | None = None
-        self.entries: list[Target] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._receives = ranks is None or rank in ranks
         self._dtype = dtype
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
-        try:
+        with on_all_ranks(caller) as options:
+            options.update(dtype=dtype, bucket_bytes=bucket_bytes, ranks=self._ranks)
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of(model, buffers=buffers)
-        except Exception as error:  # the other ranks must not wait for this one
-            problem = error
-        options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "ranks": self._ranks}
-        same_on_all_ranks(options, error=problem, caller=caller)
         grouped = [entry for entry in self.entries if entry.param is not None]
         self._single = [entry for entry in self.entries if entry.param is None]
         dtypes = [e.tensor.dtype if e.name in self.adapters else self.dtype_of(e) for e in grouped]

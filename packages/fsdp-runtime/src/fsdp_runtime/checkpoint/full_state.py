@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ragged_shard.dist
 import ragged_shard.state_dict
-from ragged_shard.dist import DISTRIBUTED
+from ragged_shard.dist import DISTRIBUTED, gather_from_ranks, on_all_ranks
 from ragged_shard.state_dict import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
@@ -34,7 +33,7 @@ def set_full_state_dict(
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
     Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
-    ranges out of its own state dict and communicates only a small object; with `rank0_only` they are sent from
+    ranges out of its own state dict and communicates only a few bytes; with `rank0_only` they are sent from
     rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
     changed. Parameters that were on meta are other objects afterwards: build optimizers then. With `rank0_only` buffers
     that no state dict has (`persistent=False`) come from rank 0 too, where another rank has none and rank 0 does.
@@ -52,18 +51,11 @@ def set_full_state_dict(
         TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     adopt_assigned(model)
-    problem: Exception | None = None
-    try:
+    with on_all_ranks(_SET):
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
             _check(model, state_dict, strict)
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
-    try:
+    with on_all_ranks(_SET):
         give_memory(model)
-    except Exception as error:
-        problem = error
-    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
     ragged_shard.state_dict.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
     if rank0_only:
         _send_buffers(model)
@@ -79,7 +71,7 @@ def _send_buffers(model: nn.Module) -> None:
     own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
     if not places or not dist.is_initialized():
         return
-    by_rank = dict(ragged_shard.dist.gather_from_ranks((dist.get_rank(), own)))
+    by_rank = dict(gather_from_ranks((dist.get_rank(), own)))
     sent = [
         key for key in places if key not in by_rank[0] and any(key in missing for missing in by_rank.values())
     ]
@@ -171,14 +163,9 @@ def set_full_optimizer_state_dict(
             `rank0_only` ranks whose states fit have loaded them.
     """
     _reshard(model)
-    problem: Exception | None = None
-    try:
-        ragged_shard.state_dict.load_full_optimizer_state_dict(
-            model, optimizers, state_dict, rank0_only=rank0_only
-        )
-    except (TypeError, ValueError) as error:
-        if rank0_only:  # which every rank raises
-            raise
-        problem = error
-    if not rank0_only:
-        ragged_shard.dist.raise_on_all_ranks(problem, "set_full_optimizer_state_dict")
+    load = ragged_shard.state_dict.load_full_optimizer_state_dict
+    if rank0_only:  # all ranks raise
+        load(model, optimizers, state_dict, rank0_only=True)
+        return
+    with on_all_ranks("set_full_optimizer_state_dict"):
+        load(model, optimizers, state_dict)
