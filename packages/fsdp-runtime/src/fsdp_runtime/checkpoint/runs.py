@@ -39,11 +39,6 @@ class Run:
         return self.members[0].group
 
     @property
-    def cut_by_others(self) -> bool:
-        """Whether another parallelism cuts one of the group's tensors."""
-        return any(plan.cut_by_others for plan in self.group.plan.params)
-
-    @property
     def segment(self) -> int:
         """In which segment."""
         return self.members[0].place.segment
@@ -95,7 +90,11 @@ def _run(members: list[Target], dtype: torch.dtype) -> Run:
 
 def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     """Which ranks of the shard axis receive; None: all."""
-    if ranks is None or run.cut_by_others:  # such a tensor is gathered over that afterwards, by all its ranks
+    if ranks is None:
+        return None
+    if any(
+        plan.cut_by_others for plan in run.group.plan.params
+    ):  # all ranks of another parallelism gather it again
         return None
     members = dist.get_process_group_ranks(run.group.plan.data.groups[-1])
     receivers = [index for index, rank in enumerate(members) if rank in ranks]
