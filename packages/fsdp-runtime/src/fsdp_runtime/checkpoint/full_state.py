@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ragged_shard.state_dict
-from ragged_shard.dist import DISTRIBUTED, gather_from_ranks, on_all_ranks
+from ragged_shard.dist import gather_from_ranks, on_all_ranks
+from ragged_shard.state_dict import check_full_tensor
 from ragged_shard.state_dict import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
@@ -71,10 +72,8 @@ def _send_buffers(model: nn.Module) -> None:
     own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
     if not places or not dist.is_initialized():
         return
-    by_rank = dict(gather_from_ranks((dist.get_rank(), own)))
-    sent = [
-        key for key in places if key not in by_rank[0] and any(key in missing for missing in by_rank.values())
-    ]
+    of_rank0, *others = gather_from_ranks(own)
+    sent = [key for key in places if key not in of_rank0 and any(key in missing for missing in others)]
     units, carrier = units_of(model), nn.Module()
     device = units[0].data.device if units else torch.get_default_device()
     for number, key in enumerate(sent):
@@ -82,9 +81,7 @@ def _send_buffers(model: nn.Module) -> None:
         if buffer.is_meta:
             slots[name] = buffer = torch.empty_like(buffer, device=device)
         carrier.register_buffer(str(number), buffer)
-    values = (
-        {name: buffer.clone() for name, buffer in carrier.named_buffers()} if dist.get_rank() == 0 else {}
-    )
+    values = carrier.state_dict() if dist.get_rank() == 0 else {}
     ragged_shard.state_dict.load_full_state_dict(carrier, values, rank0_only=True)
 
 
@@ -95,24 +92,11 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         known.update(names)
         present = [name for name in names if name in state_dict]
         for name in present:
-            value = state_dict[name]
-            if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
-                raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
-            if value.shape != target.tensor.shape:
-                raise ValueError(
-                    f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
-                )
-            if value.is_floating_point() != target.tensor.is_floating_point():
-                raise TypeError(
-                    f"{name}: a tensor of {value.dtype}; expected {target.tensor.dtype}; cast it first"
-                )
-            first = state_dict[present[0]]
-            if name != present[0] and not torch.allclose(
-                first, value.to(first), rtol=0, atol=0, equal_nan=True
-            ):
-                raise ValueError(
-                    f"{present[0]} and {name} are one parameter of the model, and have different values"
-                )
+            check_full_tensor(name, target.tensor, state_dict[name])
+        for name in present[1:]:
+            first, value = state_dict[present[0]], state_dict[name]
+            if not torch.allclose(first, value.to(first), rtol=0, atol=0, equal_nan=True):
+                raise ValueError(f"{present[0]} and {name} are one parameter, and have different values")
         if len(present) < len(names) and (strict or (target.tensor.is_meta and not present)):
             missing = next(name for name in names if name not in state_dict)
             raise ValueError(f"{missing} is missing from the state dict")
@@ -121,9 +105,7 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
             f"buffers {empty} have no values, and the state dict has none; compute them first, or pass strict=False"
         )
     if strict and (unexpected := sorted(state_dict.keys() - known)):
-        raise ValueError(
-            f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such names)"
-        )
+        raise ValueError(f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such)")
 
 
 def get_full_optimizer_state_dict(
