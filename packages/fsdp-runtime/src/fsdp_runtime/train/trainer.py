@@ -37,15 +37,6 @@ from .report import CURVES, METRICS, Report, draw_curves, profile_of, read_metri
 from .systems import make_mesh, make_system
 
 
-def check_finite(step: int, loss: float, norm: float) -> None:
-    """Raise `TrainError` if a step's loss or its gradients' norm, over all ranks, is not finite; steps count from 1."""
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise TrainError(
-            f"step {step}: the loss is {loss:.4g} and the gradients' norm {norm:.4g}; try a lower --lr, a longer "
-            "--warmup or --clip"
-        )
-
-
 @dataclass
 class _Sums:
     """Figures of a step: reduced over ranks, not yet read."""
@@ -157,9 +148,8 @@ class Trainer:
             stopped = self._train(report, tracer.step if tracer else lambda: None)
         summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
         if self.rank == 0 and config.plot and not summary["stopped"]:
-            draw_curves(
-                {config.optimizer: read_metrics(self.out / METRICS)}, self.out / CURVES, self._headline()
-            )
+            metrics = {config.optimizer: read_metrics(self.out / METRICS)}
+            draw_curves(metrics, self.out / CURVES, self._headline())
         return summary
 
     def _train(self, report: Report | None, after_step: Callable[[], None]) -> bool:
@@ -246,11 +236,15 @@ class Trainer:
         self._last_entry = entry
         if report:
             report.step(entry)
-        check_finite(sums.step + 1, loss, norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainError(
+                f"step {sums.step + 1}: the loss is {loss:.4g} and the gradients' norm {norm:.4g}; try a lower --lr, a "
+                "longer --warmup or --clip"
+            )
         return stop > 0
 
     @torch.no_grad()
-    def _held_out(self, report: Report | None) -> float:
+    def _held_out(self, report: Report | None) -> None:
         """Mean loss over the first held-out batches, which are the same at every call and world size. Collective."""
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
@@ -260,11 +254,9 @@ class Trainer:
             total += self.system.evaluate(self.model, batches)
         if self.world_size > 1:
             dist.all_reduce(total)
-        loss = float(total) / (count * self.config.accumulate * self.world_size)
-        self._last_held_out = loss
+        loss = self._last_held_out = float(total) / (count * self.config.accumulate * self.world_size)
         if report:
             report.held_out(self.step, loss)
-        return loss
 
     def _save(self) -> None:
         """Save this step, unless that is done. Collective."""
