@@ -125,7 +125,7 @@ class Exporter:
         del full
         for entry in run.members:
             with torch.no_grad():
-                tensor = None if tensors is None else next(tensors)[1]
+                tensor = None if tensors is None else next(tensors)
                 if entry.name in self.adapters:
                     tensor = self._merged(entry, tensor)
             if tensor is not None and self._receives:

@@ -129,7 +129,7 @@ class Merged:
 
     def _walk(self, module: nn.Module, old: str, new: str) -> None:
         """Note the names of tensors in a module; `old` and `new` are its prefixes in the model and in the base."""
-        tuners = self._peft.tuners
+        tuners, utils = self._peft.tuners, self._peft.utils
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 self._names[plain_name(old + name)] = plain_name(new + name)
@@ -140,14 +140,12 @@ class Merged:
         elif isinstance(module, tuners.lora.LoraLayer):
             self._adapt(module, old, new)
             self._walk(module.base_layer, f"{old}base_layer.", new)
-        elif isinstance(module, self._peft.utils.ModulesToSaveWrapper):
+        elif isinstance(module, utils.ModulesToSaveWrapper):
             active = [name for name in module.active_adapters if name in module.modules_to_save]
             trained = active and not module.disable_adapters
             chosen = f"modules_to_save.{active[0]}" if trained else "original_module"
             self._walk(module.get_submodule(chosen), f"{old}{chosen}.", new)
-        elif isinstance(
-            module, (tuners.tuners_utils.BaseTunerLayer, self._peft.utils.other.AuxiliaryTrainingWrapper)
-        ):
+        elif isinstance(module, (tuners.tuners_utils.BaseTunerLayer, utils.other.AuxiliaryTrainingWrapper)):
             self._refuse(module, old)
         else:
             for name, child in module.named_children():

@@ -138,9 +138,7 @@ class Equation:
         if missing:
             raise ValueError(f"{name} is made of {len(files)} tensors, and the files have no {missing[0]}")
         if unknown := [model for model in self.models if model not in shapes]:
-            raise ValueError(
-                f"{name} is joined with {unknown[0]} in {files[0]}, and the model has no {unknown[0]}"
-            )
+            raise ValueError(f"{name} is joined in {files[0]} with {unknown[0]}, which the model lacks")
         if self.stacked and shapes[name][:1] != (len(self.rows),):
             raise ValueError(f"{name} of shape {shapes[name]} is a stack of {len(self.rows)} in the files")
         return [

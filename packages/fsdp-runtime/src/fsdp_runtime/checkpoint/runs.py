@@ -146,18 +146,17 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
     return full
 
 
-def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(run: Run, full: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors of a gathered run, views of it; if another parallelism cuts them, gathered over its mesh."""
     for entry in run.members:
         param = entry.param
         assert param is not None
         first = entry.place.offset - run.start
         view = full[first : first + entry.place.numel].view(param.shape)
-        if param.other is None:
-            yield entry.name, view
+        if (other := param.other) is None:
+            yield view
             continue
-        other = param.other
         placed = DTensor.from_local(
             view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
         )
-        yield entry.name, placed.full_tensor()
+        yield placed.full_tensor()

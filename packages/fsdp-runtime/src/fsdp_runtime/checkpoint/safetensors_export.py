@@ -145,10 +145,9 @@ def _write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterat
         file.write(header)
         for name, like in content.items():
             tensor = next(tensors)
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} of {tensor.shape}; expected {like.dtype} of {like.shape}"
-                )
+            found, expected = (tensor.dtype, tensor.shape), (like.dtype, like.shape)
+            if found != expected:
+                raise ValueError(f"{name} is {found}; expected {expected}")
             flat = tensor.to(CPU).reshape(-1)
             if flat.nbytes:
                 file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))

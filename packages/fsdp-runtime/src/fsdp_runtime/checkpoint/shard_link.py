@@ -100,14 +100,11 @@ class Link:
         for name, group in itertools.groupby(shards, _NAME):
             those = list(group)
             if _described(those) != left.pop(name, None):
-                raise RuntimeError(
-                    f"{name}: other boxes or another dtype than when they were listed; connect again"
-                )
+                raise RuntimeError(f"{name}: other boxes or another dtype than when listed; connect again")
             views = {shard.box: shard.tensor for shard in those}
             own = [each for each in self._plan.get(name, ()) if each.source == self._member]
-            sent = [
-                _bytes(views[each.held][each.part.slices(each.held.offsets)].contiguous()) for each in own
-            ]
+            parts = (views[each.held][each.part.slices(each.held.offsets)] for each in own)
+            sent = [_bytes(part.contiguous()) for part in parts]
             works = [
                 self._group.send([part], self._senders + each.target, 0)
                 for part, each in zip(sent, own, strict=True)
@@ -116,9 +113,7 @@ class Link:
                 work.wait()
             nbytes += sum(part.nbytes for part in sent)
         if left:
-            raise RuntimeError(
-                f"{next(iter(left))}: it was listed, and is not in the model any more; connect again"
-            )
+            raise RuntimeError(f"{next(iter(left))}: it was listed, but has left the model; connect again")
         return nbytes
 
     def receive(self) -> Iterator[tuple[str, Box, torch.Tensor]]:

@@ -62,9 +62,7 @@ def weight_source(
             groups = FileGroups(base_of(model), on_meta(exporter.entries, dtype))
             before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
             if before != _described(groups):
-                raise RuntimeError(
-                    "iter_full: the model's tensors differ from metadata; make a new weight_source"
-                )
+                raise RuntimeError("iter_full: tensors differ from metadata; make a new weight_source")
             return _pass(exporter, groups)
 
         def local_shards(self) -> Iterator[LocalShard]:

@@ -103,7 +103,5 @@ def gathered_memory(module: nn.Module) -> RecyclerStats:
 def _member(module: nn.Module) -> Member:
     member = member_of(module)
     if member is None:
-        raise ValueError(
-            f"{type(module).__name__} is not a unit; ask for a module that fully_shard was called on"
-        )
+        raise ValueError(f"{type(module).__name__} is no unit; pass a module that fully_shard was called on")
     return member

@@ -5,7 +5,6 @@ runs                   [-------------]   [------]     one kernel each to read an
 """
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from ragged_shard.dist import DISTRIBUTED
 from .. import _torch_compat as compat
 from .._torch.tree import local_like
 
-_ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
 _PIECE = 1 << 16  # elements in one sum on a CPU: over longer ones torch's kernels there lose digits
 
 
@@ -69,9 +67,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(
-            f"clip_grad_norm_: norm_type is {order}; expected a positive number, or inf for the largest value"
-        )
+        raise ValueError(f"clip_grad_norm_: norm_type is {order}; expected a positive number or inf")
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
@@ -84,10 +80,8 @@ def clip_grad_norm_(
         device = torch.device(pp_mesh.device_type) if norm.device.type != pp_mesh.device_type else norm.device
         norm = _reduced(norm.to(device, torch.float64), order, [pp_mesh.get_group()]).to(norm.dtype)
     if error_if_nonfinite and not torch.isfinite(norm):
-        stages = " over all pipeline stages" if pp_mesh is not None else ""
-        raise RuntimeError(
-            f"the norm of order {order} of all gradients{stages} is {norm.item()}: not clipped"
-        )
+        where = " over all pipeline stages" if pp_mesh is not None else ""
+        raise RuntimeError(f"the norm of order {order} of all gradients{where} is {norm.item()}: not clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for tensors in _by_kind(gradients.scaled).values():
         compat.scale(tensors, coefficient.to(tensors[0].device))
@@ -149,9 +143,7 @@ class _Gradients:
             cut = by_axes[axes]
             if grad is None:
                 continue
-            if type(grad) is RaggedDTensor and (
-                grad.placements is placements or grad.placements == placements
-            ):
+            if type(grad) is RaggedDTensor and grad.placements == placements:
                 cut.slices.append(grad.local)
             else:
                 cut.separate.append(local_like(param, grad))
@@ -224,9 +216,7 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     A run is at the place of the first of its tensors in `tensors`, so that sums do not depend on addresses.
     """
-    places = sorted(
-        zip(map(_ADDRESS, tensors), map(_NBYTES, tensors), range(len(tensors)), tensors, strict=True)
-    )
+    places = sorted((each.data_ptr(), each.nbytes, number, each) for number, each in enumerate(tensors))
     runs: list[list[tuple[int, torch.Tensor]]] = []
     end = limit = -1  # of the last run, and of its storage
     for address, nbytes, position, tensor in places:

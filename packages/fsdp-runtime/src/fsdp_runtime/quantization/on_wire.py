@@ -42,9 +42,8 @@ class OnWireGroup(Group):
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
         weights = cast(Any, request.quantization).weights
-        return planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0])), BlocksOnWire(
-            weights
-        )
+        layout = planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0]))
+        return layout, BlocksOnWire(weights)
 
     @property
     def wire_format(self) -> BlockFormat | None:

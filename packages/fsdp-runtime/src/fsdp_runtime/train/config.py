@@ -39,9 +39,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
     data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
     held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option(
-        "uint16", "type of .bin token files"
-    )
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option("uint16", "type of .bin files")
     vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text)")
     seq_len: int = _option(256, "tokens of a sequence", least=1)
     batch: int = _option(24, "sequences of a global batch, for any number of ranks", least=1)
@@ -60,9 +58,7 @@ class RunConfig:
         "fsdp_runtime",
         "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)",
     )
-    block: str = _option(
-        "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
-    )
+    block: str = _option("auto", "uncut blocks: auto (the optimizer's), none, rows:N, tile:RxC or whole")
     quantize: Literal["none", "fp8", "int8"] = _option(
         "none",
         "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
@@ -74,14 +70,10 @@ class RunConfig:
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each", least=1)
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
-    profile: str | None = _option(
-        None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
-    )
+    profile: str | None = _option(None, "torch profile of steps START:STOP (without STOP), such as 10:13")
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
-    out: str | None = _option(
-        None, "folder of the run (default: the next free runs/NNN; with --resume the newest)"
-    )
+    out: str | None = _option(None, "run's folder (default: next free runs/NNN; with --resume the newest)")
     resume: bool = _option(
         False,
         "resume from the newest checkpoint of the run; its options are the defaults (default: no)",

@@ -85,9 +85,7 @@ def read_data(
         train = {name: path for name, path in train.items() if name not in held_files}
     files_of_both = {**train, **held_files}
     if len({path.suffix == ARRAYS for path in files_of_both.values()}) > 1:
-        raise TrainError(
-            "the data mixes text with token arrays (.bin): give one kind, by a glob for instance"
-        )
+        raise TrainError("the data mixes text with token arrays (.bin): give one kind, such as by a glob")
     arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
     sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
     too_few = min(side.num_tokens for side in sides) <= seq_len

@@ -131,6 +131,5 @@ def closing_lines(summary: dict[str, Any]) -> str:
         return f"nothing to do: {out} has all {steps} steps"
     held_out = summary["held_out_loss"]
     more = "" if held_out is None else f", held out {held_out:.4f}"
-    return (
-        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\nresults are in {out}"
-    )
+    done = f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}"
+    return f"{done}\nresults are in {out}"
