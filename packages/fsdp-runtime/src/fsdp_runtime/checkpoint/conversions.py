@@ -17,11 +17,7 @@ from .rules import Equation, Shapes
 
 
 def equations_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Equation]:
-    """The model's own rules for the tensors of a file, by the name of the model's tensor.
-
-    Raises:
-        ValueError: a rule that cannot be followed by reading ranges; by name.
-    """
+    """The model's rules for tensors of files, by its names; raises ValueError for one that reading cannot follow."""
     library, twin = _library(), _plain_twin(model)
     if library is None or twin is None:
         return {}
@@ -70,8 +66,7 @@ def _equation(name: str, converter: Any, lists: list[list[str]], loading: Any) -
 class FileGroups:
     """Tensors of a model that come one by one, in the form of files: transformers models as `save_pretrained` does.
 
-    Tensors that are converted together are one group, which is complete once all of them have come; all others are
-    groups of one.
+    Tensors that are converted together are a group, which is complete once all have come; others are groups of one.
 
     Attributes:
         made: tensors of each group in the form of files, on meta, by name; in the order in which groups are complete.

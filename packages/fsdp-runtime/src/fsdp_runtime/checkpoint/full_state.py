@@ -111,9 +111,7 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
 def get_full_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """States of optimizers by parameter name, with full, plain tensors.
-
-    As `ragged_shard.state_dict.full_optimizer_state_dict`.
+    """States of optimizers by parameter name, as `ragged_shard.state_dict.full_optimizer_state_dict`.
 
     Gathered units are resharded first: torch takes the names of an optimizer's parameters from the modules.
     """
@@ -129,11 +127,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def set_full_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    state_dict: Mapping[str, Any],
-    *,
-    rank0_only: bool = False,
+    model: nn.Module, optimizers: Optimizers, state_dict: Mapping[str, Any], *, rank0_only: bool = False
 ) -> None:
     """Load the result of `get_full_optimizer_state_dict`, as `set_full_state_dict` loads weights.
 

@@ -110,11 +110,7 @@ def _elsewhere(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Plan:
-    """Pieces of files for each tensor of a model. Raises as `load_safetensors`.
-
-    Attributes:
-        missing, unexpected, empty, cast: as in `LoadReport`.
-    """
+    """Pieces of files for each tensor of a model. Raises as `load_safetensors`; attributes are as in `LoadReport`."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> None:
         self._checkpoint, self._used, self.cast = checkpoint, set[str](), set[str]()
@@ -193,11 +189,7 @@ class _Plan:
         return values.view(part.sizes)
 
     def fill(self, target: Target) -> int:
-        """Copy this rank's boxes of a tensor; returns the bytes that were read.
-
-        Raises:
-            RuntimeError: of any error, with the names of the tensor and its files.
-        """
+        """Copy this rank's boxes of a tensor; returns the bytes. Any error is a RuntimeError that names files."""
         pieces = self._pieces.get(target.name, [])
         try:
             return self._copy(target, pieces) if pieces else 0

@@ -52,23 +52,17 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """Every tensor of a model's state dict, once.
-
-    Raises:
-        TypeError: an entry that is not a tensor.
-    """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    """Every tensor of a model's state dict, once; raises TypeError for an entry that is not a tensor."""
+    entries: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} of the model's state dict is a {type(value).__name__}, not a tensor")
-        tensors[id(value)] = value
-        names.setdefault(id(value), []).append(name)
+        entries.setdefault(id(value), (value, []))[1].append(name)
     params = [param for unit in units_of(model) for param in unit.params]
     managed = {id(tensor): param for param in params for tensor in (param.registered(), param.sharded)}
     return [
-        Target(first, tensors[key], managed.get(key), tuple(others))
-        for key, (first, *others) in names.items()
+        Target(first, tensor, managed.get(key), tuple(others))
+        for key, (tensor, (first, *others)) in entries.items()
     ]
 
 
@@ -153,9 +147,7 @@ def plain_name(name: str) -> str:
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
     """Parameters unit by unit in the order of memory, then all others; each once. Reshards gathered parameters.
 
-    Names are as in `plain_name`.
-
-    Parameters that were moved or assigned since the last forward are adopted; every rank calls it.
+    Names are as in `plain_name`. Parameters that were moved or assigned are adopted; every rank calls it.
 
     Args:
         buffers: persistent buffers too.

@@ -127,11 +127,7 @@ class QuantizationPolicy:
         return self.weights if self.at_rest is None else self.at_rest
 
     def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
-        """What gradients that are reduced in this dtype travel as.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """The form in which gradients that are reduced in this dtype travel; raises ValueError if they cannot."""
         if self.gradients is None or not gathered.is_floating_point:
             return None
         if self.gradients == "bf16":

@@ -116,9 +116,9 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
     Args:
         value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
     """
-    value = value.detach()
+    value, empty = value.detach(), partial(empty_codes, plan.geometry, param.name, _format(plan))
     if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != param.placements:
-        like = _empty(plan, param, value.dtype, torch.device("meta"))
+        like = empty(value.dtype, torch.device("meta"))
         value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
     with torch.no_grad():
         if isinstance(value, DISTRIBUTED):
@@ -127,15 +127,9 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
             value = plan.geometry.cut(param.name, value)
         device = value.device if value.is_meta else plan.data.device
         dtype = value.dtype if value.dtype in VALUES else plan.dtypes.kept
-        made = _empty(plan, param, dtype, device)
+        made = empty(dtype, device)
         made.copy_(value)
     return made
-
-
-def _empty(
-    plan: GroupPlan, param: ParamPlan, dtype: torch.dtype, device: torch.device
-) -> BlockQuantizedTensor:
-    return empty_codes(plan.geometry, param.name, _format(plan), dtype, device)
 
 
 class AtRestGroup(OnWireGroup):
@@ -200,11 +194,7 @@ class AtRestGroup(OnWireGroup):
             vars(param.sharded).setdefault(name, "an entry of state dicts")
 
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
-        """Replace codes and scales by the parameter's entry.
-
-        Raises:
-            ValueError: one is missing, or the values are there too.
-        """
+        """Replace codes and scales by the parameter's entry. Raises ValueError if one is missing, or not alone."""
         keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
         if keys in ([], [key]):
             return

@@ -55,13 +55,11 @@ class RunConfig:
     checkpointing: bool = _option(False, "recompute each block's activations in backward (default: no)")
     seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
     system: System = _option(  # noqa: RUF009  (a string)
-        "fsdp_runtime",
-        "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)",
+        "fsdp_runtime", "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"
     )
     block: str = _option("auto", "uncut blocks: auto (the optimizer's), none, rows:N, tile:RxC or whole")
     quantize: Literal["none", "fp8", "int8"] = _option(
-        "none",
-        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
+        "none", "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)"
     )
     reduce: Literal["none", "bf16", "int8"] = _option(
         "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"
@@ -74,10 +72,7 @@ class RunConfig:
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(None, "run's folder (default: next free runs/NNN; with --resume the newest)")
-    resume: bool = _option(
-        False,
-        "resume from the newest checkpoint of the run; its options are the defaults (default: no)",
-    )
+    resume: bool = _option(False, "resume from the newest checkpoint, with its options (default: no)")
     plot: bool = _option(True, "draw curves at the end (default: yes)")
     device: str = _option("auto", "auto, cpu, cuda or another accelerator")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
@@ -135,11 +130,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
-        """The inverse of `to_json`.
-
-        Raises:
-            TypeError, ValueError: an unknown option, or sizes that make no model.
-        """
+        """The inverse of `to_json`; raises TypeError or ValueError for unknown options, or sizes that make no model."""
         lists = {name: tuple(data[name]) for name in ("data", "held_out")}
         return cls(**{**data, **lists, "model": ModelConfig(**data["model"])})
 

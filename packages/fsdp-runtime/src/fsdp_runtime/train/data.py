@@ -210,10 +210,7 @@ class Batches:
     """The batches of one corpus, cut into windows of `seq_len` tokens and the one that follows.
 
     Args:
-        corpus: tokens to read.
-        seq_len: tokens of a sequence.
-        batch: sequences of a global batch.
-        accumulate: microbatches of a batch.
+        batch: sequences of a global batch, in `accumulate` microbatches.
         rank, world_size: the rank whose part is read.
         seed: of the shuffle.
         vocab_size: tokens must be below it.

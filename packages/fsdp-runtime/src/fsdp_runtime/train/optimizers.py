@@ -46,11 +46,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """The row of a name.
-
-    Raises:
-        TrainError: no such row.
-    """
+    """The row of a name; raises `TrainError` if there is none."""
     if name not in OPTIMIZERS:
         raise TrainError(f"--optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
@@ -62,9 +58,6 @@ def make_optimizer(
     """An optimizer over a sharded (or plain) model's parameters.
 
     Norms and other vectors get no weight decay. `lr` None takes the table's.
-
-    Raises:
-        TrainError: an unknown optimizer.
     """
     spec = optimizer_spec(name)
     peak = spec.lr if lr is None else lr

@@ -54,11 +54,7 @@ class MemoryPlan:
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan:
-    """Plan a run on rank 0.
-
-    Raises:
-        TrainError: another system.
-    """
+    """Plan a run on rank 0; raises `TrainError` for another system than fsdp_runtime."""
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan counts fsdp_runtime, not {config.system}")
     device, spec, live = pick_device(config.device), optimizer_spec(config.optimizer), LiveBytes()

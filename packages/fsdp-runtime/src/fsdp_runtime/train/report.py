@@ -21,10 +21,8 @@ class Report:
     """Writes metrics to a file, and every 25th part of a run as a line on the terminal.
 
     Args:
-        folder: of the run.
         start, steps: first step, and number of steps in all. Lines of the file from `start` on are dropped: a killed
             run wrote them, and its steps are repeated.
-        quiet: print nothing.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, *, quiet: bool) -> None:

@@ -246,11 +246,7 @@ _ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP
 
 
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
-    """The adapter of ``config.system``.
-
-    Raises:
-        TrainError: the system is not installed.
-    """
+    """The adapter of ``config.system``; raises `TrainError` if the system is not installed."""
     if reason := not_installed(config.system):
         raise TrainError(f"--system {config.system}: {reason}")
     return _ADAPTERS[config.system](config, device, mesh)

@@ -50,9 +50,7 @@ class Trainer:
     """One rank of a run. `torch.distributed` is initialised, except for a run in one process without it.
 
     Args:
-        config: the run.
-        out: its folder, the same on every rank.
-        quiet: print nothing.
+        out: folder of the run, the same on every rank.
         stop: called at every step; returns the number of a stop signal, or 0.
 
     Raises:
@@ -60,12 +58,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        out: Path,
-        *,
-        quiet: bool = False,
-        stop: Callable[[], int] = lambda: 0,
+        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], int] = lambda: 0
     ) -> None:
         self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
         distributed = dist.is_initialized()
