@@ -126,7 +126,7 @@ class Equation:
     dim: int = 0
 
     def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """The pieces of a tensor of the model, None if files have none. Raises ValueError, by name, if some do not fit."""
+        """Pieces of a tensor of the model, None if files have none. Raises ValueError, by name, if one does not fit."""
         files = [file for row in self.rows for file in row]
         missing = [file for file in files if file not in source]
         if len(missing) == len(files):

@@ -87,10 +87,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if not isinstance(tensor, torch.Tensor) or not self._moves(tensor):
             return tensor
         tensor = tensor.detach()  # an operation's result would keep its graph alive
-        storage, itemsize = tensor.untyped_storage(), tensor.itemsize
-        first = int(tensor.storage_offset()) * itemsize
+        storage, first = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start, stop = first, first + (last + 1) * itemsize
+        start, stop = first, first + (last + 1) * tensor.itemsize
         if 2 * (stop - start) > storage.nbytes():  # views of most of a storage share one run
             start, stop = 0, storage.nbytes()
         place = (storage.data_ptr(), start, stop)
@@ -144,9 +143,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         inner = {name: self._unpack(part) for name, part in parts.items()}
         return DTensor.__tensor_unflatten__(inner, context, size, stride)
 
-    def _view(
-        self, run: "_Run", dtype: torch.dtype, offset: int, size: torch.Size, stride: Any
-    ) -> torch.Tensor:
+    def _view(self, run: "_Run", dtype: torch.dtype, offset: int, size: Any, stride: Any) -> torch.Tensor:
         """A saved tensor, a view of a run: `offset` bytes after its start."""
         for back in range(1 + self._ahead):  # backward goes from the last to the first
             if (near := self._runs.get(run.number - back)) is not None:

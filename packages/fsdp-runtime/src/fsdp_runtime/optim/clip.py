@@ -93,13 +93,11 @@ class _Cut:
     """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank.
 
     Attributes:
-        ranks: over which they are cut.
         groups: to reduce over, one after another, so that all of these ranks contribute: one if one group has them.
         slices: plain tensors as backward left them, which may be adjacent in memory.
         separate: gradients that backward did not leave in a shard.
     """
 
-    ranks: frozenset[int]
     groups: list[dist.ProcessGroup]
     slices: list[torch.Tensor] = field(default_factory=list)
     separate: list[torch.Tensor] = field(default_factory=list)
@@ -155,7 +153,7 @@ class _Gradients:
     def _cut(self, mesh: DeviceMesh | None, axes: list[int]) -> _Cut:
         groups = [] if mesh is None else [mesh.get_group(axis) for axis in axes]
         ranks = frozenset[int]() if mesh is None or not axes else ranks_along(mesh, axes)
-        cut = self.cuts.setdefault(ranks, _Cut(ranks, groups))
+        cut = self.cuts.setdefault(ranks, _Cut(groups))
         if len(groups) < len(cut.groups):
             cut.groups = groups
         world = dist.group.WORLD

@@ -175,9 +175,6 @@ def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
     return asked  # batches are checked as they are read
 
 
-_ROUNDS = 4
-
-
 def _mix(values: Any, key: int) -> Any:
     """A 64-bit hash of each value (the finaliser of splitmix64)."""
     x = values.astype(np.uint64) + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
@@ -198,7 +195,7 @@ def permute(positions: Any, count: int, seed: int) -> Any:
     with np.errstate(over="ignore"):
         while pending.any():
             left, right = x[pending] >> np.uint64(half), x[pending] & mask
-            for turn in range(_ROUNDS):
+            for turn in range(4):  # rounds of the network
                 left, right = right, left ^ (_mix(right, seed * 0x9E3779B97F4A7C15 + turn) & mask)
             x[pending] = (left << np.uint64(half)) | right
             pending &= x >= count

@@ -103,10 +103,9 @@ def parse_block_option(text: str) -> Any:
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
     """Named matrices with weight decay, vectors without; a group that would be empty is left out."""
-    matrices: list[tuple[str, nn.Parameter]] = []
-    vectors: list[tuple[str, nn.Parameter]] = []
-    for name, parameter in named:
-        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
+    pairs = list(named)
+    matrices = [pair for pair in pairs if pair[1].ndim >= 2]
+    vectors = [pair for pair in pairs if pair[1].ndim < 2]
     groups = [(matrices, weight_decay), (vectors, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
