@@ -169,17 +169,9 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
         if buffers or param is not None or isinstance(target.tensor, nn.Parameter):
             value = target.tensor.detach()
             others.append(Target(name, value if param is None else param.plain(value), None))
-    return [*_by_group(model, names), *others]
-
-
-def _by_group(model: nn.Module, names: dict[int, str]) -> Iterator[Target]:
-    for unit in units_of(model):
-        for group in unit.groups:
-            if not group.holds_values:
-                continue
-            entries = [
-                Target(names[id(param.sharded)], param.sharded.detach(), param)
-                for param in group.params
-                if id(param.sharded) in names
-            ]
-            yield from sorted(entries, key=lambda entry: (entry.place.segment, entry.place.offset))
+    entries: list[Target] = []
+    for group in (group for unit in units_of(model) for group in unit.groups if group.holds_values):
+        params = [param for param in group.params if id(param.sharded) in names]
+        in_group = [Target(names[id(param.sharded)], param.sharded.detach(), param) for param in params]
+        entries += sorted(in_group, key=lambda entry: (entry.place.segment, entry.place.offset))
+    return [*entries, *others]

@@ -37,6 +37,15 @@ from .report import CURVES, METRICS, Report, draw_curves, profile_of, read_metri
 from .systems import make_mesh, make_system
 
 
+def check_finite(step: int, loss: float, norm: float) -> None:
+    """Raise `TrainError` if a step's loss or its gradients' norm, over all ranks, is not finite; steps count from 1."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainError(
+            f"step {step}: the loss is {loss:.4g} and the gradients' norm {norm:.4g}; try a lower --lr, a longer "
+            "--warmup or --clip"
+        )
+
+
 @dataclass
 class _Sums:
     """Figures of a step: reduced over ranks, not yet read."""
@@ -229,11 +238,7 @@ class Trainer:
         self._last_entry = entry
         if report:
             report.step(entry)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainError(
-                f"step {sums.step + 1}: the loss is {loss:.4g} and the gradients' norm {norm:.4g}; try a lower --lr, a "
-                "longer --warmup or --clip"
-            )
+        check_finite(sums.step + 1, loss, norm)
         return stop > 0
 
     @torch.no_grad()
