@@ -35,7 +35,7 @@ PLACES: dict[str, tuple[frozenset[str], int]] = {
     "step": (frozenset({"_train_step", "_optimizer_step", "backward", "_reduce", "_read"}), 60),
     "gather": (frozenset({"all_gather", "all_gather_into_tensor", "gather", "unshard"}), 60),
     "save": (
-        frozenset({"save", "write_data", "fsync", "_digests", "finish"}),
+        frozenset({"save", "write_data", "fsync", "_digest", "finish"}),
         60,
     ),
     "rename": (frozenset({"_publish", "rename", "_sync_folder", "rmtree"}), 40),

@@ -40,34 +40,27 @@ def descend(params):
 class Plain:
     """Full parameters, and a model whose blocks compute with what `codes_of` makes of their matrices."""
 
-    def __init__(self, make, codes_of=None):
+    def __init__(self, make, codes_of):
         self.masters: dict[str, Any] = dict(make().named_parameters())
         self.model, self.codes_of = make(), codes_of
 
-    def bring_weights(self):
-        """Compute with the parameters of now."""
+    def step(self, step, microbatches=1):
+        """One step of SGD on the mean over ranks of gradients in bf16."""
         for name, master in self.masters.items():
             path, _, last = name.rpartition(".")
-            chosen = self.codes_of is not None and name.startswith("blocks") and master.ndim == 2
-            value = self.codes_of(master) if chosen else master.detach().clone()
+            coded = name.startswith("blocks") and master.ndim == 2
+            value = self.codes_of(master) if coded else master.detach().clone()
             setattr(self.model.get_submodule(path), last, torch.nn.Parameter(value))
-
-    def step(self, step, microbatches=1, rounded=True):
-        """One step of SGD on the mean over ranks; `rounded`: of gradients in bf16."""
-        self.bring_weights()
-        for master in self.masters.values():
-            master.grad = None
         ranks = dist.get_world_size()
         for rank in range(ranks):
             for _ in range(microbatches):
                 (loss_of(self.model, tokens(step, rank=rank)) / microbatches).backward()
             for name, param in self.model.named_parameters():
-                sent = param.grad.bfloat16().float() if rounded else param.grad
+                sent = param.grad.bfloat16().float()
                 self.masters[name].grad = self.masters[name].grad + sent if rank else sent
                 param.grad = None
         for master in self.masters.values():
             master.grad = master.grad * (1 / ranks)
-        self.gradients = {name: master.grad for name, master in self.masters.items()}
         descend(self.masters.values())
 
 

@@ -142,9 +142,8 @@ def test_matrices_that_tensor_parallelism_cuts_count_on_all_ranks_and_copies_onc
         with record_collectives() as record:
             norm = clip(0.5, order, copies=True)
         same(model, alone, norm, 0.5, order)
-        assert (
-            record.kinds == ["all_reduce"] * 2
-        )  # matrices over all ranks; norms and the row-wise bias over dp
+        # Matrices over all ranks; norms and the row-wise bias over dp.
+        assert record.kinds == ["all_reduce"] * 2
 
 
 def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
@@ -152,11 +151,9 @@ def test_gradients_next_to_each_other_are_read_and_scaled_as_one():
         model: Any = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))))
         model(torch.ones(2, 8)).sum().backward()
         seen = []
-        with Ops(
-            lambda op, args: seen.append([t.numel() for t in args[0]] if "_foreach" in str(op) else None)
-        ):
+        with Ops(lambda op, args: seen.append((str(op), args))):
             model.clip_grad_norm_(1.0)
-    assert [lengths for lengths in seen if lengths] == [[3600], [3600]]
+    assert [[t.numel() for t in args[0]] for op, args in seen if "_foreach" in op] == [[3600], [3600]]
 
 
 def test_half_precision_is_summed_in_fp32():

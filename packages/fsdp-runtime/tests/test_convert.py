@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runtime_helpers import assert_same_values, seeded, shard
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_runtime import get_full_state_dict
@@ -89,32 +91,37 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_written(tmp_path
     file.write_bytes(file.read_bytes()[:-200])  # the second file cannot be written
     with pytest.raises(ValueError, match="two: damaged"):
         convert_checkpoint(two, tmp_path / "d", max_file_bytes=100)
-    holed = saved(tmp_path / "holed", {"w": torch.randn(64, 64)})
-    metadata = Reader(holed).read_metadata()
-    metadata.state_dict_metadata["w"].chunks.clear()
-    (holed / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="chunks of w have 0 elements; expected 4096"):
-        convert_checkpoint(holed, tmp_path / "e")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "cut", "two", "holed"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "cut", "two"}
+
+
+def chunk(row):
+    return ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 2]))
+
+
+def elsewhere(about, w):
+    (info,) = about.storage_data.values()
+    object.__setattr__(info, "relative_path", "../../run.json")
+
+
+LIES: list[tuple[Any, str]] = [  # about a tensor of two rows and two columns
+    (lambda about, w: setattr(w.properties, "dtype", 1.5), "w has the dtype 1.5"),
+    (lambda about, w: setattr(w, "properties", "x"), "w has the dtype None"),
+    (lambda about, w: setattr(about, "planner_data", "x"), "planner_data is 'x'"),
+    (lambda about, w: about.planner_data.update(w="x"), "planner_data of w is 'x'"),
+    (lambda about, w: w.chunks.clear(), "chunks of w have 0 elements; expected 4"),
+    (lambda about, w: setattr(w, "size", torch.Size([1 << 40, 2])), r"chunks of w have 4 elements; expected \d+"),
+    (lambda about, w: setattr(w, "chunks", [chunk(0), chunk(0)]), r"w has elements of .* \(0, 0\) of .* twice"),
+    (lambda about, w: setattr(w, "chunks", [chunk(2)]), r"a chunk of w at \(2, 0\) of .* is not inside"),
+    (elsewhere, "damaged: FileNotFoundError"),
+]  # fmt: skip
 
 
 @alone
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda about: setattr(about.state_dict_metadata["w"].properties, "dtype", 1.5),
-            "w has the dtype 1.5",
-        ),
-        (lambda about: setattr(about.state_dict_metadata["w"], "properties", "x"), "w has the dtype None"),
-        (lambda about: setattr(about, "planner_data", "x"), "planner_data is 'x'"),
-        (lambda about: about.planner_data.update(w="x"), "planner_data of w is 'x'"),
-    ],
-)
-def test_metadata_of_wrong_types_is_refused_by_name(change, message, tmp_path):
+@pytest.mark.parametrize(("change", "message"), LIES)
+def test_metadata_that_lies_is_refused_by_name(change, message, tmp_path):
     folder = saved(tmp_path / "dcp", {"w": torch.ones(2, 2)})
     metadata = Reader(folder).read_metadata()
-    change(metadata)
+    change(metadata, metadata.state_dict_metadata["w"])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "files")

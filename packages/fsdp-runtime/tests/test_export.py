@@ -9,7 +9,6 @@ import torch.distributed as dist
 from runtime_helpers import full_values, same_bits, seeded, shard
 
 from fsdp_runtime import load_safetensors, save_safetensors
-from fsdp_runtime.checkpoint import read_safetensors
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -69,19 +68,3 @@ def test_what_cannot_be_written_is_raised_by_name_on_every_rank_and_leaves_nothi
         with pytest.raises(OSError, match=r"pip install 'fsdp-runtime\[export\]'"):
             save_safetensors(seeded(), out)
     assert not out.exists()
-
-
-def test_scales_and_codes_belong_together(tmp_path):
-    file, codes = tmp_path / "model.safetensors", torch.ones(4, 6).to(torch.float8_e4m3fn)
-    with pytest.raises(FileNotFoundError, match=r"has no \*\.safetensors"):
-        read_safetensors(tmp_path)
-    for content, message in (
-        ({"a.weight": codes}, "a.weight is e4m3, and there is no a.weight_scale_inv"),
-        ({"a.weight": codes, "a.weight_scale_inv": torch.ones(2, 2)}, "weight_block_size is None"),
-    ):
-        safetensors.save_file(content, file)
-        with pytest.raises(ValueError, match=message):
-            read_safetensors(tmp_path)
-    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [2, 2]}}')
-    with pytest.raises(ValueError, match=r"shape \(2, 2\); expected \(2, 3\) for tiles of \[2, 2\]"):
-        read_safetensors(tmp_path)

@@ -1,4 +1,4 @@
-"""Whole tensors out of a sharded model, in step, in bounded memory; and only what changed."""
+"""Whole tensors out of a sharded model, in step, in bounded memory."""
 
 import itertools
 import time
@@ -19,12 +19,7 @@ from runtime_helpers import (
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from fsdp_runtime import (
-    MixedPrecisionPolicy,
-    QuantizationPolicy,
-    fully_shard,
-    iter_full_params,
-)
+from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard, iter_full_params
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from fsdp_runtime.train.plan import LiveBytes
 from ragged_shard.dist import gather_from_ranks

@@ -369,42 +369,11 @@ def test_a_read_that_fails_on_one_rank_after_the_checks_is_an_error_on_every_ran
         return read(plan, piece, *arguments)
 
     with mock.patch.object(loading._Plan, "_read", fail):
-        message = (
-            r"on rank 1: head.weight could not be loaded from .*m.safetensors,.*OSError: input/output error"
-        )
+        message = r"on rank 1: head.weight could not be loaded from .*m.safetensors,.*OSError: input/output"
         with pytest.raises(RuntimeError, match=message):
             load_safetensors(model, tmp_path)
     load_safetensors(model, tmp_path)
     assert_values(model, seeded().state_dict())
-
-
-def test_a_header_that_lies_is_refused_in_a_short_message_that_names_the_file(tmp_path):
-    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}
-    for header in (json.dumps({"a": entry}), json.dumps({"a": {**entry, "dtype": "F" * 4000}}), "{" * 100000):
-        content = len(header).to_bytes(8, "little") + header.encode() + bytes(64)
-        (tmp_path / "m.safetensors").write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"m.safetensors: not a safetensors file, or damaged: ."
-        ) as caught:
-            load_safetensors(nn.Linear(2, 2), tmp_path)
-        assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ("{", "not JSON"),
-        ('{"weight_map": [1]}', "no weight_map"),
-        ('{"weight_map": {"a": "../m.safetensors"}}', "which is not a file name"),
-        ('{"weight_map": {"b": "m.safetensors"}}', "b is not in it, but the index lists it there"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
-    ],
-)
-def test_an_index_that_lies_is_refused(index, message, tmp_path):
-    write(tmp_path / "m.safetensors", {"a": torch.zeros(4)})
-    (tmp_path / "m.safetensors.index.json").write_text(index)
-    with pytest.raises((ValueError, OSError), match=message):
-        load_safetensors(nn.Linear(2, 2), tmp_path)
 
 
 def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):

@@ -1,8 +1,6 @@
 """Full state dicts and writes outside of training reach the shards."""
 
 import contextlib
-import copy
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -133,13 +131,8 @@ def test_what_is_written_goes_into_the_shards_without_rounding():
 
 
 @on_ranks(2)
-def test_a_product_of_two_weights_raises_everywhere_and_works_as_the_error_says():
-    model, wanted = shard(seeded()), seeded()
-    for weights in (wanted, model):
-        with torch.no_grad(), full_params(weights):
-            product = weights.blocks[0].weight @ weights.blocks[1].weight.t()
-            weights.blocks[2].weight.add_(product)
-    assert_same_values(get_full_state_dict(model), wanted.state_dict())
+def test_a_product_of_two_weights_raises_without_a_collective_and_names_full_params():
+    model = shard(seeded())
     one, two = model.blocks[0].weight, model.blocks[1].weight
     for call in (lambda: one @ two, lambda: two.t(), lambda: torch.addmm(one, one, two)):
         with (
@@ -187,7 +180,7 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
             ({**found, "blocks.0.weight": torch.zeros(2)}, ValueError, r"blocks.0.weight: a tensor of shape"),
             ({**found, "more": torch.zeros(2)}, ValueError, "more of the state dict is not in the model"),
             ({}, ValueError, "is missing from the state dict"),
-            ({**found, "blocks.0.bias": bias}, TypeError, "blocks.0.bias: a tensor of torch.int64; expected"),
+            ({**found, "blocks.0.bias": bias}, TypeError, "blocks.0.bias: a tensor of torch.int64 for"),
             (Unreadable(found), OSError, "cannot be read"),
         ):
             with pytest.raises(kind, match=message):
@@ -249,18 +242,6 @@ def test_weights_in_a_state_dict_take_what_torchs_distribute_tensor_makes(mesh_s
     assert_same_values(get_full_state_dict(model), wanted)
 
 
-def uncounted(params, factor):
-    for p in params:
-        p.to_local().data.mul_(factor)
-        torch.autograd.graph.increment_version(p.to_local())  # as the docstring of QuantizationPolicy says
-
-
-WRITES = {
-    "the local tensor": lambda params, factor: [p.to_local().mul_(factor) for p in params],
-    "a write that torch does not count": uncounted,
-}
-
-
 @on_ranks(2)
 def test_a_rank_alone_may_replace_values_that_no_other_rank_shards():
     model = shard(seeded(), mesh=rank_mesh(2, 1, names=("replicate", "shard")))
@@ -284,17 +265,19 @@ def test_a_rank_alone_may_replace_values_that_no_other_rank_shards():
     ids=["codes", "units that stay gathered"],
 )
 @on_ranks(3)
-def test_a_write_outside_training_is_seen_by_the_next_forward(options):
+def test_a_write_that_torch_does_not_count_is_seen_by_the_next_forward(options):
     model, wanted = shard(seeded(width=24), **options), seeded(width=24)
     params = list(model.parameters())  # sharded: what an optimizer has
     with torch.no_grad():
         model(tokens())
-        for (how, write), factor in zip(WRITES.items(), itertools.cycle((2.0, 0.5)), strict=False):
-            write(params, factor)
-            for p in wanted.parameters():
-                p.mul_(factor)
-            expected = shard(copy.deepcopy(wanted), **options)(tokens())
-            assert model(tokens()).equal(expected), how
+        for p in params:
+            p.to_local().data.mul_(2)
+            torch.autograd.graph.increment_version(
+                p.to_local()
+            )  # as the docstring of QuantizationPolicy says
+        for p in wanted.parameters():
+            p.mul_(2)
+        assert model(tokens()).equal(shard(wanted, **options)(tokens()))
 
 
 class Rotary(nn.Module):

@@ -4,24 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import (
-    BrokenTransport,
-    Ops,
-    device,
-    loss_of,
-    seeded,
-    shard,
-    tokens,
-)
+from runtime_helpers import BrokenTransport, Ops, device, loss_of, seeded, shard, tokens
 
-from fsdp_runtime import (
-    fully_shard,
-    iter_full_params,
-    load_safetensors,
-    offload,
-    reload,
-    save_safetensors,
-)
+from fsdp_runtime import fully_shard, iter_full_params, load_safetensors, offload, reload, save_safetensors
 from ragged_shard.testing import on_ranks
 
 
@@ -39,11 +24,7 @@ def test_each_of_them_is_offloaded_by_choice():
     assert moments.to_local().untyped_storage().nbytes() == 0
     assert not param.to_local().isnan().any()
     assert param.grad is grad
-    for use in (
-        optimizer.step,
-        optimizer.state_dict,
-        lambda: optimizer.load_state_dict({}),
-    ):
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
         with pytest.raises(RuntimeError, match="the optimizer's states are offloaded"):
             use()
     assert not optimizer.state

@@ -2,7 +2,13 @@
 
 import torch.distributed as dist
 
-from ragged_shard.dist import gather_from_ranks, list_ranks, raise_on_all_ranks, same_on_all_ranks
+from ragged_shard.dist import (
+    gather_from_ranks,
+    list_ranks,
+    on_all_ranks,
+    raise_on_all_ranks,
+    same_on_all_ranks,
+)
 from ragged_shard.testing import on_ranks, rank_mesh
 
 
@@ -34,6 +40,13 @@ def test_the_lowest_ranks_error_is_raised_on_every_rank():
     ]
 
 
+def _fail_in_a_block(values, fails):
+    with on_all_ranks("train") as named:
+        named.update(values)
+        if fails:
+            raise ValueError("bad")
+
+
 @on_ranks(4)
 def test_values_that_differ_are_named_with_the_ranks_of_each():
     rank = dist.get_rank()
@@ -45,14 +58,14 @@ def test_values_that_differ_are_named_with_the_ranks_of_each():
         _message(lambda: same_on_all_ranks({"batch": 12, "seed": rank // 2}, both, caller="train")),
         _message(lambda: same_on_all_ranks({"batch": 12, **({"late": "yes"} if rank == 3 else {})}, both)),
         _message(lambda: same_on_all_ranks({"seed": rank}, error=ValueError("bad") if rank == 1 else None)),
-        _message(lambda: same_on_all_ranks({"seed": 1}, error=ValueError("bad"), caller="train")),
+        _message(lambda: _fail_in_a_block({"seed": 1}, rank == 2)),
         _message(lambda: same_on_all_ranks({"rank": rank in (0, 3)}, pair)) if rank in (0, 3) else None,
     ] == [
         None,
         "ValueError: train: ranks do not agree on seed: 0 on ranks 0, 1; 1 on ranks 2, 3",
         "ValueError: ranks do not agree on late: absent on ranks 0, 1, 2; yes on rank 3",
         "ValueError: call on rank 1: bad",
-        "ValueError: train on rank 0: bad",
+        "ValueError: train on rank 2: bad",
         None,
     ]
 

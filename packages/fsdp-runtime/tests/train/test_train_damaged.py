@@ -10,13 +10,12 @@ import shutil
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train_helpers import newest, replace, tiny, train, with_changes, write_about
 
-from fsdp_runtime.checkpoint import convert_checkpoint
 from fsdp_runtime.checkpoint.reader import Reader
-from fsdp_runtime.train import RunConfig, TrainError
-from fsdp_runtime.train.checkpoint import check_files, check_same_run, latest, read_about
+from fsdp_runtime.train import TrainError
+from fsdp_runtime.train.checkpoint import check_files, latest, read_about
 from fsdp_runtime.train.report import read_metrics
 from ragged_shard.testing import run_ranks
 
@@ -78,55 +77,19 @@ class OldPickler(pickle.Pickler):
         return (getattr, (type(obj), obj.name)) if isinstance(obj, _MEM_FORMAT_ENCODING) else NotImplemented
 
 
-def too_large(metadata):
-    metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([1 << 40, 32])
-    return metadata
-
-
-def twice(metadata):
-    about = metadata.state_dict_metadata["model.embed.weight"]
-    half = torch.Size([about.size[0] // 2, about.size[1]])
-    about.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), half)] * 2
-    return metadata
-
-
-def outside(metadata):
-    about = metadata.state_dict_metadata["model.embed.weight"]
-    about.chunks = [ChunkStorageMetadata(torch.Size([1, 0]), about.size)]
-    return metadata
-
-
-def elsewhere(metadata):
-    for info in metadata.storage_data.values():
-        object.__setattr__(info, "relative_path", "../../run.json")
-    return metadata
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (too_large, r"chunks of model\.embed\.weight have 8192 elements; expected \d+"),
-        (twice, r"model\.embed\.weight has elements of the chunk at \(0, 0\) of .* twice"),
-        (outside, r"a chunk of model\.embed\.weight at \(1, 0\) of .* is not inside"),
-        (elsewhere, "damaged: FileNotFoundError"),
-        (lambda _: Calls(os.mkdir, "made"), r"damaged: .* names posix\.mkdir, which is not part of a checkpoint"),
-        (lambda _: Calls(getattr, collections.OrderedDict, "fromkeys"), "metadata: damaged"),
-    ],
-    ids=["too large", "twice", "outside", "elsewhere", "mkdir", "getattr"],
-)  # fmt: skip
-def test_metadata_that_lies_is_refused_and_its_calls_are_not_made(
-    run, change, message, monkeypatch, tmp_path
-):
+def test_calls_in_metadata_are_refused_and_not_made(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    checkpoint = newest(run)
-    replace(checkpoint, ".metadata", pickle.dumps(change(Reader(checkpoint).read_metadata())))
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(checkpoint, tmp_path / "model", entry="model")
+    for call, message in (
+        (Calls(getattr, collections.OrderedDict, "fromkeys"), "metadata: damaged"),
+        (Calls(os.mkdir, "made"), r"damaged: .* names posix\.mkdir, which is not part of a checkpoint"),
+    ):
+        replace(newest(run), ".metadata", pickle.dumps(call))
+        with pytest.raises(ValueError, match=message):
+            Reader(newest(run)).read_metadata()
     assert not (tmp_path / "made").exists()
-    if "mkdir" in message:
-        with pytest.raises(AttributeError):  # torch's own reader makes the call
-            FileSystemReader(checkpoint).read_metadata()
-        assert (tmp_path / "made").exists()
+    with pytest.raises(AttributeError):  # torch's own reader makes the call
+        FileSystemReader(newest(run)).read_metadata()
+    assert (tmp_path / "made").exists()
 
 
 def test_metadata_as_python_before_3_11_4_writes_it_is_read(run):
@@ -158,30 +121,16 @@ def test_a_pickle_among_the_settings_of_an_optimizer_is_not_run(config, run, tmp
     assert not made.exists()
 
 
-@pytest.mark.parametrize("change", [{"speed": 1}, {"model": 7}, {"model": {"dim": "8"}}])
-def test_a_run_json_with_options_of_another_type_is_named(run, change):
+def test_a_run_json_of_another_shape_or_with_options_of_another_type_is_named(run):
     about = read_about(newest(run))
-    write_about(newest(run), {**about, "config": {**about["config"], **change}})
-    with pytest.raises(TrainError, match=r"run\.json is damaged: "):
-        read_about(newest(run))
-
-
-@pytest.mark.parametrize("text", ["[" * 9999, "[]", "7", "{}", '{"about": {}, "digest": ""}', "\udcff"])
-def test_a_run_json_of_another_shape_is_named(run, text):
-    (newest(run) / "run.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(TrainError, match=r"run\.json is damaged: "):
-        check_files(newest(run))
-
-
-def test_a_run_json_of_other_options_or_data_is_of_another_run(run):
-    about = read_about(newest(run))
-    saved = RunConfig.from_json(about["config"])
-    assert check_same_run(newest(run), saved, about["data"]) == 4
-    with pytest.raises(TrainError, match=r"was made with data [0-9a-f]+, this run has other"):
-        check_same_run(newest(run), saved, "other")
-    write_about(newest(run), {**about, "config": {**about["config"], "optimizer": "adamw"}})
-    with pytest.raises(TrainError, match="was made with optimizer adamw, this run has torch-adamw"):
-        check_same_run(newest(run), saved, about["data"])
+    for change in ({"speed": 1}, {"model": 7}, {"model": {"dim": "8"}}):
+        write_about(newest(run), {**about, "config": {**about["config"], **change}})
+        with pytest.raises(TrainError, match=r"run\.json is damaged: "):
+            check_files(newest(run))
+    for text in (b"[" * 9999, b"[]", b"7", b"{}", b'{"about": {}, "digest": ""}', b"\xff"):
+        (newest(run) / "run.json").write_bytes(text)
+        with pytest.raises(TrainError, match=r"run\.json is damaged: "):
+            check_files(newest(run))
 
 
 def test_lines_of_metrics_that_are_not_entries_are_dropped(tmp_path):

@@ -96,7 +96,12 @@ def codes():
     return save({"w": torch.zeros(8, 16, dtype=torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)})
 
 
-INDEX, CONFIG = "m.safetensors.index.json", "config.json"
+def with_header(text):
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(64)
+
+
+INDEX, CONFIG, MODEL = "m.safetensors.index.json", "config.json", "m.safetensors"
+ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}
 FILES: list[tuple[dict[str, Any], Any, str]] = [
     ({}, read("nothing"), "no data: .* matches no file"),
     ({"short.txt": b"abc"}, read("short.txt"), "a sequence of 32 tokens is longer than the training data"),
@@ -110,8 +115,17 @@ FILES: list[tuple[dict[str, Any], Any, str]] = [
      r"a.bin has tokens from \d+ to \d+, the vocabulary has 100"),
     ({"tokens.bin": np.arange(500, dtype=np.uint32).tobytes()}, read("", "uint32", seq_len=8), "need --vocab-size"),
     *(({INDEX: json.dumps({"weight_map": {"t": name}}).encode()}, Checkpoint, "which is not a file name")
-      for name in ("x" * 5000, "a\nb", "\ud800")),
-    *(({CONFIG: config.encode(), "m.safetensors": codes}, read_safetensors, "not JSON|weight_block_size is")
+      for name in ("x" * 5000, "a\nb", "\ud800", "../m.safetensors")),
+    *(({INDEX: index, MODEL: codes}, Checkpoint, message)
+      for index, message in ((b"{", "not JSON"), (b'{"weight_map": [1]}', "no weight_map"),
+                             (b'{"weight_map": {"b": "m.safetensors"}}', "b is not in it, but the index lists it"),
+                             (b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"))),
+    *(({MODEL: with_header(header)}, Checkpoint, "m.safetensors: not a safetensors file, or damaged: .")
+      for header in (json.dumps({"a": ENTRY}), json.dumps({"a": {**ENTRY, "dtype": "F" * 4000}}), "{" * 100_000)),
+    ({MODEL: codes}, read_safetensors, "weight_block_size is None"),
+    ({CONFIG: b'{"quantization_config": {"weight_block_size": [2, 2]}}', MODEL: codes}, read_safetensors,
+     r"shape \(2, 2\); expected \(4, 8\) for tiles of \[2, 2\]"),
+    *(({CONFIG: config.encode(), MODEL: codes}, read_safetensors, "not JSON|weight_block_size is")
       for config in ("[]", "7", '{"quantization_config": 3}', "[" * 100_000, "{",
                      *(f'{{"quantization_config": {{"weight_block_size": {size}}}}}'
                        for size in ("[1]", "[[1], 2]", "[0, 8]", '["4", 8]', "[1.5, 8]")))),
@@ -131,7 +145,7 @@ def test_a_file_is_refused_in_a_short_message_that_names_it(files, call, message
             (tmp_path / name).symlink_to(tmp_path / content)
         else:
             (tmp_path / name).write_bytes(content() if callable(content) else content)
-    with pytest.raises((TrainError, ValueError), match=message) as caught:
+    with pytest.raises((TrainError, ValueError, OSError), match=message) as caught:
         call(tmp_path)
     assert len(str(caught.value)) < 1000
     del caught  # a cycle with this frame, in which numpy leaves its file open

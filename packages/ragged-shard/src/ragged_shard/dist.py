@@ -2,16 +2,18 @@
 
     raise_on_all_ranks(error, "load")     one rank's error -> the same error on every rank; else every rank's value
     same_on_all_ranks({"batch": "12"})    a value that differs -> ValueError on every rank, with the ranks of each value
+    with on_all_ranks("load") as values:  both, at the end of a block in which ranks work alone
     gather_from_ranks(value)              one small object of every rank
 
 `groups` are the process groups to compare over, one after the other: the axes of a mesh reach all of its ranks. They
 default to the group of all ranks; without process groups there is one rank.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ __all__ = [
     "gather_from_ranks",
     "installed_versions",
     "list_ranks",
+    "on_all_ranks",
     "raise_on_all_ranks",
     "same_on_all_ranks",
 ]
@@ -97,6 +100,22 @@ def same_on_all_ranks(
             prefix = f"{caller}: " if caller else ""
             raise ValueError(f"{prefix}ranks do not agree on {name}: {shown}")
     raise AssertionError("digests differ, and the values do not")
+
+
+@contextlib.contextmanager
+def on_all_ranks(caller: str, groups: Groups = None) -> Iterator[dict[str, object]]:
+    """Ranks leave the block together, or all raise: an error of one rank, or named values that differ between ranks.
+
+    Yields the dict for the values. The block itself must not communicate after a point where it can fail. Communicates
+    and raises as `same_on_all_ranks`.
+    """
+    values: dict[str, object] = {}
+    problem: Exception | None = None
+    try:
+        yield values
+    except Exception as error:  # the other ranks must not wait for this one
+        problem = error
+    same_on_all_ranks(values, groups, error=problem, caller=caller)
 
 
 def equal_on_all_ranks(text: str, groups: Groups = None) -> bool:

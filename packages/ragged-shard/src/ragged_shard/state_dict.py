@@ -26,6 +26,7 @@ from ragged_shard.device import CPU
 from ragged_shard.dist import DISTRIBUTED, raise_on_all_ranks
 
 __all__ = [
+    "check_full_tensor",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",
@@ -76,7 +77,7 @@ def load_full_state_dict(
         if not rank0_only or dist.get_rank() == 0:
             names = _common_names(own, state_dict, strict)
             for name in names:
-                _check_given(name, own[name], state_dict[name])
+                check_full_tensor(name, own[name], state_dict[name])
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
         _check_storage(tensors)
         if rank0_only:
@@ -160,7 +161,7 @@ def load_full_optimizer_state_dict(
             leaves = _leaves(_entry(state_dict, "state"))
             for name in _common_names(own, leaves, strict=True, remedy=_REMEDY):
                 if name in tensors:
-                    _check_given(name, own[name], leaves[name])
+                    check_full_tensor(name, own[name], leaves[name])
                 elif isinstance(leaves[name], torch.Tensor):
                     raise TypeError(f"{name}: expected a {type(own[name]).__name__}, got a tensor")
             values = {name: value for name, value in leaves.items() if name not in tensors}
@@ -340,7 +341,7 @@ def _check_storage(tensors: _Tensors) -> None:
         )
 
 
-def _check_given(name: str, target: torch.Tensor, value: Any) -> None:
+def check_full_tensor(name: str, target: torch.Tensor, value: Any) -> None:
     """Raise unless ``value`` is a plain full tensor for ``target``: of its shape, floating point where that is.
 
     Raises:

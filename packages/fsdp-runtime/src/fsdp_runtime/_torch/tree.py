@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ragged_shard import RaggedDTensor
+from ragged_shard import RaggedDTensor, distribute_like, redistribute
+from ragged_shard.dist import DISTRIBUTED
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -74,6 +75,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor; other tensors themselves."""
     local = tensor.local if isinstance(tensor, RaggedDTensor) else tensor
     return local.to_local() if isinstance(local, DTensor) else local
+
+
+def local_like(like: Any, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole or distributed value, cut as a distributed tensor is; redistributes if it must."""
+    if not isinstance(value, DISTRIBUTED):
+        value = distribute_like(value.detach(), like, src_data_rank=None)
+    elif value.placements != like.placements:
+        value = redistribute(value, placements=like.placements)
+    return local_tensor(value)
 
 
 def cast_to(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:

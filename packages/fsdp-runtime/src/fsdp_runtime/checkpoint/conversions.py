@@ -6,7 +6,7 @@ transformers 5 keeps the rules with each type of model; `from_pretrained` and `s
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,7 @@ from .rules import Equation, Shapes
 
 
 def equations_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Equation]:
-    """The model's own rules for the tensors of a file, by the name of the model's tensor.
-
-    Raises:
-        ValueError: a rule that cannot be followed by reading ranges; by name.
-    """
+    """The model's rules for tensors of files, by its names; raises ValueError for one that reading cannot follow."""
     library, twin = _library(), _plain_twin(model)
     if library is None or twin is None:
         return {}
@@ -70,12 +66,10 @@ def _equation(name: str, converter: Any, lists: list[list[str]], loading: Any) -
 class FileGroups:
     """Tensors of a model that come one by one, in the form of files: transformers models as `save_pretrained` does.
 
-    Tensors that are converted together are one group, which is complete once all of them have come; all others are
-    groups of one.
+    Tensors that are converted together are a group, which is complete once all have come; others are groups of one.
 
     Attributes:
-        names: the model's names of each group, in the order in which groups are complete.
-        made: the tensors of each group in the form of files, on meta, by name.
+        made: tensors of each group in the form of files, on meta, by name; in the order in which groups are complete.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -97,25 +91,28 @@ class FileGroups:
             key, pattern = self._converted(name)
             groups.setdefault((pattern is None, key), []).append(name)
         place = {name: number for number, name in enumerate(tensors)}
-        self.names = sorted(groups.values(), key=lambda group: place[group[-1]])
-        self.made = [self._convert({name: tensors[name] for name in group}) for group in self.names]
-        self._group_of = {name: index for index, group in enumerate(self.names) for name in group}
-        self._waiting: dict[int, dict[str, torch.Tensor]] = {}
+        in_order = sorted(groups.values(), key=lambda group: place[group[-1]])
+        self.made = [self._convert({name: tensors[name] for name in group}) for group in in_order]
+        self._group_of = {name: group for group in in_order for name in group}
 
-    def add(
-        self, name: str, full: torch.Tensor, device: torch.device | None = None
-    ) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The group that this tensor completes: its index, and its tensors as in the file; None if others are missing.
+    def in_file_form(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in the form of files, each group when its last one has come.
 
         Args:
+            tensors: whole ones, by the model's names.
             device: where tensors are copied to that wait for others. Defaults to theirs.
         """
-        index = self._group_of[name]
-        whole, count = self._waiting.setdefault(index, {}), len(self.names[index])
-        whole[name] = full if count == 1 else full.to(device or full.device, copy=True)
-        if len(whole) < count:
-            return None
-        return index, self._convert(self._waiting.pop(index))
+        waiting: dict[str, dict[str, torch.Tensor]] = {}  # by the last name of their group
+        for name, full in tensors:
+            group = self._group_of[name]
+            members = waiting.setdefault(group[-1], {})
+            members[name] = full if len(group) == 1 else full.to(device or full.device, copy=True)
+            complete = len(members) == len(group)
+            del full, members  # before the next is gathered
+            if complete:
+                yield from self._convert(waiting.pop(group[-1])).items()
 
     def _converted(self, name: str) -> tuple[str, str | None]:
         """Name of the tensor that it becomes a part of, and the pattern of its converter; None without one."""
@@ -136,12 +133,8 @@ class FileGroups:
                 key, pattern = self._converted(name)
                 converter.add_tensor(key, name, pattern, tensors[name])
             made = converter.convert(key, model=self._twin, config=self._twin.config)
-        return {
-            self._loading.apply_renamings(name, self._renamings): value[0]
-            if isinstance(value, list)
-            else value
-            for name, value in made.items()
-        }
+        one_each = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {self._loading.apply_renamings(name, self._renamings): one_each[name] for name in one_each}
 
 
 def _divided(transforms: Iterable[Any], loading: Any) -> tuple[list[Any], list[Any]]:

@@ -136,9 +136,7 @@ def _cast(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dt
     if dtype is None or not stored.is_floating_point:
         return stored
     if stored.itemsize == 1:
-        raise ValueError(
-            f"{name} is {stored}, whose scales are another tensor: it is not cast; leave out dtype"
-        )
+        raise ValueError(f"{name} is {stored}, whose scales are another tensor: not cast; leave out dtype")
     return dtype
 
 

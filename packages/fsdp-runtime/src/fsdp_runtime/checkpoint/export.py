@@ -1,15 +1,15 @@
 """`iter_full_params`: a model's whole tensors one run of memory after the other, for files and inference engines."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard.dist import DISTRIBUTED, same_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, on_all_ranks
 
-from .._torch.tree import local_tensor
+from .._torch.tree import cast_to, local_tensor
 from .merged import Adapter, Merged
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Target, entries_of_model
@@ -51,11 +51,15 @@ def iter_full_params(
 
 def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
     """The tensors to export; see `entries_of_model`."""
-    return (
-        model.entries(buffers=buffers)
-        if isinstance(model, Merged)
-        else entries_of_model(model, buffers=buffers)
-    )
+    if isinstance(model, Merged):
+        return model.entries(buffers=buffers)
+    return entries_of_model(model, buffers=buffers)
+
+
+def on_meta(entries: Iterable[Target], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Entries as they are exported in a dtype, plain and on meta, by name and in their order."""
+    kept = {e.name: torch.empty(e.tensor.shape, dtype=e.tensor.dtype, device="meta") for e in entries}
+    return {name: cast_to(dtype)(tensor) for name, tensor in kept.items()}
 
 
 class Exporter:
@@ -79,18 +83,15 @@ class Exporter:
         buffers: bool,
         caller: str = _CALLER,
     ) -> None:
-        problem: Exception | None = None
-        self.entries: list[Target] = []
         self._ranks = None if ranks is None else tuple(sorted(ranks))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._receives = ranks is None or rank in ranks
         self._dtype = dtype
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
-        try:
+        with on_all_ranks(caller) as options:
+            options.update(dtype=dtype, bucket_bytes=bucket_bytes, ranks=self._ranks)
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of(model, buffers=buffers)
-        except Exception as error:  # the other ranks must not wait for this one
-            problem = error
-        options = {"dtype": dtype, "bucket_bytes": bucket_bytes, "ranks": self._ranks}
-        same_on_all_ranks(options, error=problem, caller=caller)
         grouped = [entry for entry in self.entries if entry.param is not None]
         self._single = [entry for entry in self.entries if entry.param is None]
         dtypes = [e.tensor.dtype if e.name in self.adapters else self.dtype_of(e) for e in grouped]
@@ -110,16 +111,6 @@ class Exporter:
         factors = [slots[attribute] for adapter in adapters for slots, attribute in adapter.factors]
         return [local_tensor(tensor) for tensor in (entry.tensor, *factors)]
 
-    def on_meta(self) -> dict[str, torch.Tensor]:
-        """The tensors that come, on meta, in their order."""
-        return {
-            e.name: torch.empty(e.tensor.shape, dtype=self.dtype_of(e), device="meta") for e in self.entries
-        }
-
-    @property
-    def _receives(self) -> bool:
-        return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, whole."""
         for run in self._runs:
@@ -134,7 +125,7 @@ class Exporter:
         del full
         for entry in run.members:
             with torch.no_grad():
-                tensor = None if tensors is None else next(tensors)[1]
+                tensor = None if tensors is None else next(tensors)
                 if entry.name in self.adapters:
                     tensor = self._merged(entry, tensor)
             if tensor is not None and self._receives:

@@ -118,7 +118,8 @@ def read_safetensors(
     tensors = dict(checkpoint.tensors)
     for name, codes in checkpoint.tensors.items():
         if codes.dtype == torch.float8_e4m3fn:
-            tensors[name] = checkpoint.decoder(name)(whole(tuple(codes.shape))).to(dtype)
+            whole = Box((0,) * codes.dim(), tuple(codes.shape))
+            tensors[name] = checkpoint.decoder(name)(whole).to(dtype)
             del tensors[name + SCALES]
     return tensors
 
@@ -176,8 +177,3 @@ def library() -> Any:
     except ImportError:
         raise ImportError("safetensors is not installed: pip install 'fsdp-runtime[export]'") from None
     return safetensors
-
-
-def whole(shape: Ints) -> Box:
-    """The box of an entire tensor."""
-    return Box((0,) * len(shape), shape)

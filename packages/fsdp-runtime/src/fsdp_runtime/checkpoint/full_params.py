@@ -1,5 +1,6 @@
 """`full_params`: whole parameters in the modules for a while, for code that reads or writes them as plain tensors."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,13 +72,12 @@ def _check(unit: Unit) -> None:
     unit.check_open()
     for group in unit.groups:
         for param in group.params:
+            name = f"full_params: {param.name} of {unit.name}"
             reason = group.refused_whole if param.other is None else "cut by another parallelism"
             if reason:
-                raise NotImplementedError(
-                    f"full_params: {param.name} of {unit.name} is {reason}; use its full_tensor()"
-                )
+                raise NotImplementedError(f"{name} is {reason}; use its full_tensor()")
             if param.sharded.is_meta:
-                raise ValueError(f"full_params: {param.name} of {unit.name} is on the meta device")
+                raise ValueError(f"{name} is on the meta device")
 
 
 def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
@@ -88,13 +88,12 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
         return
     entries = [Target(param.name, param.sharded.detach(), param) for param in group.params]
     entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
-    by_name = {param.name: param for param in group.params}
-    most = sum(segment.shard_size for segment in group.plan.layout.segments) * group.plan.data.shard_size * 8
-    for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most):
+    for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most=sys.maxsize):
         full = gather(run, None)
         assert full is not None
-        for name, tensor in tensors_of(run, full):
-            yield by_name[name], tensor
+        for entry, tensor in zip(run.members, tensors_of(run, full), strict=True):
+            assert entry.param is not None
+            yield entry.param, tensor
 
 
 def _written(param: Param) -> torch.Tensor:

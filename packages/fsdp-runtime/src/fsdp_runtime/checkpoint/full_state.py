@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ragged_shard.dist
 import ragged_shard.state_dict
-from ragged_shard.dist import DISTRIBUTED
+from ragged_shard.dist import gather_from_ranks, on_all_ranks
+from ragged_shard.state_dict import check_full_tensor
 from ragged_shard.state_dict import full_state_dict as get_full_state_dict
 
 from .._params.empty_buffers import is_empty
@@ -34,7 +34,7 @@ def set_full_state_dict(
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
     Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
-    ranges out of its own state dict and communicates only a small object; with `rank0_only` they are sent from
+    ranges out of its own state dict and communicates only a few bytes; with `rank0_only` they are sent from
     rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
     changed. Parameters that were on meta are other objects afterwards: build optimizers then. With `rank0_only` buffers
     that no state dict has (`persistent=False`) come from rank 0 too, where another rank has none and rank 0 does.
@@ -52,18 +52,11 @@ def set_full_state_dict(
         TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     adopt_assigned(model)
-    problem: Exception | None = None
-    try:
+    with on_all_ranks(_SET):
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
             _check(model, state_dict, strict)
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
-    try:
+    with on_all_ranks(_SET):
         give_memory(model)
-    except Exception as error:
-        problem = error
-    ragged_shard.dist.raise_on_all_ranks(problem, _SET)
     ragged_shard.state_dict.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
     if rank0_only:
         _send_buffers(model)
@@ -79,10 +72,8 @@ def _send_buffers(model: nn.Module) -> None:
     own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
     if not places or not dist.is_initialized():
         return
-    by_rank = dict(ragged_shard.dist.gather_from_ranks((dist.get_rank(), own)))
-    sent = [
-        key for key in places if key not in by_rank[0] and any(key in missing for missing in by_rank.values())
-    ]
+    of_rank0, *others = gather_from_ranks(own)
+    sent = [key for key in places if key not in of_rank0 and any(key in missing for missing in others)]
     units, carrier = units_of(model), nn.Module()
     device = units[0].data.device if units else torch.get_default_device()
     for number, key in enumerate(sent):
@@ -90,9 +81,7 @@ def _send_buffers(model: nn.Module) -> None:
         if buffer.is_meta:
             slots[name] = buffer = torch.empty_like(buffer, device=device)
         carrier.register_buffer(str(number), buffer)
-    values = (
-        {name: buffer.clone() for name, buffer in carrier.named_buffers()} if dist.get_rank() == 0 else {}
-    )
+    values = carrier.state_dict() if dist.get_rank() == 0 else {}
     ragged_shard.state_dict.load_full_state_dict(carrier, values, rank0_only=True)
 
 
@@ -103,24 +92,11 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
         known.update(names)
         present = [name for name in names if name in state_dict]
         for name in present:
-            value = state_dict[name]
-            if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
-                raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
-            if value.shape != target.tensor.shape:
-                raise ValueError(
-                    f"{name}: a tensor of shape {tuple(value.shape)}; expected {tuple(target.tensor.shape)}"
-                )
-            if value.is_floating_point() != target.tensor.is_floating_point():
-                raise TypeError(
-                    f"{name}: a tensor of {value.dtype}; expected {target.tensor.dtype}; cast it first"
-                )
-            first = state_dict[present[0]]
-            if name != present[0] and not torch.allclose(
-                first, value.to(first), rtol=0, atol=0, equal_nan=True
-            ):
-                raise ValueError(
-                    f"{present[0]} and {name} are one parameter of the model, and have different values"
-                )
+            check_full_tensor(name, target.tensor, state_dict[name])
+        for name in present[1:]:
+            first, value = state_dict[present[0]], state_dict[name]
+            if not torch.allclose(first, value.to(first), rtol=0, atol=0, equal_nan=True):
+                raise ValueError(f"{present[0]} and {name} are one parameter, and have different values")
         if len(present) < len(names) and (strict or (target.tensor.is_meta and not present)):
             missing = next(name for name in names if name not in state_dict)
             raise ValueError(f"{missing} is missing from the state dict")
@@ -129,17 +105,13 @@ def _check(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> Non
             f"buffers {empty} have no values, and the state dict has none; compute them first, or pass strict=False"
         )
     if strict and (unexpected := sorted(state_dict.keys() - known)):
-        raise ValueError(
-            f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such names)"
-        )
+        raise ValueError(f"{unexpected[0]} of the state dict is not in the model ({len(unexpected)} such)")
 
 
 def get_full_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """States of optimizers by parameter name, with full, plain tensors.
-
-    As `ragged_shard.state_dict.full_optimizer_state_dict`.
+    """States of optimizers by parameter name, as `ragged_shard.state_dict.full_optimizer_state_dict`.
 
     Gathered units are resharded first: torch takes the names of an optimizer's parameters from the modules.
     """
@@ -155,11 +127,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def set_full_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    state_dict: Mapping[str, Any],
-    *,
-    rank0_only: bool = False,
+    model: nn.Module, optimizers: Optimizers, state_dict: Mapping[str, Any], *, rank0_only: bool = False
 ) -> None:
     """Load the result of `get_full_optimizer_state_dict`, as `set_full_state_dict` loads weights.
 
@@ -171,14 +139,9 @@ def set_full_optimizer_state_dict(
             `rank0_only` ranks whose states fit have loaded them.
     """
     _reshard(model)
-    problem: Exception | None = None
-    try:
-        ragged_shard.state_dict.load_full_optimizer_state_dict(
-            model, optimizers, state_dict, rank0_only=rank0_only
-        )
-    except (TypeError, ValueError) as error:
-        if rank0_only:  # which every rank raises
-            raise
-        problem = error
-    if not rank0_only:
-        ragged_shard.dist.raise_on_all_ranks(problem, "set_full_optimizer_state_dict")
+    load = ragged_shard.state_dict.load_full_optimizer_state_dict
+    if rank0_only:  # all ranks raise
+        load(model, optimizers, state_dict, rank0_only=True)
+        return
+    with on_all_ranks("set_full_optimizer_state_dict"):
+        load(model, optimizers, state_dict)

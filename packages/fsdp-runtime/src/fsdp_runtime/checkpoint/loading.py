@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_shard import Box
-from ragged_shard.dist import same_on_all_ranks
+from ragged_shard.dist import on_all_ranks
 
 from .. import _torch_compat as compat
 from .._torch.tree import local_tensor
@@ -82,47 +82,35 @@ def load_safetensors(
         ImportError: safetensors is not installed.
     """
     adopt_assigned(model)
-    problem: Exception | None = None
-    checkpoint: Checkpoint | None = None
-    plan: _Plan | None = None
-    try:
+    with on_all_ranks("load_safetensors", group) as values:
         checkpoint = Checkpoint(path)
+        values[f"the checkpoint at {path}"] = checkpoint.fingerprint
         plan = _Plan(model, checkpoint, rules, strict)
-    except Exception as error:  # the other ranks must not wait for this one
-        problem = error
-    files = {f"the checkpoint at {path}": checkpoint and checkpoint.fingerprint}
-    same_on_all_ranks(files, group, error=problem, caller="load_safetensors")
-    assert plan is not None
-    bytes_read = 0
-    try:
+    with on_all_ranks("load_safetensors", group):
         give_memory(model)
-        for target in targets_of(model):
-            bytes_read += plan.fill(target)
-    except Exception as error:
-        problem = error
-    same_on_all_ranks({}, group, error=problem, caller="load_safetensors")
-    tied = tuple((target.name, *target.also) for target in targets_of(model) if target.also)
-    left, cast = (plan.missing, plan.unexpected, plan.empty), tuple(sorted(plan.cast))
-    missing, unexpected, empty = map(tuple, left)
-    return LoadReport(bytes_read, missing, unexpected, empty, cast, tied, tuple(_elsewhere(model)))
+        targets = targets_of(model)
+        bytes_read = sum(map(plan.fill, targets))
+    return LoadReport(
+        bytes_read,
+        missing=tuple(plan.missing),
+        unexpected=tuple(plan.unexpected),
+        empty=tuple(plan.empty),
+        cast=tuple(sorted(plan.cast)),
+        tied=tuple((target.name, *target.also) for target in targets if target.also),
+        elsewhere=_elsewhere(model),
+    )
 
 
-def _elsewhere(model: nn.Module) -> list[str]:
+def _elsewhere(model: nn.Module) -> tuple[str, ...]:
     """Names of parameters and buffers that are not on the device of most of them."""
-    devices = {
-        name: tensor.device
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
-    }
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    devices = {name: tensor.device for name, tensor in tensors}
     most = [device for device, _ in Counter(devices.values()).most_common(1)]
-    return [name for name, device in devices.items() if device not in most]
+    return tuple(name for name, device in devices.items() if device not in most)
 
 
 class _Plan:
-    """Pieces of files for each tensor of a model. Raises as `load_safetensors`.
-
-    Attributes:
-        missing, unexpected, empty, cast: as in `LoadReport`.
-    """
+    """Pieces of files for each tensor of a model. Raises as `load_safetensors`; attributes are as in `LoadReport`."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> None:
         self._checkpoint, self._used, self.cast = checkpoint, set[str](), set[str]()
@@ -195,20 +183,13 @@ class _Plan:
 
     def _read(self, piece: Piece, part: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values of a box of a piece, for a tensor of this dtype; mapped, and not yet read, unless they are FP8."""
-        box, tensor, decode = (
-            piece.in_file(part),
-            self._checkpoint.tensors[piece.file],
-            self._decoders.get(piece.file),
-        )
+        box, tensor = piece.in_file(part), self._checkpoint.tensors[piece.file]
+        decode = self._decoders.get(piece.file)
         values = tensor[box.slices()] if decode is None or dtype == tensor.dtype else decode(box)
         return values.view(part.sizes)
 
     def fill(self, target: Target) -> int:
-        """Copy this rank's boxes of a tensor; returns the bytes that were read.
-
-        Raises:
-            RuntimeError: of any error, with the names of the tensor and its files.
-        """
+        """Copy this rank's boxes of a tensor; returns the bytes. Any error is a RuntimeError that names files."""
         pieces = self._pieces.get(target.name, [])
         try:
             return self._copy(target, pieces) if pieces else 0

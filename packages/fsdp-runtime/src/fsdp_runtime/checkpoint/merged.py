@@ -125,13 +125,11 @@ class Merged:
     def entries(self, *, buffers: bool) -> list[Target]:
         """As `entries_of_model`, of the base."""
         entries = entries_of_model(self._model, buffers=buffers)
-        return [
-            replace(entry, name=self._names[entry.name]) for entry in entries if entry.name in self._names
-        ]
+        return [replace(e, name=self._names[e.name]) for e in entries if e.name in self._names]
 
     def _walk(self, module: nn.Module, old: str, new: str) -> None:
         """Note the names of tensors in a module; `old` and `new` are its prefixes in the model and in the base."""
-        tuners = self._peft.tuners
+        tuners, utils = self._peft.tuners, self._peft.utils
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 self._names[plain_name(old + name)] = plain_name(new + name)
@@ -142,15 +140,12 @@ class Merged:
         elif isinstance(module, tuners.lora.LoraLayer):
             self._adapt(module, old, new)
             self._walk(module.base_layer, f"{old}base_layer.", new)
-        elif isinstance(module, self._peft.utils.ModulesToSaveWrapper):
+        elif isinstance(module, utils.ModulesToSaveWrapper):
             active = [name for name in module.active_adapters if name in module.modules_to_save]
-            chosen = (
-                "original_module" if module.disable_adapters or not active else f"modules_to_save.{active[0]}"
-            )
+            trained = active and not module.disable_adapters
+            chosen = f"modules_to_save.{active[0]}" if trained else "original_module"
             self._walk(module.get_submodule(chosen), f"{old}{chosen}.", new)
-        elif isinstance(
-            module, (tuners.tuners_utils.BaseTunerLayer, self._peft.utils.other.AuxiliaryTrainingWrapper)
-        ):
+        elif isinstance(module, (tuners.tuners_utils.BaseTunerLayer, utils.other.AuxiliaryTrainingWrapper)):
             self._refuse(module, old)
         else:
             for name, child in module.named_children():
@@ -158,11 +153,9 @@ class Merged:
 
     def _adapt(self, layer: Any, old: str, new: str) -> None:
         """Note an adapted weight."""
-        active = (
-            []
-            if layer.disable_adapters
-            else [a for a in layer.active_adapters if a not in layer.merged_adapters]
-        )
+        active = [a for a in layer.active_adapters if a not in layer.merged_adapters]
+        if layer.disable_adapters:
+            active = []
         factors: list[tuple[Slots, str]] = []
         cut: list[bool] = []
         for kind in layer.adapter_layer_names:
@@ -179,12 +172,9 @@ class Merged:
         base, attribute = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
         if attribute not in base._parameters or any(layer.lora_bias.get(adapter) for adapter in active):
             self._refuse(layer, old)
-        linear = (
-            type(layer) is self._peft.tuners.lora.Linear
-            and not layer.fan_in_fan_out
-            and not layer.lora_variant
-        )
-        adapter = Adapter(layer, base._parameters, attribute, factors, cut if linear else None)
+        linear = type(layer) is self._peft.tuners.lora.Linear
+        by_rows = linear and not layer.fan_in_fan_out and not layer.lora_variant
+        adapter = Adapter(layer, base._parameters, attribute, factors, cut if by_rows else None)
         try:
             with torch.no_grad():
                 adapter.check()

@@ -52,11 +52,9 @@ class Reader(FileSystemReader):
 
 def _check_paths(paths: Any) -> None:
     """Raise ValueError unless `planner_data` has a path for each key: torch does not look at it."""
-    if paths is None:
-        return
-    if not isinstance(paths, dict):
+    if not isinstance(paths or {}, dict):
         raise ValueError(f"planner_data is {paths!r:.100}; expected a dict from keys to paths")
-    for key, path in paths.items():
+    for key, path in (paths or {}).items():
         if not isinstance(path, tuple) or not path:
             raise ValueError(f"planner_data of {key} is {path!r:.100}; expected a tuple of keys and indices")
 

@@ -126,11 +126,7 @@ class Equation:
     dim: int = 0
 
     def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """The pieces of a tensor of the model; None if the files have no tensor of the equation.
-
-        Raises:
-            ValueError: some are missing, or shapes do not fit; by name.
-        """
+        """Pieces of a tensor of the model, None if files have none. Raises ValueError, by name, if one does not fit."""
         files = [file for row in self.rows for file in row]
         missing = [file for file in files if file not in source]
         if len(missing) == len(files):
@@ -138,9 +134,7 @@ class Equation:
         if missing:
             raise ValueError(f"{name} is made of {len(files)} tensors, and the files have no {missing[0]}")
         if unknown := [model for model in self.models if model not in shapes]:
-            raise ValueError(
-                f"{name} is joined with {unknown[0]} in {files[0]}, and the model has no {unknown[0]}"
-            )
+            raise ValueError(f"{name} is joined in {files[0]} with {unknown[0]}, which the model lacks")
         if self.stacked and shapes[name][:1] != (len(self.rows),):
             raise ValueError(f"{name} of shape {shapes[name]} is a stack of {len(self.rows)} in the files")
         return [

@@ -39,11 +39,6 @@ class Run:
         return self.members[0].group
 
     @property
-    def cut_by_others(self) -> bool:
-        """Whether another parallelism cuts one of the group's tensors."""
-        return any(plan.cut_by_others for plan in self.group.plan.params)
-
-    @property
     def segment(self) -> int:
         """In which segment."""
         return self.members[0].place.segment
@@ -95,7 +90,11 @@ def _run(members: list[Target], dtype: torch.dtype) -> Run:
 
 def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     """Which ranks of the shard axis receive; None: all."""
-    if ranks is None or run.cut_by_others:  # such a tensor is gathered over that afterwards, by all its ranks
+    if ranks is None:
+        return None
+    if any(
+        plan.cut_by_others for plan in run.group.plan.params
+    ):  # all ranks of another parallelism gather it again
         return None
     members = dist.get_process_group_ranks(run.group.plan.data.groups[-1])
     receivers = [index for index, rank in enumerate(members) if rank in ranks]
@@ -147,18 +146,17 @@ def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
     return full
 
 
-def tensors_of(run: Run, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(run: Run, full: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors of a gathered run, views of it; if another parallelism cuts them, gathered over its mesh."""
     for entry in run.members:
         param = entry.param
         assert param is not None
         first = entry.place.offset - run.start
         view = full[first : first + entry.place.numel].view(param.shape)
-        if param.other is None:
-            yield entry.name, view
+        if (other := param.other) is None:
+            yield view
             continue
-        other = param.other
         placed = DTensor.from_local(
             view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
         )
-        yield entry.name, placed.full_tensor()
+        yield placed.full_tensor()

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ragged_shard.device import CPU
 from ragged_shard.dist import gather_from_ranks
 
 from .conversions import FileGroups
-from .export import Exporter
+from .export import Exporter, on_meta
 from .files import library
 from .merged import Merged, base_of
 
@@ -60,7 +61,7 @@ def save_safetensors(
     """
     folder, problem = Path(folder), ""
     exporter = Exporter(module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER)
-    groups = FileGroups(base_of(module), exporter.on_meta())
+    groups = FileGroups(base_of(module), on_meta(exporter.entries, dtype))
     bins = split_by_size([sum(t.nbytes for t in made.values()) for made in groups.made], max_file_bytes)
     files = {
         folder / name: {key: tensor for index in members for key, tensor in groups.made[index].items()}
@@ -69,7 +70,8 @@ def save_safetensors(
     tensors = exporter.tensors()
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(folder, files, _in_file_form(groups, tensors))
+            # `map` keeps no tensor while the next is gathered
+            _write(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
         except Exception as error:  # the other ranks must not wait for this one
             problem = f"{type(error).__name__}: {error}"
     for _ in tensors:  # to the end, on every rank
@@ -78,14 +80,6 @@ def save_safetensors(
     if problem:
         raise OSError(f"{_CALLER}: rank 0 could not write to {folder}: {problem}")
     return list(files)
-
-
-def _in_file_form(groups: FileGroups, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    for name, full in tensors:
-        complete = groups.add(name, full, CPU)
-        del full  # before the next is gathered
-        if complete is not None:
-            yield from complete[1].values()
 
 
 def _write(
@@ -151,10 +145,9 @@ def _write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterat
         file.write(header)
         for name, like in content.items():
             tensor = next(tensors)
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} of {tensor.shape}; expected {like.dtype} of {like.shape}"
-                )
+            found, expected = (tensor.dtype, tensor.shape), (like.dtype, like.shape)
+            if found != expected:
+                raise ValueError(f"{name} is {found}; expected {expected}")
             flat = tensor.to(CPU).reshape(-1)
             if flat.nbytes:
                 file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))

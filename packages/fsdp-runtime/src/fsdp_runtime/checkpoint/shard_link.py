@@ -52,11 +52,7 @@ class Link:
         self._store.set(f"boxes/{self._member}", json.dumps(self._own))
 
     def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that senders hold; waits for them.
-
-        Raises:
-            ValueError: senders have a tensor in different shapes or dtypes; on every member that asks or plans.
-        """
+        """Shape and dtype of each tensor that senders hold; waits for them. Raises ValueError if senders differ."""
         for sender in range(self._senders):
             for name, (shape, dtype, _) in self._listed_by(sender).items():
                 found = (tuple(shape), getattr(torch, dtype))
@@ -70,11 +66,7 @@ class Link:
         self._store.set(f"boxes/{self._member}", json.dumps(listed))
 
     def plan(self) -> None:
-        """Plan the transfers; waits for all members.
-
-        Raises:
-            ValueError: senders do not hold all of a wanted box, or differ in a tensor's shape or dtype.
-        """
+        """Plan the transfers; waits for all members. Raises ValueError as `held`, and if senders lack part of a box."""
         self.held()
         held = [
             {name: _boxes(boxes) for name, (_, _, boxes) in self._listed_by(sender).items()}
@@ -91,23 +83,16 @@ class Link:
         return found
 
     def send(self, shards: Iterable[LocalShard]) -> int:
-        """Send this sender's parts of the plan, in the order of names; returns the bytes.
-
-        Raises:
-            RuntimeError: these are not the boxes that it listed, in their dtypes.
-        """
+        """Send this sender's parts of the plan; returns the bytes. Raises RuntimeError for others than it listed."""
         nbytes, left = 0, dict(self._own)
         for name, group in itertools.groupby(shards, _NAME):
             those = list(group)
             if _described(those) != left.pop(name, None):
-                raise RuntimeError(
-                    f"{name}: other boxes or another dtype than when they were listed; connect again"
-                )
+                raise RuntimeError(f"{name}: other boxes or another dtype than when listed; connect again")
             views = {shard.box: shard.tensor for shard in those}
             own = [each for each in self._plan.get(name, ()) if each.source == self._member]
-            sent = [
-                _bytes(views[each.held][each.part.slices(each.held.offsets)].contiguous()) for each in own
-            ]
+            parts = (views[each.held][each.part.slices(each.held.offsets)] for each in own)
+            sent = [_bytes(part.contiguous()) for part in parts]
             works = [
                 self._group.send([part], self._senders + each.target, 0)
                 for part, each in zip(sent, own, strict=True)
@@ -116,9 +101,7 @@ class Link:
                 work.wait()
             nbytes += sum(part.nbytes for part in sent)
         if left:
-            raise RuntimeError(
-                f"{next(iter(left))}: it was listed, and is not in the model any more; connect again"
-            )
+            raise RuntimeError(f"{next(iter(left))}: it was listed, but has left the model; connect again")
         return nbytes
 
     def receive(self) -> Iterator[tuple[str, Box, torch.Tensor]]:

@@ -52,23 +52,17 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """Every tensor of a model's state dict, once.
-
-    Raises:
-        TypeError: an entry that is not a tensor.
-    """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    """Every tensor of a model's state dict, once; raises TypeError for an entry that is not a tensor."""
+    entries: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} of the model's state dict is a {type(value).__name__}, not a tensor")
-        tensors[id(value)] = value
-        names.setdefault(id(value), []).append(name)
+        entries.setdefault(id(value), (value, []))[1].append(name)
     params = [param for unit in units_of(model) for param in unit.params]
     managed = {id(tensor): param for param in params for tensor in (param.registered(), param.sharded)}
     return [
-        Target(first, tensors[key], managed.get(key), tuple(others))
-        for key, (first, *others) in names.items()
+        Target(first, tensor, managed.get(key), tuple(others))
+        for key, (tensor, (first, *others)) in entries.items()
     ]
 
 
@@ -153,9 +147,7 @@ def plain_name(name: str) -> str:
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
     """Parameters unit by unit in the order of memory, then all others; each once. Reshards gathered parameters.
 
-    Names are as in `plain_name`.
-
-    Parameters that were moved or assigned since the last forward are adopted; every rank calls it.
+    Names are as in `plain_name`. Parameters that were moved or assigned are adopted; every rank calls it.
 
     Args:
         buffers: persistent buffers too.
@@ -177,17 +169,9 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
         if buffers or param is not None or isinstance(target.tensor, nn.Parameter):
             value = target.tensor.detach()
             others.append(Target(name, value if param is None else param.plain(value), None))
-    return [*_by_group(model, names), *others]
-
-
-def _by_group(model: nn.Module, names: dict[int, str]) -> Iterator[Target]:
-    for unit in units_of(model):
-        for group in unit.groups:
-            if not group.holds_values:
-                continue
-            entries = [
-                Target(names[id(param.sharded)], param.sharded.detach(), param)
-                for param in group.params
-                if id(param.sharded) in names
-            ]
-            yield from sorted(entries, key=lambda entry: (entry.place.segment, entry.place.offset))
+    entries: list[Target] = []
+    for group in (group for unit in units_of(model) for group in unit.groups if group.holds_values):
+        params = [param for param in group.params if id(param.sharded) in names]
+        in_group = [Target(names[id(param.sharded)], param.sharded.detach(), param) for param in params]
+        entries += sorted(in_group, key=lambda entry: (entry.place.segment, entry.place.offset))
+    return [*entries, *others]

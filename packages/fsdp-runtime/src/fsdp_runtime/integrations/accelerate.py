@@ -138,12 +138,7 @@ def _final_norm(model: nn.Module) -> nn.Module | None:
 
 def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Move a model to meta; shared parameters stay shared. Returns the buffers that no state dict has."""
-    kept = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name in module._non_persistent_buffers_set
-    ]
+    kept: list[tuple[nn.Module, str, torch.Tensor]] = []
     made: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -153,7 +148,10 @@ def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
                     made[param].__dict__.update(param.__dict__)
                 module._parameters[name] = made[param]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+                if name in module._non_persistent_buffers_set:
+                    kept.append((module, name, buffer))
     return kept
 
 
@@ -176,14 +174,10 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 
 
 def load_state(accelerator: Any, input_dir: str | Path | None = None, **options: Any) -> None:
-    """`accelerator.load_state`, also of full state dicts, which torch cannot slice.
+    """`accelerator.load_state` of prepared models from `shard`, also of full state dicts, which torch cannot slice.
 
     Each rank reads sharded ones; rank 0 sends slices of full ones, a tensor at a time. If only one rank cannot read a
     file, it raises, and the launcher ends the others.
-
-    Args:
-        accelerator: with prepared models from `shard`.
-        input_dir, options: of `accelerator.load_state`.
     """
     with full_state_dicts():
         accelerator.load_state(None if input_dir is None else str(input_dir), **options)
@@ -201,12 +195,8 @@ def full_state_dicts() -> Iterator[None]:
         if not _full(model, options):
             return of_model(model, model_state_dict, options=options)
         unread = options.broadcast_from_rank0 and dist.get_rank() != 0  # such as tensors on meta
-        set_full_state_dict(
-            model,
-            {} if unread else model_state_dict,
-            rank0_only=options.broadcast_from_rank0,
-            strict=options.strict,
-        )
+        values = {} if unread else model_state_dict
+        set_full_state_dict(model, values, rank0_only=options.broadcast_from_rank0, strict=options.strict)
         return nn.modules.module._IncompatibleKeys([], [])
 
     def set_optimizer(

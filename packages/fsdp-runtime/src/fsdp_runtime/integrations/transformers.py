@@ -82,9 +82,8 @@ class RaggedTrainer:
         trainer: Any = self
         if not trainer.is_fsdp_enabled:
             return False
-        return isinstance(
-            trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), FSDPModule
-        )
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        return isinstance(model, FSDPModule)
 
     def _shard(self) -> None:
         trainer: Any = self

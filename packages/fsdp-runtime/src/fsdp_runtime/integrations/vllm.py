@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from .. import _torch_compat as compat
-from .._torch.tree import cast_to
 from ..checkpoint.conversions import FileGroups
-from ..checkpoint.export import Exporter, entries_of
+from ..checkpoint.export import Exporter, entries_of, on_meta
 from ..checkpoint.local_shards import LocalShard, local_shards
 from ..checkpoint.merged import Merged, base_of
 
@@ -54,21 +53,16 @@ def weight_source(
         @cached_property
         def metadata(self) -> list[Any]:
             """Name, dtype and shape of each tensor, in the order of `iter_full`; every rank has all of them."""
-            cast, tensors = cast_to(dtype), dict[str, torch.Tensor]()
-            for entry in entries_of(model, buffers=True):
-                kept = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
-                tensors[entry.name] = cast(kept)
-            return [ParamMeta(*meta) for meta in _described(FileGroups(base_of(model), tensors).made)]
+            tensors = on_meta(entries_of(model, buffers=True), dtype)
+            return [ParamMeta(*meta) for meta in _described(FileGroups(base_of(model), tensors))]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             """A pass over the whole tensors."""
             exporter = Exporter(model, dtype, bucket_bytes, None, buffers=True, caller="iter_full")
-            groups = FileGroups(base_of(model), exporter.on_meta())
+            groups = FileGroups(base_of(model), on_meta(exporter.entries, dtype))
             before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
-            if before != _described(groups.made):
-                raise RuntimeError(
-                    "iter_full: the model's tensors differ from metadata; make a new weight_source"
-                )
+            if before != _described(groups):
+                raise RuntimeError("iter_full: tensors differ from metadata; make a new weight_source")
             return _pass(exporter, groups)
 
         def local_shards(self) -> Iterator[LocalShard]:
@@ -82,8 +76,9 @@ def weight_source(
     return ShardedModelSource()
 
 
-def _described(made: list[dict[str, torch.Tensor]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, tensor.dtype, tuple(tensor.shape)) for group in made for name, tensor in group.items()]
+def _described(groups: FileGroups) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    made = (tensor for group in groups.made for tensor in group.items())
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made]
 
 
 def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,9 +93,7 @@ def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.T
                     f"iter_full: {name} was written to since iter_full was called; read all tensors of a pass before "
                     "an optimizer's step, and while a LoRA is merged"
                 )
-            complete = groups.add(name, full)
-            del full
-            if complete is not None:
-                yield from complete[1].items()
+            yield name, full
+            del full  # before the next is gathered
 
-    return tensors()
+    return groups.in_file_form(tensors())

@@ -3,9 +3,4 @@
 from .._torch_compat import fake_tensors
 from .units import UnitMemory, gathered_memory, unit_memory
 
-__all__ = [
-    "UnitMemory",
-    "fake_tensors",
-    "gathered_memory",
-    "unit_memory",
-]
+__all__ = ["UnitMemory", "fake_tensors", "gathered_memory", "unit_memory"]

@@ -54,11 +54,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, model: nn.Module, *, ahead: int = 8) -> None:
-        units = [member.unit for member in map(member_of, model.modules()) if member is not None]
-        if not units:
+        member = next(filter(None, map(member_of, model.modules())), None)
+        if member is None:
             raise ValueError("OffloadActivations: no module of the model is sharded by fully_shard")
         super().__init__(self._pack, self._unpack)
-        device = units[0].data.device
+        device = member.unit.data.device
         self._model, self._ahead, self._layer = model, ahead, device_layer(device)
         self._recycler = streams_of(device).recycler
         self._stream: Any = self._layer.new_stream()
@@ -87,10 +87,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if not isinstance(tensor, torch.Tensor) or not self._moves(tensor):
             return tensor
         tensor = tensor.detach()  # an operation's result would keep its graph alive
-        storage, itemsize = tensor.untyped_storage(), tensor.itemsize
-        first = int(tensor.storage_offset()) * itemsize
+        storage, first = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start, stop = first, first + (last + 1) * itemsize
+        start, stop = first, first + (last + 1) * tensor.itemsize
         if 2 * (stop - start) > storage.nbytes():  # views of most of a storage share one run
             start, stop = 0, storage.nbytes()
         place = (storage.data_ptr(), start, stop)
@@ -144,14 +143,10 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         inner = {name: self._unpack(part) for name, part in parts.items()}
         return DTensor.__tensor_unflatten__(inner, context, size, stride)
 
-    def _view(
-        self, run: "_Run", dtype: torch.dtype, offset: int, size: torch.Size, stride: Any
-    ) -> torch.Tensor:
+    def _view(self, run: "_Run", dtype: torch.dtype, offset: int, size: Any, stride: Any) -> torch.Tensor:
         """A saved tensor, a view of a run: `offset` bytes after its start."""
-        for number in range(
-            run.number, run.number - 1 - self._ahead, -1
-        ):  # backward goes from the last to the first
-            if (near := self._runs.get(number)) is not None:
+        for back in range(1 + self._ahead):  # backward goes from the last to the first
+            if (near := self._runs.get(run.number - back)) is not None:
                 self._fetch(near)
         run.wait()
         if run.changed:
@@ -193,7 +188,7 @@ class _Run:
 
     @property
     def changed(self) -> bool:
-        """Whether the bytes were changed in place since autograd saved them, and the copy may have those after it."""
+        """Whether the bytes were changed in place since autograd saved them, so that the copy may differ."""
         return self.source is not None and self.source._version != self.version
 
     def wait(self) -> None:

@@ -82,12 +82,10 @@ def _scratch(unit: Unit) -> int:
     """Bytes of one reduction: one call for each mesh."""
     total = 0
     for data in unit.meshes:
-        groups = [group for group in unit.groups if group.plan.data == data and group.memory().reducing]
-        plans = [group.plan for group in groups]
-        forms = [(plan.reduction, plan.geometry, plan.dtypes.reduce) for plan in plans]
-        encoded = [(form, where, dtype) for form, where, dtype in forms if form is not None]
-        if encoded and data.shard_size > 1:
-            total += encoded[0][0].scratch_bytes(encoded)
+        plans = [group.plan for group in unit.groups if group.plan.data == data and group.memory().reducing]
+        forms = [(p.reduction, p.geometry, p.dtypes.reduce) for p in plans if p.reduction is not None]
+        if forms and data.shard_size > 1:
+            total += forms[0][0].scratch_bytes(forms)
     return total
 
 
@@ -103,7 +101,5 @@ def gathered_memory(module: nn.Module) -> RecyclerStats:
 def _member(module: nn.Module) -> Member:
     member = member_of(module)
     if member is None:
-        raise ValueError(
-            f"{type(module).__name__} is not a unit; ask for a module that fully_shard was called on"
-        )
+        raise ValueError(f"{type(module).__name__} is no unit; pass a module that fully_shard was called on")
     return member

@@ -5,25 +5,23 @@ runs                   [-------------]   [------]     one kernel each to read an
 """
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-import ragged_shard
 from ragged_shard import RaggedDTensor
 from ragged_shard.device import CPU, is_cpu
 from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
+from .._torch.tree import local_like
 
-_ADDRESS, _NBYTES = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
 _PIECE = 1 << 16  # elements in one sum on a CPU: over longer ones torch's kernels there lose digits
 
 
@@ -69,9 +67,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(
-            f"clip_grad_norm_: norm_type is {order}; expected a positive number, or inf for the largest value"
-        )
+        raise ValueError(f"clip_grad_norm_: norm_type is {order}; expected a positive number or inf")
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
@@ -84,10 +80,8 @@ def clip_grad_norm_(
         device = torch.device(pp_mesh.device_type) if norm.device.type != pp_mesh.device_type else norm.device
         norm = _reduced(norm.to(device, torch.float64), order, [pp_mesh.get_group()]).to(norm.dtype)
     if error_if_nonfinite and not torch.isfinite(norm):
-        stages = " over all pipeline stages" if pp_mesh is not None else ""
-        raise RuntimeError(
-            f"the norm of order {order} of all gradients{stages} is {norm.item()}: not clipped"
-        )
+        where = " over all pipeline stages" if pp_mesh is not None else ""
+        raise RuntimeError(f"the norm of order {order} of all gradients{where} is {norm.item()}: not clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for tensors in _by_kind(gradients.scaled).values():
         compat.scale(tensors, coefficient.to(tensors[0].device))
@@ -99,13 +93,11 @@ class _Cut:
     """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank.
 
     Attributes:
-        ranks: over which they are cut.
         groups: to reduce over, one after another, so that all of these ranks contribute: one if one group has them.
         slices: plain tensors as backward left them, which may be adjacent in memory.
         separate: gradients that backward did not leave in a shard.
     """
 
-    ranks: frozenset[int]
     groups: list[dist.ProcessGroup]
     slices: list[torch.Tensor] = field(default_factory=list)
     separate: list[torch.Tensor] = field(default_factory=list)
@@ -149,12 +141,10 @@ class _Gradients:
             cut = by_axes[axes]
             if grad is None:
                 continue
-            if type(grad) is RaggedDTensor and (
-                grad.placements is placements or grad.placements == placements
-            ):
+            if type(grad) is RaggedDTensor and grad.placements == placements:
                 cut.slices.append(grad.local)
             else:
-                cut.separate.append(_laid_out_like(param, grad))
+                cut.separate.append(local_like(param, grad))
                 self.scaled.append(grad)
         for cut in self.cuts.values():
             cut.slices = runs_of(cut.slices)
@@ -163,7 +153,7 @@ class _Gradients:
     def _cut(self, mesh: DeviceMesh | None, axes: list[int]) -> _Cut:
         groups = [] if mesh is None else [mesh.get_group(axis) for axis in axes]
         ranks = frozenset[int]() if mesh is None or not axes else ranks_along(mesh, axes)
-        cut = self.cuts.setdefault(ranks, _Cut(ranks, groups))
+        cut = self.cuts.setdefault(ranks, _Cut(groups))
         if len(groups) < len(cut.groups):
             cut.groups = groups
         world = dist.group.WORLD
@@ -212,16 +202,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _laid_out_like(param: Any, grad: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a gradient, cut as its parameter is. May communicate, as redistribute does."""
-    if not isinstance(grad, DISTRIBUTED):
-        grad = ragged_shard.distribute_like(grad.detach(), param, src_data_rank=None)
-    elif grad.placements != param.placements:
-        grad = ragged_shard.redistribute(grad, placements=param.placements)
-    local: torch.Tensor = cast(DTensor, grad).to_local()
-    return local
-
-
 def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
     """The ranks that some axes of a mesh spread this rank's coordinate over."""
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
@@ -234,37 +214,30 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     A run is at the place of the first of its tensors in `tensors`, so that sums do not depend on addresses.
     """
-    places = sorted(
-        zip(map(_ADDRESS, tensors), map(_NBYTES, tensors), range(len(tensors)), tensors, strict=True)
-    )
-    runs: list[tuple[int, torch.Tensor]] = []
-    first, end, limit, earliest = None, -1, -1, -1  # of the run that is open
+    places = sorted((each.data_ptr(), each.nbytes, number, each) for number, each in enumerate(tensors))
+    runs: list[list[tuple[int, torch.Tensor]]] = []
+    end = limit = -1  # of the last run, and of its storage
     for address, nbytes, position, tensor in places:
         if not nbytes:
             continue
-        if not tensor.is_contiguous():
-            runs.append((position, tensor))
-            continue
-        if first is not None and address == end and end + nbytes <= limit and tensor.dtype is first.dtype:
-            end += nbytes
-            earliest = min(earliest, position)
-            continue
-        if first is not None:
-            runs.append((earliest, _run(first, end)))
-        storage = tensor.untyped_storage()
-        first, end, limit = tensor, address + nbytes, storage.data_ptr() + storage.nbytes()
-        earliest = position
-    if first is not None:
-        runs.append((earliest, _run(first, end)))
-    return [run for _, run in sorted(runs, key=operator.itemgetter(0))]
+        contiguous = tensor.is_contiguous()
+        fits = contiguous and address == end and end + nbytes <= limit
+        if fits and tensor.dtype is runs[-1][0][1].dtype:
+            runs[-1].append((position, tensor))
+        else:
+            runs.append([(position, tensor)])
+            storage = tensor.untyped_storage()
+            limit = storage.data_ptr() + storage.nbytes()
+        end = address + nbytes if contiguous else -1
+    runs.sort(key=lambda run: min(position for position, _ in run))
+    return [_joined([tensor for _, tensor in run]) for run in runs]
 
 
-def _run(first: torch.Tensor, end: int) -> torch.Tensor:
-    """The elements from those of `first` up to the address `end`."""
-    length = (end - first.data_ptr()) // first.itemsize
-    if length == first.numel():
+def _joined(run: list[torch.Tensor]) -> torch.Tensor:
+    first, *others = run
+    if not others:
         return first
-    return first.as_strided((length,), (1,), first.storage_offset())
+    return first.as_strided((sum(tensor.numel() for tensor in run),), (1,), first.storage_offset())
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -75,46 +75,35 @@ class QuantizationPolicy:
     at_rest: AtRest | None = None
 
     def __post_init__(self) -> None:
-        weights, gradients = self.weights, self.gradients
-        self._check_at_rest()
-        if weights is not None and not isinstance(weights, OnWire):
-            raise ValueError(
-                f"QuantizationPolicy: weights is {weights!r}; expected BlockFP8, BlockInt8 or None"
-            )
-        if weights is not None and weights.needs_noise:
-            raise ValueError(f"QuantizationPolicy: weights={weights}: weights are rounded to nearest only")
+        weights, gradients, at_rest = self.weights, self.gradients, self.at_rest
+        checked: Any = (("weights", weights, OnWire), ("at_rest", at_rest, AtRest))
+        for name, blocks, formats in checked:
+            if blocks is not None and not isinstance(blocks, formats):
+                expected = ", ".join(kind.__name__ for kind in get_args(formats))
+                raise ValueError(f"QuantizationPolicy: {name} is {blocks!r}; expected {expected} or None")
+            if blocks is not None and blocks.needs_noise:
+                raise ValueError(f"QuantizationPolicy: {name}={blocks}: weights are rounded to nearest only")
         if gradients not in (None, "bf16") and not isinstance(gradients, BlockInt8):
             raise ValueError(
                 f"QuantizationPolicy: gradients is {gradients!r}; expected 'bf16', BlockInt8 or None"
             )
-        if weights is None and gradients is None and self.at_rest is None:
+        if at_rest is not None and weights is not None:
+            raise ValueError(
+                f"QuantizationPolicy: weights={weights} does not go with at_rest={at_rest}: codes at rest travel as "
+                "they are; give one of the two, and units of trained weights a separate policy"
+            )
+        if at_rest is not None and isinstance(gradients, BlockInt8):
+            raise ValueError(
+                f"QuantizationPolicy: gradients={gradients} does not go with at_rest={at_rest}: selected weights have "
+                "no gradients; use 'bf16' or None"
+            )
+        if weights is None and gradients is None and at_rest is None:
             raise ValueError(
                 "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
             )
         if self.select is not None and not callable(self.select):
             raise ValueError(
                 f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
-            )
-
-    def _check_at_rest(self) -> None:
-        blocks = self.at_rest
-        if blocks is None:
-            return
-        if not isinstance(blocks, AtRest):
-            raise ValueError(
-                f"QuantizationPolicy: at_rest is {blocks!r}; expected BlockNF4, BlockInt8, BlockFP8 or None"
-            )
-        if blocks.needs_noise:
-            raise ValueError(f"QuantizationPolicy: at_rest={blocks}: weights are rounded to nearest only")
-        if self.weights is not None:
-            raise ValueError(
-                f"QuantizationPolicy: weights={self.weights} does not go with at_rest={blocks}: codes at rest travel "
-                "as they are; give one of the two, and units of trained weights a separate policy"
-            )
-        if isinstance(self.gradients, BlockInt8):
-            raise ValueError(
-                f"QuantizationPolicy: gradients={self.gradients} does not go with at_rest={blocks}: selected weights "
-                "have no gradients; use 'bf16' or None"
             )
 
     def selects(self, param: Any) -> bool:
@@ -138,11 +127,7 @@ class QuantizationPolicy:
         return self.weights if self.at_rest is None else self.at_rest
 
     def reduction(self, selected: bool, gathered: torch.dtype) -> ReductionForm | None:
-        """What gradients that are reduced in this dtype travel as.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """The form in which gradients that are reduced in this dtype travel; raises ValueError if they cannot."""
         if self.gradients is None or not gathered.is_floating_point:
             return None
         if self.gradients == "bf16":

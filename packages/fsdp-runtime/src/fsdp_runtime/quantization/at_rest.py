@@ -23,6 +23,7 @@ from ragged_shard.dist import DISTRIBUTED
 from .._params.group import Group
 from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
 from .._plan.param import ManagedParam, local_of
+from .._torch.tree import local_like
 from .blocks import common_block
 from .on_wire import OnWireGroup
 
@@ -100,7 +101,7 @@ def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries:
                 f"{param.name}{what}: {value.dtype} of shape {tuple(value.shape)}; {_format(plan)} has {wanted.dtype} "
                 f"of shape {tuple(wanted.shape)}. Load it with the format that it was saved in"
             )
-        moved.append(_laid_out(value.detach(), wanted).to(plan.data.device))
+        moved.append(local_like(wanted, value.detach()).to(plan.data.device))
     local = like.local
     assert isinstance(local, BlockQuantizedTensor)
     codes, scales = moved[0].view(torch.uint8).view(-1), moved[1].view(-1)
@@ -115,9 +116,9 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
     Args:
         value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
     """
-    value = value.detach()
+    value, empty = value.detach(), partial(empty_codes, plan.geometry, param.name, _format(plan))
     if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != param.placements:
-        like = _empty(plan, param, value.dtype, torch.device("meta"))
+        like = empty(value.dtype, torch.device("meta"))
         value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
     with torch.no_grad():
         if isinstance(value, DISTRIBUTED):
@@ -126,28 +127,9 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
             value = plan.geometry.cut(param.name, value)
         device = value.device if value.is_meta else plan.data.device
         dtype = value.dtype if value.dtype in VALUES else plan.dtypes.kept
-        made = _empty(plan, param, dtype, device)
+        made = empty(dtype, device)
         made.copy_(value)
     return made
-
-
-def _empty(
-    plan: GroupPlan, param: ParamPlan, dtype: torch.dtype, device: torch.device
-) -> BlockQuantizedTensor:
-    return empty_codes(plan.geometry, param.name, _format(plan), dtype, device)
-
-
-def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a value, placed as another."""
-    assert isinstance(like, RaggedDTensor)
-    with torch.no_grad():
-        if isinstance(value, DISTRIBUTED):
-            placed = ragged_shard.redistribute(value, placements=like.placements)
-        else:
-            placed = ragged_shard.distribute_tensor(
-                value, like.device_mesh, like.placements, src_data_rank=None
-            )
-    return placed.local
 
 
 class AtRestGroup(OnWireGroup):
@@ -212,11 +194,7 @@ class AtRestGroup(OnWireGroup):
             vars(param.sharded).setdefault(name, "an entry of state dicts")
 
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
-        """Replace codes and scales by the parameter's entry.
-
-        Raises:
-            ValueError: one is missing, or the values are there too.
-        """
+        """Replace codes and scales by the parameter's entry. Raises ValueError if one is missing, or not alone."""
         keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
         if keys in ([], [key]):
             return

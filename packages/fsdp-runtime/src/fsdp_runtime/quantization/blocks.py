@@ -1,10 +1,8 @@
-"""Blocks and dtypes that quantized parameters can have."""
+"""Blocks that quantized parameters can have."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from dbuffer.encodings import BlockFormat, BlocksOnWire
 from layout_planner import Block, Elements, Rows, Tile, Whole
 
 
@@ -29,15 +27,3 @@ def common_block(rows: int, block: Block | None, shape: Sequence[int]) -> Block:
         case Elements(count):
             return Elements(math.lcm(count, (rows if uniform else matrix) * width))
     return block
-
-
-def check_values(name: str, fmt: BlockFormat, dtypes: Sequence[Any]) -> None:
-    """Raise ValueError, naming the parameter, where values of one of these dtypes cannot be quantized."""
-    try:
-        for dtype in dtypes:
-            BlocksOnWire(fmt).dtypes(dtype, dtype)
-    except ValueError as error:
-        raise ValueError(
-            f"quantize: parameter {name} was selected: {error}; convert it, or do not select it "
-            "(QuantizationPolicy.select)"
-        ) from error

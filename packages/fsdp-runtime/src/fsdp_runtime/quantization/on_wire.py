@@ -15,7 +15,7 @@ from layout_planner import Layout
 from .._params.group import Group
 from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
 from .._plan.param import ManagedParam
-from .blocks import check_values, common_block
+from .blocks import common_block
 
 Params = Sequence[ManagedParam[Any]]
 
@@ -36,15 +36,21 @@ class OnWireGroup(Group):
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
         """Raise ValueError, naming the parameter, if its values cannot be quantized."""
         dtypes, policy = dtypes_for(param.dtype, request.precision), cast(Any, request.quantization)
-        check_values(param.name, policy.blocks, (dtypes.kept, dtypes.compute))
+        try:
+            for dtype in (dtypes.kept, dtypes.compute):
+                BlocksOnWire(policy.blocks).dtypes(dtype, dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"quantize: parameter {param.name} was selected: {error}; convert it, or do not select it "
+                "(QuantizationPolicy.select)"
+            ) from error
 
     @classmethod
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
         weights = cast(Any, request.quantization).weights
-        return planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0])), BlocksOnWire(
-            weights
-        )
+        layout = planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0]))
+        return layout, BlocksOnWire(weights)
 
     @property
     def wire_format(self) -> BlockFormat | None:

@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not first.startswith("-") and first not in _SUBCOMMANDS:
             raise TrainError(f"{first!r} is not a subcommand: there are {', '.join(_SUBCOMMANDS)}")
         if importlib.util.find_spec("matplotlib") is None:
-            raise TrainError(
-                "matplotlib, which draws the curves, is missing: pip install 'fsdp-runtime[train]'"
-            )
+            raise TrainError("matplotlib, which draws curves, is missing: pip install 'fsdp-runtime[train]'")
         if first in _SUBCOMMANDS:
             if "RANK" in os.environ:
                 raise TrainError(f"{first} starts its own ranks: run it without torchrun")
@@ -61,11 +59,10 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _train(argv: list[str]) -> int:
-    rows = [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
-    first = "Pretrain a small transformer on real text, sharded over all local ranks."
-    parser = _parser(
-        "", "\n".join([first, "", "subcommands (each has --help); without one it trains:", *rows])
-    )
+    lines = ["Pretrain a small transformer on real text, sharded over all local ranks.", ""]
+    lines += ["subcommands (each has --help); without one it trains:"]
+    lines += [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
+    parser = _parser("", "\n".join(lines))
     parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
     add_run_options(parser)
     options = parser.parse_args(argv)

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -65,8 +66,6 @@ def save(
     """Write a checkpoint of all ranks; returns its folder. The `keep` newest stay. Collective.
 
     Args:
-        run: folder of the run.
-        model, optimizer: of the run.
         about: becomes part of ``run.json``; "step" names the folder.
         keep: complete checkpoints that stay, this one included.
 
@@ -85,8 +84,8 @@ def save(
                 part.mkdir(parents=True)
         dcp_save({"model": weights, "optimizer": state}, storage_writer=FileSystemWriter(part))
         with agreed("reading the files"):
-            own = sorted(path.name for path in part.glob(f"__{rank}_*"))
-            files = _digests(part, own + ([METADATA] if rank == 0 else []))
+            own = [*part.glob(f"__{rank}_*"), *([part / METADATA] if rank == 0 else [])]
+            files = {path.name: _digest(path) for path in own}
         all_files = {name: digest for each in gather_from_ranks(files) for name, digest in each.items()}
         with agreed("renaming the folder"):
             if rank == 0:
@@ -113,12 +112,9 @@ def _publish(part: Path, final: Path, about: dict[str, Any], keep: int) -> None:
         shutil.rmtree(old)
 
 
-def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    digests = {}
-    for name in names:
-        with (folder / name).open("rb") as file:
-            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_of_json(value: Any) -> str:
@@ -144,11 +140,7 @@ def latest(run: Path) -> Path | None:
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
-    """Read ``run.json``: the run that a checkpoint belongs to.
-
-    Raises:
-        TrainError: it is missing, has changed since it was written, or is not of this version of the program.
-    """
+    """Read ``run.json``; raises `TrainError` if it is missing, has changed, or is of another version of the program."""
     try:
         saved = json.loads((checkpoint / RUN_FILE).read_text())
         about: dict[str, Any] = saved["about"]
@@ -163,14 +155,12 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
 def check_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
     """Raise `TrainError` if a file of a checkpoint is missing or has changed since it was written.
 
-    Args:
-        checkpoint: its folder.
-        share, shares: check every `shares`-th file from `share` on, so that ranks divide the work.
+    Checks every `shares`-th file from `share` on, so that ranks divide the work.
     """
     files = read_about(checkpoint)["files"]
     for name in sorted(files)[share::shares]:
         try:
-            changed = _digests(checkpoint, [name])[name] != files[name]
+            changed = _digest(checkpoint / name) != files[name]
         except OSError as error:
             raise TrainError(f"{checkpoint / name} is damaged: {error.strerror}") from error
         if changed:
@@ -261,11 +251,7 @@ def _taken(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Path, bool]:
 
 
 def run_to_resume(out: str | None) -> Path:
-    """The folder of the run that ``--resume`` continues: `out`, or the newest in ``runs``.
-
-    Raises:
-        TrainError: it has no complete checkpoint.
-    """
+    """The run that ``--resume`` continues: `out`, or the newest in ``runs``. Raises `TrainError` if none is saved."""
     folders = RUNS.glob("*") if out is None else [Path(out)]
     runs = [path for path in folders if latest(path) is not None]
     if not runs:
@@ -275,7 +261,5 @@ def run_to_resume(out: str | None) -> Path:
 
 def next_free(parent: Path) -> Path:
     """The next numbered folder below `parent` that does not exist."""
-    number = 1
-    while (parent / f"{number:03d}").exists():
-        number += 1
-    return parent / f"{number:03d}"
+    folders = (parent / f"{number:03d}" for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())

@@ -126,11 +126,7 @@ def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str,
 
 
 def run_quietly(config: RunConfig, ranks: int) -> Entries:
-    """One run from start to end. Returns its metrics.
-
-    Raises:
-        TrainError: it failed or was stopped.
-    """
+    """One run from start to end; returns its metrics. Raises `TrainError` if it failed or was stopped."""
     config.check(ranks)
     if start_ranks(config, ranks, quiet=True):
         raise TrainError("stopped")

@@ -39,9 +39,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
     data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
     held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option(
-        "uint16", "type of .bin token files"
-    )
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option("uint16", "type of .bin files")
     vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text)")
     seq_len: int = _option(256, "tokens of a sequence", least=1)
     batch: int = _option(24, "sequences of a global batch, for any number of ranks", least=1)
@@ -57,15 +55,11 @@ class RunConfig:
     checkpointing: bool = _option(False, "recompute each block's activations in backward (default: no)")
     seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
     system: System = _option(  # noqa: RUF009  (a string)
-        "fsdp_runtime",
-        "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)",
+        "fsdp_runtime", "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"
     )
-    block: str = _option(
-        "auto", "blocks that are not cut: auto (the optimizer's), none, rows:N, tile:RxC or whole"
-    )
+    block: str = _option("auto", "uncut blocks: auto (the optimizer's), none, rows:N, tile:RxC or whole")
     quantize: Literal["none", "fp8", "int8"] = _option(
-        "none",
-        "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)",
+        "none", "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)"
     )
     reduce: Literal["none", "bf16", "int8"] = _option(
         "none", "reduce gradients as none (their dtype), bf16, or int8 codes (of matrices)"
@@ -74,18 +68,11 @@ class RunConfig:
     hsdp: int = _option(1, "copies of the sharded model, a set of ranks each", least=1)
     eval_every: int = _option(40, "steps between held-out losses; 0 for none", least=0)
     eval_batches: int = _option(4, "held-out batches", least=1)
-    profile: str | None = _option(
-        None, "write a torch profile of steps START:STOP (without STOP), such as 10:13"
-    )
+    profile: str | None = _option(None, "torch profile of steps START:STOP (without STOP), such as 10:13")
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
-    out: str | None = _option(
-        None, "folder of the run (default: the next free runs/NNN; with --resume the newest)"
-    )
-    resume: bool = _option(
-        False,
-        "resume from the newest checkpoint of the run; its options are the defaults (default: no)",
-    )
+    out: str | None = _option(None, "run's folder (default: next free runs/NNN; with --resume the newest)")
+    resume: bool = _option(False, "resume from the newest checkpoint, with its options (default: no)")
     plot: bool = _option(True, "draw curves at the end (default: yes)")
     device: str = _option("auto", "auto, cpu, cuda or another accelerator")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
@@ -143,11 +130,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
-        """The inverse of `to_json`.
-
-        Raises:
-            TypeError, ValueError: an unknown option, or sizes that make no model.
-        """
+        """The inverse of `to_json`; raises TypeError or ValueError for unknown options, or sizes that make no model."""
         lists = {name: tuple(data[name]) for name in ("data", "held_out")}
         return cls(**{**data, **lists, "model": ModelConfig(**data["model"])})
 

@@ -42,15 +42,11 @@ class Corpus:
 
     def read(self, start: int, stop: int) -> Any:
         """Tokens [start, stop) as int64, also across files."""
-        out = np.empty(stop - start, dtype=np.int64)
-        file = int(np.searchsorted(self.starts, start, side="right")) - 1
-        position = start
-        while position < stop:
-            begin, end = int(self.starts[file]), int(self.starts[file + 1])
-            upto = min(stop, end)
-            out[position - start : upto - start] = self.arrays[file][position - begin : upto - begin]
-            position, file = upto, file + 1
-        return out
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        begins = self.starts[first : last + 1]
+        files = zip(self.arrays[first : last + 1], begins, strict=True)
+        parts = [array[max(start - begin, 0) : stop - begin] for array, begin in files]
+        return np.concatenate(parts, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -89,14 +85,11 @@ def read_data(
         train = {name: path for name, path in train.items() if name not in held_files}
     files_of_both = {**train, **held_files}
     if len({path.suffix == ARRAYS for path in files_of_both.values()}) > 1:
-        raise TrainError(
-            "the data mixes text with token arrays (.bin): give one kind, by a glob for instance"
-        )
+        raise TrainError("the data mixes text with token arrays (.bin): give one kind, such as by a glob")
     arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
     sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
-    if (
-        min(side.num_tokens for side in sides) <= seq_len and not held_out
-    ):  # too few files: hold out their ends
+    too_few = min(side.num_tokens for side in sides) <= seq_len
+    if too_few and not held_out:  # hold out the ends of files
         ends = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
         sides = [
             _joined([(name, arrays[name][: ends[name]]) for name in files]),
@@ -182,9 +175,6 @@ def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
     return asked  # batches are checked as they are read
 
 
-_ROUNDS = 4
-
-
 def _mix(values: Any, key: int) -> Any:
     """A 64-bit hash of each value (the finaliser of splitmix64)."""
     x = values.astype(np.uint64) + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
@@ -205,7 +195,7 @@ def permute(positions: Any, count: int, seed: int) -> Any:
     with np.errstate(over="ignore"):
         while pending.any():
             left, right = x[pending] >> np.uint64(half), x[pending] & mask
-            for turn in range(_ROUNDS):
+            for turn in range(4):  # rounds of the network
                 left, right = right, left ^ (_mix(right, seed * 0x9E3779B97F4A7C15 + turn) & mask)
             x[pending] = (left << np.uint64(half)) | right
             pending &= x >= count
@@ -217,10 +207,7 @@ class Batches:
     """The batches of one corpus, cut into windows of `seq_len` tokens and the one that follows.
 
     Args:
-        corpus: tokens to read.
-        seq_len: tokens of a sequence.
-        batch: sequences of a global batch.
-        accumulate: microbatches of a batch.
+        batch: sequences of a global batch, in `accumulate` microbatches.
         rank, world_size: the rank whose part is read.
         seed: of the shuffle.
         vocab_size: tokens must be below it.

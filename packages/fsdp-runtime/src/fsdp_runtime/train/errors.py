@@ -80,13 +80,7 @@ def say(text: str) -> None:
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
-    """Compare values, by their text, over all ranks.
-
-    Collective: one all-reduce of 64 bytes; if they differ, all-gathers of the values.
-
-    Raises:
-        TrainError: on every rank, with the first name whose values differ and the ranks that have each.
-    """
+    """Compare values over all ranks as `same_on_all_ranks` does; where they differ every rank raises `TrainError`."""
     try:
         same_on_all_ranks(values)
     except ValueError as error:

@@ -13,11 +13,7 @@ from .errors import TrainError
 
 
 def pick_device(asked: str) -> torch.device:
-    """The kind of device of a run; "auto" is the accelerator, if there is one.
-
-    Raises:
-        TrainError: this machine does not have it.
-    """
+    """The kind of device; "auto" is the accelerator if there is one. Raises `TrainError` if this machine lacks it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = {"cpu": CPU, "auto": CPU}
     if accelerator is not None:

@@ -197,11 +197,7 @@ def run_rank(config: RunConfig, *, quiet: bool = False) -> int:
 
 
 def check_options(config: RunConfig) -> None:
-    """`check_agreement` on options and versions.
-
-    Raises:
-        TrainError: they differ.
-    """
+    """Raise `TrainError`, on every rank, if options or versions differ between ranks."""
     options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
     check_agreement({**options, **installed_versions("torch", "fsdp-runtime", "block-optim")})
 

@@ -46,11 +46,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """The row of a name.
-
-    Raises:
-        TrainError: no such row.
-    """
+    """The row of a name; raises `TrainError` if there is none."""
     if name not in OPTIMIZERS:
         raise TrainError(f"--optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
@@ -62,9 +58,6 @@ def make_optimizer(
     """An optimizer over a sharded (or plain) model's parameters.
 
     Norms and other vectors get no weight decay. `lr` None takes the table's.
-
-    Raises:
-        TrainError: an unknown optimizer.
     """
     spec = optimizer_spec(name)
     peak = spec.lr if lr is None else lr
@@ -110,10 +103,9 @@ def parse_block_option(text: str) -> Any:
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
     """Named matrices with weight decay, vectors without; a group that would be empty is left out."""
-    matrices: list[tuple[str, nn.Parameter]] = []
-    vectors: list[tuple[str, nn.Parameter]] = []
-    for name, parameter in named:
-        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
+    pairs = list(named)
+    matrices = [pair for pair in pairs if pair[1].ndim >= 2]
+    vectors = [pair for pair in pairs if pair[1].ndim < 2]
     groups = [(matrices, weight_decay), (vectors, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 

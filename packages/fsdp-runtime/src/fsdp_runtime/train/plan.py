@@ -54,11 +54,7 @@ class MemoryPlan:
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan:
-    """Plan a run on rank 0.
-
-    Raises:
-        TrainError: another system.
-    """
+    """Plan a run on rank 0; raises `TrainError` for another system than fsdp_runtime."""
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan counts fsdp_runtime, not {config.system}")
     device, spec, live = pick_device(config.device), optimizer_spec(config.optimizer), LiveBytes()
@@ -167,12 +163,12 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.pool = pool
         self.peak = 0
-        self._storages = _Storages()
+        self._sizes: dict[int, int] = {}  # of live storages, by identity
 
     @property
     def now(self) -> int:
         """Bytes now."""
-        return self._storages.nbytes
+        return sum(self._sizes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = {local_tensor(value).untyped_storage()._cdata for value in tensors_in((args, kwargs))}
@@ -185,22 +181,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._storages.sizes or not nbytes:
-            return
-        self._storages.sizes[key] = nbytes
-        self._storages.nbytes += nbytes
-        # Python keeps a finalizer's referents until it has run: so no method of this object, whose `pool` may refer to
-        # the model.
-        weakref.finalize(storage, self._storages.forget, key).atexit = False
-
-
-class _Storages:
-    """Sizes of live storages, by identity."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.nbytes = 0
-
-    def forget(self, key: int) -> None:
-        self.nbytes -= self.sizes.pop(key, 0)
+        key = storage._cdata
+        if key not in self._sizes and storage.nbytes():
+            self._sizes[key] = storage.nbytes()
+            # Python keeps a finalizer's referents until it has run: so no method of this object, whose `pool` may refer
+            # to the model.
+            weakref.finalize(storage, self._sizes.pop, key, 0).atexit = False

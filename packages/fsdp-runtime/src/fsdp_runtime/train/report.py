@@ -21,10 +21,8 @@ class Report:
     """Writes metrics to a file, and every 25th part of a run as a line on the terminal.
 
     Args:
-        folder: of the run.
         start, steps: first step, and number of steps in all. Lines of the file from `start` on are dropped: a killed
             run wrote them, and its steps are repeated.
-        quiet: print nothing.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, *, quiet: bool) -> None:
@@ -131,6 +129,5 @@ def closing_lines(summary: dict[str, Any]) -> str:
         return f"nothing to do: {out} has all {steps} steps"
     held_out = summary["held_out_loss"]
     more = "" if held_out is None else f", held out {held_out:.4f}"
-    return (
-        f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}\nresults are in {out}"
-    )
+    done = f"{steps} steps in {summary['seconds']:.0f} s: loss {summary['loss']:.4f}{more}"
+    return f"{done}\nresults are in {out}"

@@ -1,6 +1,6 @@
 """Adapters between the training loop and the systems that shard the model.
 
-An adapter turns a model on the meta device (or a built one) into one that trains; backward and the optimizer's step
+An adapter turns a model on the meta device into one that trains; backward and the optimizer's step
 are its methods, because DeepSpeed has its own.
 """
 
@@ -62,16 +62,14 @@ class System:
         self.config, self.device, self.mesh = config, device, mesh
 
     def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+        self, model: nn.Module, initialise: Initialise, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The sharded, initialised model and its optimizer. `initialise` is None if the model has values."""
+        """The sharded, initialised model and its optimizer."""
         model = self.wrap(self.materialise(model, initialise))
         return model, make_optimizer(model)
 
-    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
+    def materialise(self, model: nn.Module, initialise: Initialise) -> nn.Module:
         """Move the model to the device and write its initial values, one whole parameter at a time."""
-        if initialise is None:
-            return model.to(self.device)
         model.to_empty(device=self.device)
         if not isinstance(self, FSDP2):
             model.tie_weights()  # type: ignore[operator]
@@ -136,10 +134,10 @@ class FSDP2(System):
     name = "fsdp2"
     casts = True
 
-    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
+    def materialise(self, model: nn.Module, initialise: Initialise) -> nn.Module:
         """Shard, on the meta device so that no rank ever holds the whole model; then allocate and initialize."""
         self.shard(model)
-        return model if initialise is None else super().materialise(model, initialise)
+        return super().materialise(model, initialise)
 
     def shard(self, model: nn.Module) -> None:
         """`fully_shard` on each layer, then on the root."""
@@ -176,9 +174,8 @@ class Runtime(FSDP2):
         else:
             policy = parse_block_option(self.config.block)
         quantized = quantization(self.config.quantize, self.config.reduce)
-        return partial(
-            fully_shard, **{"block_policy": policy, "quantization_policy": quantized, **self.options}
-        )
+        options = {"block_policy": policy, "quantization_policy": quantized, **self.options}
+        return partial(fully_shard, **options)
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Seed the rounding of gradients by the step, so that a resumed run rounds equally."""
@@ -202,7 +199,7 @@ class DeepSpeed(System):
     casts = True
 
     def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
+        self, model: nn.Module, initialise: Initialise, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine shards a materialised model."""
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
@@ -249,11 +246,7 @@ _ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP
 
 
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
-    """The adapter of ``config.system``.
-
-    Raises:
-        TrainError: the system is not installed.
-    """
+    """The adapter of ``config.system``; raises `TrainError` if the system is not installed."""
     if reason := not_installed(config.system):
         raise TrainError(f"--system {config.system}: {reason}")
     return _ADAPTERS[config.system](config, device, mesh)

@@ -59,9 +59,7 @@ class Trainer:
     """One rank of a run. `torch.distributed` is initialised, except for a run in one process without it.
 
     Args:
-        config: the run.
-        out: its folder, the same on every rank.
-        quiet: print nothing.
+        out: folder of the run, the same on every rank.
         stop: called at every step; returns the number of a stop signal, or 0.
 
     Raises:
@@ -69,12 +67,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        out: Path,
-        *,
-        quiet: bool = False,
-        stop: Callable[[], int] = lambda: 0,
+        self, config: RunConfig, out: Path, *, quiet: bool = False, stop: Callable[[], int] = lambda: 0
     ) -> None:
         self.config, self.out, self.stop, self.quiet = config, out, stop, quiet
         distributed = dist.is_initialized()
@@ -157,9 +150,8 @@ class Trainer:
             stopped = self._train(report, tracer.step if tracer else lambda: None)
         summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
         if self.rank == 0 and config.plot and not summary["stopped"]:
-            draw_curves(
-                {config.optimizer: read_metrics(self.out / METRICS)}, self.out / CURVES, self._headline()
-            )
+            metrics = {config.optimizer: read_metrics(self.out / METRICS)}
+            draw_curves(metrics, self.out / CURVES, self._headline())
         return summary
 
     def _train(self, report: Report | None, after_step: Callable[[], None]) -> bool:
@@ -250,7 +242,7 @@ class Trainer:
         return stop > 0
 
     @torch.no_grad()
-    def _held_out(self, report: Report | None) -> float:
+    def _held_out(self, report: Report | None) -> None:
         """Mean loss over the first held-out batches, which are the same at every call and world size. Collective."""
         self.model.eval()
         total = torch.zeros((), device=self.device, dtype=torch.float64)
@@ -260,11 +252,9 @@ class Trainer:
             total += self.system.evaluate(self.model, batches)
         if self.world_size > 1:
             dist.all_reduce(total)
-        loss = float(total) / (count * self.config.accumulate * self.world_size)
-        self._last_held_out = loss
+        loss = self._last_held_out = float(total) / (count * self.config.accumulate * self.world_size)
         if report:
             report.held_out(self.step, loss)
-        return loss
 
     def _save(self) -> None:
         """Save this step, unless that is done. Collective."""
