@@ -1,6 +1,6 @@
 """Adapters between the training loop and the systems that shard the model.
 
-An adapter turns a model on the meta device into one that trains; backward and the optimizer's step
+An adapter turns a model on the meta device (or a built one) into one that trains; backward and the optimizer's step
 are its methods, because DeepSpeed has its own.
 """
 
@@ -62,14 +62,16 @@ class System:
         self.config, self.device, self.mesh = config, device, mesh
 
     def build(
-        self, model: nn.Module, initialise: Initialise, make_optimizer: MakeOptimizer
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The sharded, initialised model and its optimizer."""
+        """The sharded, initialised model and its optimizer. `initialise` is None if the model has values."""
         model = self.wrap(self.materialise(model, initialise))
         return model, make_optimizer(model)
 
-    def materialise(self, model: nn.Module, initialise: Initialise) -> nn.Module:
+    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Move the model to the device and write its initial values, one whole parameter at a time."""
+        if initialise is None:
+            return model.to(self.device)
         model.to_empty(device=self.device)
         if not isinstance(self, FSDP2):
             model.tie_weights()  # type: ignore[operator]
@@ -134,10 +136,10 @@ class FSDP2(System):
     name = "fsdp2"
     casts = True
 
-    def materialise(self, model: nn.Module, initialise: Initialise) -> nn.Module:
+    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Shard, on the meta device so that no rank ever holds the whole model; then allocate and initialize."""
         self.shard(model)
-        return super().materialise(model, initialise)
+        return model if initialise is None else super().materialise(model, initialise)
 
     def shard(self, model: nn.Module) -> None:
         """`fully_shard` on each layer, then on the root."""
@@ -174,8 +176,9 @@ class Runtime(FSDP2):
         else:
             policy = parse_block_option(self.config.block)
         quantized = quantization(self.config.quantize, self.config.reduce)
-        options = {"block_policy": policy, "quantization_policy": quantized, **self.options}
-        return partial(fully_shard, **options)
+        return partial(
+            fully_shard, **{"block_policy": policy, "quantization_policy": quantized, **self.options}
+        )
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Seed the rounding of gradients by the step, so that a resumed run rounds equally."""
@@ -199,7 +202,7 @@ class DeepSpeed(System):
     casts = True
 
     def build(
-        self, model: nn.Module, initialise: Initialise, make_optimizer: MakeOptimizer
+        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine shards a materialised model."""
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
