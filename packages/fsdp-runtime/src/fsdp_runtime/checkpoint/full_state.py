@@ -140,7 +140,7 @@ def set_full_optimizer_state_dict(
     """
     _reshard(model)
     load = ragged_shard.state_dict.load_full_optimizer_state_dict
-    if rank0_only:  # all ranks raise
+    if rank0_only:  # then it raises on all ranks
         load(model, optimizers, state_dict, rank0_only=True)
         return
     with on_all_ranks("set_full_optimizer_state_dict"):

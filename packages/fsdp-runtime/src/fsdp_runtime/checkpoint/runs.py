@@ -90,11 +90,8 @@ def _run(members: list[Target], dtype: torch.dtype) -> Run:
 
 def receivers_of(run: Run, ranks: Sequence[int] | None) -> list[int] | None:
     """Which ranks of the shard axis receive; None: all."""
-    if ranks is None:
-        return None
-    if any(
-        plan.cut_by_others for plan in run.group.plan.params
-    ):  # all ranks of another parallelism gather it again
+    # Tensors that another parallelism cuts are gathered over its mesh afterwards, by all its ranks.
+    if ranks is None or any(plan.cut_by_others for plan in run.group.plan.params):
         return None
     members = dist.get_process_group_ranks(run.group.plan.data.groups[-1])
     receivers = [index for index, rank in enumerate(members) if rank in ranks]

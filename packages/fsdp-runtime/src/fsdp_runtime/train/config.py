@@ -72,7 +72,9 @@ class RunConfig:
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(None, "run's folder (default: next free runs/NNN; with --resume the newest)")
-    resume: bool = _option(False, "resume from the newest checkpoint, with its options (default: no)")
+    resume: bool = _option(
+        False, "resume at the newest checkpoint; its options are the defaults (default: no)"
+    )
     plot: bool = _option(True, "draw curves at the end (default: yes)")
     device: str = _option("auto", "auto, cpu, cuda or another accelerator")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")
