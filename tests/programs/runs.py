@@ -155,11 +155,8 @@ def costs_more(program: Program, theirs: Trace, ours: Trace) -> str | None:
 def difference(program: Program, wanted: Trace, found: Trace, tolerance: float) -> str | None:
     """The first difference of two traces, or None."""
     # A gradient near zero, whose sign rounding may turn, moves an element by a whole step of an optimizer like Adam.
-    turned = (
-        0.02 * len(program.actions)
-        if program.quantized not in ("", "nf4") and program.optimizer != "sgd"
-        else 0.0
-    )
+    rounded = program.precision or program.quantized not in ("", "nf4")
+    turned = 0.02 * len(program.actions) if rounded and program.optimizer != "sgd" else 0.0
     for (label, value), (other_label, other) in zip(wanted.values, found.values, strict=False):
         if label != other_label:
             return f"saw {other_label!r} instead of {label!r}"
