@@ -487,9 +487,8 @@ def summary(folder: Path) -> list[str]:
         ]  # fmt: skip
         header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; peak MiB"
         about = (
-            "Counted on each rank in one step of a 31.6M-parameter Llama, without the model's own operators. By "
-            "default\nthe peak is above FSDP2's; for least memory embedding and head are sharded apart, here with "
-            "prefetch off:"
+            "Counted on each rank in one step of a 31.6M-parameter Llama, without the model's own operators. For least "
+            "memory\nembedding and head are sharded apart, here with prefetch off:"
         )
         out += [about, table(header.split("; "), rows)]
     return [*out, "Times, and DDP, FSDP1 and DeepSpeed: [bench/results/REPORT.md](bench/results/REPORT.md)."]
