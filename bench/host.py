@@ -10,7 +10,6 @@ One process stands for one rank of torch's fake process group, and all systems t
 CPU time, which a busy machine disturbs less than it does a clock. Few tokens are taken, so that the added time shows.
 """
 
-import itertools
 import resource
 import statistics
 import time
@@ -103,19 +102,13 @@ def set_up(request: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
 
     def seconds(system: str) -> dict[str, float]:
         model, folder = job.workload.model(job.device), f"{request['folder']}/{system}"
-        steps = (
-            lambda: shard(system, model, model.blocks, mesh=job.mesh),
-            lambda: dcp.save(model.state_dict(), checkpoint_id=folder),
-            lambda: dcp.load(model.state_dict(), checkpoint_id=folder),
-        )
-        marks = []
-        for step in steps:
-            dist.barrier()
-            marks.append(time.perf_counter())
-            step()
+        steps = {
+            "wrap": lambda: shard(system, model, model.blocks, mesh=job.mesh),
+            "save": lambda: dcp.save(model.state_dict(), checkpoint_id=folder),
+            "load": lambda: dcp.load(model.state_dict(), checkpoint_id=folder),
+        }
         dist.barrier()
-        marks.append(time.perf_counter())
-        return dict(zip(SET_UP, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+        return {name: measure.seconds_of(steps[name], time.perf_counter) for name in SET_UP}
 
     calls = {name: partial(seconds, name) for name in request["systems"]}
     return interleave(calls, request["rounds"], warm_up=1, timer=lambda call: call())

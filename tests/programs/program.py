@@ -10,7 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from . import actions as doings
+from . import unit_actions  # noqa: F401 (enters all actions)
+from . import world as doings
 from .models import ENDS, LAYERS
 
 Action = tuple[Any, ...]  # the name of an action and its arguments

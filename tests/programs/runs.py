@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ragged_shard.testing import RankError, SimulatedDevice, record_collectives, run_ranks, simulated_ranks
 
-from .actions import ACTIONS, World
 from .models import Model
 from .program import Program
 from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
+from .world import ACTIONS, World
 
 PADDING = 512.0  # bytes of a rank's shard
 LIMIT = 20.0  # seconds until a rank counts as hanging
