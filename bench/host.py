@@ -103,7 +103,7 @@ def set_up(request: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     def seconds(system: str) -> dict[str, float]:
         model, folder = job.workload.model(job.device), f"{request['folder']}/{system}"
         steps = {
-            "wrap": lambda: shard(system, model, model.blocks, mesh=job.mesh),
+            "wrap": lambda: shard(system, model, model.blocks.children(), mesh=job.mesh),
             "save": lambda: dcp.save(model.state_dict(), checkpoint_id=folder),
             "load": lambda: dcp.load(model.state_dict(), checkpoint_id=folder),
         }

@@ -331,14 +331,14 @@ def load_all(prefix: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with a plus sign if files differ from it; None outside a checkout, and without git."""
+    """The checkout's commit, with a plus sign if other files than results differ; None without git or a checkout."""
     if shutil.which("git") is None:
         return None
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
         return None
-    status = [*git, "status", "--porcelain", "--untracked-files=no"]
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"]
     changed = subprocess.run(status, capture_output=True, text=True)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
