@@ -154,6 +154,8 @@ def draw(seed: int) -> Program:
         layers = (*layers, "linear")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
+    if uneven:  # a unit is reduced after each forward: a rank whose expert ran in the other has nothing then
+        names = ["train" if name in ("two_forwards", "twice_through") else name for name in names]
     if precision == "fp16":  # which has no huge values
         names = ["scaled" if name == "odd_gradient" else name for name in names]
     taken: list[Action] = []
