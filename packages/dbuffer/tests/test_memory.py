@@ -21,7 +21,7 @@ from dbuffer_helpers import (
     storage_bytes,
 )
 
-from dbuffer import Gather, Recycler, ReduceScatter, shared_recycler
+from dbuffer import Gather, Recycler, ReduceScatter
 from dbuffer.encodings import BlockInt8, BlocksOnWire, CastReduction
 from dbuffer.memory import huge_pages
 from ragged_shard import RaggedDTensor
@@ -190,23 +190,6 @@ def test_one_rank_with_one_dtype_has_one_memory_unless_told_otherwise():
     Gather([separate]).start().wait()
     assert_views_equal(separate, tensors)
     assert separate.full[0].data_ptr() != separate.shard[0].data_ptr()
-
-
-def test_one_recycler_of_the_process_serves_all_who_bring_none():
-    assert shared_recycler("cpu") is shared_recycler("cpu")
-
-
-@can_swap
-def test_trimming_gives_all_parked_memory_back():
-    recycler, storages = Recycler("cpu"), [torch.UntypedStorage(0) for _ in range(3)]
-    for storage, nbytes in zip(storages, (100, 200, 150), strict=True):
-        recycler.allocate(storage, nbytes)
-    for storage in storages:
-        recycler.recycle(storage)
-    assert recycler.stats.parked_bytes == 450
-    recycler.trim()
-    assert recycler.stats.parked_bytes == 0
-    assert recycler.stats.peak_bytes == 450
 
 
 @can_swap

@@ -168,7 +168,7 @@ def has_memory_of_ranks():
 
 
 def a_rank_forks(seen):
-    """What rank 0's child sees, and its exit status; the parent's memory is as before."""
+    """Let `seen` look in a child of rank 0; the parent's memory and its pages stay."""
     buffer = build_large()
     load(buffer, {"w": torch.full((1024, 1024), 3.0)})
     Gather([buffer]).start().wait()
@@ -176,7 +176,10 @@ def a_rank_forks(seen):
     if dist.get_rank() == 0:
         buffer.recycler.recycle(parked := parked_block(buffer.recycler))
         assert has_memory_of_ranks()
+        shared_memory.arena().trim()  # from now on pages of free ranges are given back
+        pages = pages_of(shared_memory.arena())
         result = in_child(lambda: seen(buffer, parked))
+        assert pages_of(shared_memory.arena()) == pages
     dist.barrier()
     assert buffer.full[0].unique().tolist() == [3.0]
     buffer.release()

@@ -277,6 +277,40 @@ def train_biases(policy):
     return reduced
 
 
+class Ridge(torch.autograd.Function):
+    """Half of a weight's squares, whose gradient is the weight's own memory."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0].detach()
+
+
+class Penalty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return x + Ridge.apply(self.weight)
+
+
+@on_ranks(2)
+def test_a_gradient_in_memory_that_is_freed_before_the_reduction_keeps_its_values():
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Penalty(), Penalty(), Penalty())
+    expected = [layer.weight.detach().clone() for layer in model]
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)(torch.zeros(1)).sum().backward()
+    for layer, weight in zip(model, expected, strict=True):
+        assert torch.equal(full(layer.weight.grad), weight)
+
+
 @on_ranks(3)
 def test_what_is_frozen_after_sharding_is_not_reduced():
     for policy in (None, block_policies.rows(4), block_policies.whole()):

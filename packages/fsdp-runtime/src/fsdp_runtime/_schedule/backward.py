@@ -135,7 +135,7 @@ class Backward:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def accept(self, unit: Unit, param: Param) -> None:
-        """A gradient has been accumulated: write it into the buffer and free it."""
+        """A gradient has been accumulated: it is the group's from now on."""
         unsharded = param.unsharded
         assert unsharded is not None
         grad, unsharded.grad = unsharded.grad, None
@@ -147,6 +147,8 @@ class Backward:
             grad = param.plain_gradient(grad)
         if grad.is_sparse:
             grad = grad.to_dense()
+        if self._streams.recycler.lends(grad.untyped_storage()):  # a function returned the weight, soon freed
+            grad = grad.clone()
         group = param.group
         gradients = group.gradients
         if gradients.full is not Full.PRESENT:

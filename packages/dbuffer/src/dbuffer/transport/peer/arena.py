@@ -117,6 +117,7 @@ class Arena:
         self._countdown = _LATELY
         self._returned: deque[tuple[int, int, bool]] = deque()  # free, not in `_free` yet; has pages
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised memory, uint8, at a page's begin.
@@ -164,7 +165,8 @@ class Arena:
     def _remove_pages(self, begin: int, end: int) -> None:
         """Give the pages of a free range back to the kernel."""
         self._with_pages.remove(begin, end)
-        _libc().madvise(self.address + begin, end - begin, mmap.MADV_REMOVE)
+        if os.getpid() == self._process:  # a forked child has dropped what the parent may be using
+            _libc().madvise(self.address + begin, end - begin, mmap.MADV_REMOVE)
 
     def trim(self) -> None:
         """Give the pages of free ranges back to the kernel."""
@@ -181,7 +183,7 @@ class Arena:
         `has_pages` is false where `allocate` was refused or interrupted: then some of its pages may be missing.
         """
         self._returned.append((begin, end, has_pages[0]))
-        if self.fd >= 0 and self._lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 self._take_returned()
             finally:
