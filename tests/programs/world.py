@@ -1,4 +1,4 @@
-"""What an action acts on, and the list of all actions.
+"""The worlds that actions act on, and the list of all actions.
 
     @action(weight=2, draw=lambda rng: (rng.randrange(3),))
     def one_layer(w, index): ...
@@ -145,7 +145,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Whose batches this rank has: ranks of tensor parallelism share them."""
+        """The rank whose batches this one has: ranks of tensor parallelism share them."""
         return dist.get_rank() // 2 if self.program.mesh == "tp" else dist.get_rank()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

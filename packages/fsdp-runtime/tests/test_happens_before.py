@@ -41,6 +41,7 @@ from ragged_shard.device import device_layer
 from ragged_shard.testing import RaceError, SimulatedDevice
 
 FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)))
+INT8 = QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic"))
 
 
 class SmallBuckets(block_optim.Muon):
@@ -106,13 +107,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "kept by neighbors": ({"mp_policy": BF16, "reshard_after_forward": 2}, {}),
     "gradients exchanged in bf16": ({"quantization_policy": QuantizationPolicy(gradients="bf16")}, {}),
-    "gradients exchanged in int8": (
-        {
-            "mp_policy": BF16,
-            "quantization_policy": QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic")),
-        },
-        {},
-    ),
+    "gradients exchanged in int8": ({"mp_policy": BF16, "quantization_policy": INT8}, {}),
     "kept after forward": ({"reshard_after_forward": False}, {}),
     "kept after backward": ({"reshard_after_forward": False}, {"set_reshard_after_backward": False}),
     "in memory that is kept": ({"mp_policy": BF16}, {"set_keep_unsharded_storage": True}),

@@ -100,7 +100,7 @@ def options_from(rank0, cpu_offload=False):
 
 
 def given(full):
-    """What rank 0 alone has."""
+    """Tensors that rank 0 alone has."""
     return dict(full) if dist.get_rank() == 0 else {}
 
 
