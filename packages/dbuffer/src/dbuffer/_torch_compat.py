@@ -4,7 +4,7 @@ Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11),
 `torch._foreach_*`, `Tensor._version`, `Tensor._make_wrapper_subclass`, `_disabled_torch_function_impl`, an op's schema,
-a process group's backend and its timeout. Deprecated: `Work.is_success`.
+a process group's backend and its timeout, `torch.utils._pytree`. Deprecated: `Work.is_success`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 from ragged_shard.device import CPU
 

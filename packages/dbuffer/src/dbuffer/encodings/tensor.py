@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from .. import _torch_compat as compat
 from .formats import VALUES, BlockFormat
@@ -81,7 +80,7 @@ class BlockQuantizedTensor(torch.Tensor):
                     f"{written.format}, not as values; copy_ or load_state_dict quantize new values, and weights that "
                     "are trained must not be quantized at rest"
                 )
-        values = tree_map_only(BlockQuantizedTensor, BlockQuantizedTensor.dequantize, (args, kwargs))
+        values = compat.tree_map_only(BlockQuantizedTensor, BlockQuantizedTensor.dequantize, (args, kwargs))
         return func(*values[0], **values[1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
