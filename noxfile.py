@@ -25,8 +25,8 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["sessions"]  # w
 USUAL = "not gpu and not long"  # what `tests` runs
 NIGHTLY = {name: f"tools.{name}" for name in ("mutants", "order_mutants", "old_faults", "multihost")}
 NIGHTLY |= {name: f"checks.{name}" for name in ("fuzz", "chaos", "soak", "peers", "deadlocks")}
-TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14")}
-TORCH["torch-newest"] = "torch>=2.14"
+TORCH = {f"torch-{version}": f"torch=={version}.*" for version in ("2.11", "2.13", "2.14", "2.15")}
+TORCH["torch-newest"] = "torch>=2.15"
 # Tests reach into torch's objects, whose stubs say Optional or `Tensor | Module`, and replace methods on purpose.
 UNTYPED = [
     "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-decorators", "--allow-any-generics",

@@ -3,6 +3,7 @@
 import importlib.util
 import weakref
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ with_examples = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples are n
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class PolicyOf215(MixedPrecisionPolicy):
+    """The policy of torch 2.15, on any torch."""
+
+    param_dtype_override_fn: Any = field(default=None, kw_only=True)
 
 
 OPTIMIZERS = {

@@ -37,30 +37,6 @@ def test_fp16_gradients_are_divided_in_two_halves():
     assert (how.before, how.divide) == (1 / 32, 32)
 
 
-@on_ranks(3)
-def test_a_step_ended_by_hand_reduces_once_and_has_the_gradients_of_one_process():
-    for async_op in (False, True):
-        model, alone = shard(seeded()), seeded()
-        model.set_manual_backward_finalization(True)
-        with record_collectives() as record:
-            model.finalize_backward()
-        assert record.kinds == []  # no step has begun
-        model.set_requires_gradient_sync(False)
-        with record_collectives() as record:
-            for step in range(3):
-                loss_of(model, tokens(step)).backward()
-                plain_backward(alone, step)
-        assert "reduce_scatter" not in record.kinds
-        assert all(p.grad is None for p in model.parameters())
-        model.set_requires_gradient_sync(True)
-        with record_collectives() as record:
-            handle = model.finalize_backward(async_op=async_op)
-            if async_op:
-                handle.wait()
-        assert record.kinds.count("reduce_scatter") == 4
-        assert_same_gradients(model, alone)
-
-
 @on_ranks(4)
 def test_options_set_later_do_not_touch_a_reduction_under_way():
     model = shard(seeded(), mesh=rank_mesh(2, 2, names=("replicate", "shard")))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended_tensors import Halved, Wrapper, extend
-from runtime_helpers import loss_of, mesh_of, seeded, shard, step_of, tokens
+from runtime_helpers import PolicyOf215, loss_of, mesh_of, seeded, shard, step_of, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +24,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer.encodings import BlockFP8
 from fsdp_runtime import (
-    MixedPrecisionPolicy,
     QuantizationPolicy,
     block_policies,
     fully_shard,
@@ -83,9 +82,7 @@ def finalizes_a_block() -> None:
 
 
 def dtype_by_parameter() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    object.__setattr__(policy, "param_dtype_override_fn", lambda param: torch.float32)
-    wrap(nn.Linear(2, 2), mp_policy=policy)
+    wrap(nn.Linear(2, 2), mp_policy=PolicyOf215(torch.bfloat16, param_dtype_override_fn=lambda p: torch.half))
 
 
 def no_grad_dtype() -> None:
@@ -251,7 +248,7 @@ REFUSED: dict[int, list[Row]] = {
          r"0\.weight was selected: torch\.float64 cannot be quantized"),
         ("norm_type", lambda: shard(seeded()).clip_grad_norm_(1.0, 0.0), ValueError, r"norm_type is 0\.0"),
         ("subclasses that stay", keeps_subclasses, NotImplementedError, "set_keep_unsharded_storage: "),
-        ("dtype by parameter", dtype_by_parameter, NotImplementedError, "param_dtype_override_fn is not supported"),
+        ("dtype by parameter", dtype_by_parameter, ValueError, r"gave torch\.float16 for parameter weight"),
         ("grad_dtype", no_grad_dtype, ValueError, "parameter bias has grad_dtype None"),
     ],
     2: [

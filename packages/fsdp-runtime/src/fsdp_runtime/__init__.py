@@ -19,6 +19,7 @@ from . import block_policies
 from ._fully_shard import fully_shard
 from ._module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
@@ -47,6 +48,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "QuantizationPolicy",

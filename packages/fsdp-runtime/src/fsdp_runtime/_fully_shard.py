@@ -179,11 +179,6 @@ def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, qua
     ):
         if not isinstance(value, expected):
             raise TypeError(f"{name} is {value!r}; expected a {expected.__name__} of torch.distributed.fsdp")
-    if getattr(precision, "param_dtype_override_fn", None) is not None:  # of torch 2.15
-        raise NotImplementedError(
-            "mp_policy.param_dtype_override_fn is not supported: call fully_shard with another mp_policy on modules "
-            "whose parameters keep their dtype"
-        )
     if blocks is not None and not callable(blocks):
         raise TypeError(
             f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as one of "

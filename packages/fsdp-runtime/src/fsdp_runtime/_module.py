@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import deprecated
 
+from . import _torch_compat as compat
 from ._grads.scaling import AllReduceHook
 from ._params.empty_buffers import note_empty
 from ._params.unit import Unit
@@ -51,17 +52,28 @@ class UnshardHandle(fsdp.UnshardHandle):
             unit.show()
 
 
-class GradientReductionHandle:
+class GradientReductionHandle(compat.GradientReductionHandle):  # type: ignore[misc]
     """Reductions under way; from `FSDPModule.finalize_backward(async_op=True)`."""
 
     def __init__(self, passes: Pass) -> None:
         self._passes: Pass | None = passes
+        self._resets = passes.resets
 
     def wait(self) -> None:
-        """Wait for the reductions (on CUDA: make the current stream wait)."""
-        passes, self._passes = self._passes, None
-        if passes is not None:
-            passes.publish()
+        """Wait for the reductions (on CUDA: make the current stream wait).
+
+        Raises:
+            RuntimeError: `reset_iter_state` has cleared them away.
+        """
+        if self._passes is None:
+            return
+        if self._passes.resets != self._resets:
+            raise RuntimeError(
+                "GradientReductionHandle.wait: reset_iter_state() has dropped these reductions; call backward and "
+                "finalize_backward again"
+            )
+        self._passes.publish()
+        self._passes = None
 
 
 class FSDPModule(fsdp.FSDPModule):

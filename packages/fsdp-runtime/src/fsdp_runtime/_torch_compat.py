@@ -1,6 +1,6 @@
 """Every name of torch that is private or differs between releases, in one place.
 
-Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+Tried with torch 2.11.0 and 2.15.0 (CUDA 13 builds, on CPU) and 2.13.0 (CPU build).
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
@@ -35,6 +35,8 @@ from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
 VERSION = operator.attrgetter("_version")
+# Absent before 2.15.
+GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 # Absent before 2.12.
 DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)
 # A placement and the mesh that it is on; absent before 2.12.

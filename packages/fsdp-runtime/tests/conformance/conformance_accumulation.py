@@ -16,7 +16,7 @@ from conformance_models import (
     pair,
     seeded,
 )
-from conformance_registry import case
+from conformance_registry import Raises, case
 
 from ragged_shard.testing import record_collectives
 
@@ -123,3 +123,41 @@ def chunked_loss(fsdp):
                 (one.head(chunk).square().mean() / 2).backward()
             hidden.backward(leaf.grad)
         assert_same_gradients(model, reference)
+
+
+@case(
+    MULTI, "`set_manual_backward_finalization(True)`: `finalize_backward` reduces once after several backwards",
+    ranks=3, new=(2, 15),
+)  # fmt: skip
+def finalized_by_hand(fsdp):
+    for async_op in (False, True):
+        model, reference = pair(fsdp)
+        model.set_manual_backward_finalization(True)
+        model.finalize_backward()  # no step has begun
+        model.set_requires_gradient_sync(False)
+        with record_collectives() as record:
+            for micro in range(3):
+                backward_both(model, reference, micro)
+        assert "reduce_scatter" not in record.kinds
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        with record_collectives() as record:
+            handle = model.finalize_backward(async_op=async_op)
+            if async_op:
+                assert isinstance(handle, fsdp.GradientReductionHandle)
+                handle.wait()
+        assert record.kinds.count("reduce_scatter") == 4, record.kinds
+        assert_same_gradients(model, reference)
+
+
+@case(
+    MULTI, "`GradientReductionHandle.wait` after `reset_iter_state`", fsdp2=Raises(RuntimeError, "invalidated|reset_iter_state"),
+    new=(2, 15),
+)  # fmt: skip
+def waited_after_a_reset(fsdp):
+    model, reference = pair(fsdp)
+    model.set_manual_backward_finalization(True)
+    backward_both(model, reference)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    handle.wait()

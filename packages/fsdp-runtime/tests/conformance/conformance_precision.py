@@ -21,6 +21,7 @@ from conformance_models import (
     shard_stack,
 )
 from conformance_registry import Raises, case, refusal
+from runtime_helpers import PolicyOf215
 
 from ragged_shard.testing import record_collectives
 
@@ -88,6 +89,48 @@ def reduce_dtype(fsdp):
     share = 1.0 if since_2_15 else 0.6  # half, and padding to 16 bytes
     assert reduced_bytes(fsdp, param_dtype=LOW) <= in_fp32 * share
     assert reduced_bytes(fsdp, reduce_dtype=LOW) <= in_fp32 * 0.6
+
+
+class WithNorm(nn.Module):
+    """A norm in fp32 between layers in another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.norm(self.inner(x).float()).to(self.head.weight.dtype))
+
+
+@case(
+    PRECISION, "`param_dtype_override_fn`: parameters that keep their dtype in a unit that computes in another",
+    ranks=3, new=(2, 15),
+)  # fmt: skip
+def param_dtype_override_fn(fsdp):
+    model, reference = seeded(WithNorm), seeded(WithNorm)
+    kept = {*model.norm.parameters()}
+    policy = PolicyOf215(LOW, torch.float32, param_dtype_override_fn=lambda p: p.dtype if p in kept else None)
+    fsdp.fully_shard(model, mesh=mesh(), mp_policy=policy)
+    for layer in (reference.inner, reference.head):
+        layer.to(LOW)
+    whole = batch()
+    mean_square(model, mine(whole)).backward()
+    mean_square(reference, whole.to(LOW)).backward()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert_same_gradients(model, reference.float(), rtol=2e-2, atol=1e-3)
+
+
+@case(PRECISION, "`grad_dtype` of a parameter before `fully_shard`: of its sharded gradient", new=(2, 15))
+def grad_dtype(fsdp):
+    model, reference = seeded(MLP), seeded(MLP)
+    model.up.weight.grad_dtype = LOW
+    fsdp.fully_shard(model, mesh=mesh())
+    for step in range(2):
+        backward_both(model, reference, step)
+    kept, others = model.up.weight, [p for p in model.parameters() if p is not model.up.weight]
+    assert kept.grad.dtype == kept.grad_dtype == LOW
+    assert {p.grad.dtype for p in others} == {torch.float32}
+    close(full(kept.grad).float(), reference.up.weight.grad, "gradient", rtol=2e-2, atol=1e-3)
 
 
 @case(PRECISION, "bf16 compute with fp32 reduce: the mean of bf16 gradients, not rounded again", ranks=3)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TORCH = "2.13"  # whose FSDP2 the cases were seen with
+TORCHS = ("2.13", "2.15")  # whose FSDP2 the cases are run with
 TORCH_NOW = tuple(map(int, torch.__version__.split(".")[:2]))
 IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
@@ -56,6 +56,8 @@ class Case:
         better: why this implementation is better where both work.
         unsupported: FSDP2 supports it elsewhere than on gloo.
         since: the torch that this implementation needs for it.
+        new: FSDP2 has it from this torch on.
+        fixed: from this torch on FSDP2 does as this implementation.
         refusal: its error leaves nothing half done, so that others can follow on the same ranks.
     """
 
@@ -70,6 +72,8 @@ class Case:
     note: str = ""
     unsupported: bool = False
     since: tuple[int, int] = (2, 11)
+    new: tuple[int, int] = (2, 11)
+    fixed: tuple[int, int] | None = None
     timeout: float = 60.0
     refusal: bool = False
 
@@ -83,7 +87,12 @@ class Case:
         return "equal"
 
     def expected(self, implementation: str) -> Raises | None:
-        return {"fsdp2": self.fsdp2, "ours": self.ours}[implementation]
+        as_ours = implementation == "ours" or (self.fixed is not None and self.fixed <= TORCH_NOW)
+        return self.ours if as_ours else self.fsdp2
+
+    def needs(self, implementation: str) -> tuple[int, int]:
+        """The torch that an implementation needs for it."""
+        return max(self.since, self.new) if implementation == "fsdp2" else self.since
 
 
 CASES: dict[str, Case] = {}
@@ -124,7 +133,7 @@ def run_refusals(implementation: str) -> list[str]:
     """On a rank: what is not as it must be, of all refusals that this torch has."""
     problems = []
     for name, entry in all_cases().items():
-        if entry.refusal and entry.since <= TORCH_NOW:
+        if entry.refusal and entry.needs(implementation) <= TORCH_NOW:
             try:
                 run_case(name, implementation, "")
             except Exception as error:
@@ -164,8 +173,8 @@ def table() -> str:
         "# FSDP2 and fsdp_runtime, behavior by behavior",
         "",
         "Each line is one case of `tests/conformance`, run on real gloo ranks with both implementations, which differ",
-        f"in the import alone; FSDP2 is torch {TORCH}'s. Made by `python -m checks.conformance`; a test keeps it up",
-        "to date.",
+        f"in the import alone; FSDP2 is that of torch {' and '.join(TORCHS)}. Made by `python -m checks.conformance`;",
+        "a test keeps it up to date.",
         "",
         f"{len(CASES)} behaviors: {counts['equal']} equal, {counts['better']} better, "
         f"{counts['not supported']} not supported. Lines without a verdict are equal.",
@@ -192,6 +201,10 @@ def _remark(entry: Case) -> str:
     elif entry.ours is not None and entry.fsdp2 is not None:
         one, other = _name(entry.fsdp2), _name(entry.ours)
         parts.append(other if one == other else f"{other}, FSDP2 {one}")
+    if entry.new > (2, 11):
+        parts.append("FSDP2 from torch {}.{} on".format(*entry.new))
+    if entry.fixed is not None:
+        parts.append("FSDP2 does so from torch {}.{} on".format(*entry.fixed))
     parts += [text for text in (entry.better, entry.note) if text]
     return "; ".join(parts)
 

@@ -7,7 +7,9 @@ import torch.nn as nn
 from conformance_models import (
     MLP,
     Stack,
+    adamw,
     all_sharded,
+    assert_same,
     assert_same_gradients,
     backward_both,
     batch,
@@ -23,6 +25,8 @@ from conformance_models import (
     seeded,
     shard_stack,
     stack_of,
+    train,
+    train_plain,
     world,
 )
 from conformance_registry import IMPLEMENTATIONS, Raises, Wrong, case, refusal
@@ -140,6 +144,25 @@ def set_reshard_after_backward(fsdp):
     assert all_sharded(model)
     (3 * mean_square(reference, whole)).backward()
     assert_same_gradients(model, reference)
+
+
+@case(
+    UNITS, "`set_keep_unsharded_storage(True)`: unsharded parameters keep their addresses from step to step", ranks=3,
+    new=(2, 15),
+)  # fmt: skip
+def set_keep_unsharded_storage(fsdp):
+    model, reference = pair(fsdp)
+    model.set_keep_unsharded_storage(True)
+    seen: list[set[int]] = [set() for _ in model.blocks]
+    for block, addresses in zip(model.blocks, seen, strict=True):
+        block.up.register_forward_hook(lambda module, *_, to=addresses: to.add(module.weight.data_ptr()))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, adamw(model), steps=3)
+    model.load_state_dict(start)
+    train(model, adamw(model), steps=1)
+    assert [len(addresses) for addresses in seen] == [1, 1, 1], seen
+    train_plain(reference, adamw(reference), steps=1)
+    assert_same(model, reference)
 
 
 @case(UNITS, "`unshard()` and `reshard()`: full values, then sharded again; neither recurses", ranks=3)

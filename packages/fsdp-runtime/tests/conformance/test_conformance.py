@@ -1,14 +1,13 @@
 """FSDP2's documented behaviors, each run with torch's implementation and with this one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conformance_registry import (
     IMPLEMENTATIONS,
-    TORCH,
     TORCH_NOW,
+    TORCHS,
     all_cases,
     run_case,
     run_refusals,
@@ -25,8 +24,10 @@ TABLE = Path(__file__).parents[2] / "CONFORMANCE.md"
     params=[pytest.param(name, marks=[pytest.mark.long] * (name == "fsdp2")) for name in IMPLEMENTATIONS]
 )
 def implementation(request: pytest.FixtureRequest) -> str:
-    if request.param == "fsdp2" and not torch.__version__.startswith(TORCH):
-        pytest.skip(f"the cases say what FSDP2 does in torch {TORCH}, this is {torch.__version__}")
+    if request.param == "fsdp2" and not torch.__version__.startswith(TORCHS):
+        pytest.skip(
+            f"the cases say what FSDP2 does in torch {' and '.join(TORCHS)}, this is {torch.__version__}"
+        )
     return request.param
 
 
@@ -39,19 +40,15 @@ def implementation(request: pytest.FixtureRequest) -> str:
     ],
 )
 def test_behavior(name: str, implementation: str, tmp_path: Path) -> None:
-    run(name, tmp_path, run_case, name, implementation)
+    entry = CASES[name]
+    if entry.needs(implementation) > TORCH_NOW:
+        pytest.skip(f"{implementation} of torch {torch.__version__} has not got what this needs")
+    for ranks in entry.ranks:
+        run_ranks(ranks, run_case, name, implementation, str(tmp_path), timeout=entry.timeout, seed=0)
 
 
 def test_what_is_refused_is_refused_on_every_rank(implementation: str) -> None:
     assert run_ranks(2, run_refusals, implementation, seed=0) == [[], []]
-
-
-def run(name: str, folder: Path, *job: Any) -> None:
-    """A job of one case, on each of its numbers of ranks."""
-    if CASES[name].since > TORCH_NOW:
-        pytest.skip(f"torch {torch.__version__} has not got what this needs: {CASES[name].since}")
-    for ranks in CASES[name].ranks:
-        run_ranks(ranks, *job, str(folder), timeout=CASES[name].timeout, seed=0)
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the table is in the source tree, not in a wheel")

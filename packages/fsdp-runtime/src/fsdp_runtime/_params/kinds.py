@@ -5,14 +5,14 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from .._plan.group import Request, dtypes_for
+from .._plan.group import Request, dtypes_for, precision_of
 from .._plan.param import ManagedParam
 from .group import Group
 from .subclass import Extension, SubclassGroup
 
 
 def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
-    """Set the kind of each parameter, and whether the quantization policy selects it.
+    """Set the precision and kind of each parameter, and whether the quantization policy selects it.
 
     Raises:
         ValueError, NotImplementedError: one cannot be sharded as requested; naming the parameter or option.
@@ -24,6 +24,7 @@ def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
             "keeps their shards elsewhere. Leave one of the two out"
         )
     for param in params:
+        param.precision = precision_of(param, request.precision)
         param.selected = policy is not None and policy.selects(param)
         if isinstance(param.wrapper, Extension):
             param.kind = SubclassGroup
@@ -40,7 +41,7 @@ def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
         if policy is None:
             continue
         try:
-            policy.reduction(param.selected, dtypes_for(param.dtype, request.precision).reduce)
+            policy.reduction(param.selected, dtypes_for(param.dtype, param.precision).reduce)
         except ValueError as error:
             raise ValueError(
                 f"quantization_policy: parameter {param.name} of {param.dtype}: {error}"

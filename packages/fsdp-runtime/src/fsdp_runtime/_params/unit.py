@@ -178,7 +178,7 @@ class Unit:
         """
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         for param in params:
-            dtypes = (param.dtype, param.grad_dtype)
+            dtypes = (param.dtype, param.grad_dtype, param.precision)
             key = (param.kind, param.data, dtypes, param.requires_grad, param.selected)
             kinds.setdefault(key, []).append(param)
         groups = []

@@ -74,6 +74,25 @@ def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtyp
     return Dtypes(kept, compute, reduce, grad or kept)
 
 
+def precision_of(param: ManagedParam[Any], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of one parameter. Calls `param_dtype_override_fn`, which policies have from torch 2.15 on.
+
+    Raises:
+        ValueError: naming the parameter: that returned something else than None, `param_dtype` or its own dtype.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is None:
+        return policy
+    chosen = override(param.original())
+    if chosen not in (None, policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn gave {chosen!r} for parameter {param.name} of {param.dtype}; expected None, "
+            f"param_dtype ({policy.param_dtype}), or the parameter's own dtype"
+        )
+    changes: dict[str, Any] = {"param_dtype": chosen or policy.param_dtype, "param_dtype_override_fn": None}
+    return replace(policy, **changes)
+
+
 @dataclass(frozen=True)
 class ParamPlan:
     """How one parameter is cut.
@@ -217,7 +236,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
         ValueError: naming the parameter, if the block policy returned something that is not a block or does not fit.
     """
     data, policy = params[0].data, request.quantization
-    dtypes = dtypes_for(params[0].dtype, request.precision, params[0].grad_dtype)
+    dtypes = dtypes_for(params[0].dtype, params[0].precision, params[0].grad_dtype)
     layout, wire = lay_out(params, request, dtypes)
     geometry = geometry_of(layout, data.shard_rank)
     plans: list[ParamPlan] = []
@@ -229,7 +248,7 @@ def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: L
     return GroupPlan(
         data=data,
         dtypes=dtypes,
-        precision=request.precision,
+        precision=params[0].precision,
         offload=request.offload if isinstance(request.offload, CPUOffloadPolicy) else None,
         transport=request.transport,
         wire=wire,

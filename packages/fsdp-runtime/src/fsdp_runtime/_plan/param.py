@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor
@@ -101,7 +102,8 @@ class ManagedParam(Generic[G]):
         data: the mesh that cuts it.
         other: how another parallelism had cut it, or None.
         wrapper: how its local tensor is made of plain values.
-        kind, selected: the class of its group, and whether a quantization policy selects it; set by `find_kinds`.
+        precision: its mixed precision; set by `find_kinds`, as the next two.
+        kind, selected: the class of its group, and whether a quantization policy selects it.
         group, index: the group that it belongs to, and its number there; set by the group.
         sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
         local: the sharded parameter's local tensor, as it was made.
@@ -109,6 +111,7 @@ class ManagedParam(Generic[G]):
         example: the original parameter, which policies get; None as soon as there is a sharded one.
     """
 
+    precision: MixedPrecisionPolicy
     kind: type[G]
     selected: bool
     group: G

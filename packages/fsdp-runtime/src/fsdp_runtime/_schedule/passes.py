@@ -100,6 +100,7 @@ class Pass:
         in_backward: whether a run of the autograd engine has reached the model.
         frozen: whether a forward has begun, so that no unit can be added.
         last_backward: the units in the order of the last backward.
+        resets: how often a pass was forgotten.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -121,6 +122,7 @@ class Pass:
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
         self.last_backward: list[Unit] = []
+        self.resets = 0
         self._thread = 0  # that ran the last forward
         self._graph: Any = None  # weak, to what the graph of the last forward holds
         self._orders: list[CollectiveOrder] = []  # of the process groups in use
@@ -513,6 +515,7 @@ class Pass:
         Raises:
             RuntimeError: gathered parameters were changed, as by a user after a failure: that is lost.
         """
+        self.resets += 1
         self.backward.abandon()
         self._root = None
         self.in_backward = False

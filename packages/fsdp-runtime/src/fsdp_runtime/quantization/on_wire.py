@@ -35,7 +35,7 @@ class OnWireGroup(Group):
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
         """Raise ValueError, naming the parameter, if its values cannot be quantized."""
-        dtypes, policy = dtypes_for(param.dtype, request.precision), cast(Any, request.quantization)
+        dtypes, policy = dtypes_for(param.dtype, param.precision), cast(Any, request.quantization)
         try:
             for dtype in (dtypes.kept, dtypes.compute):
                 BlocksOnWire(policy.blocks).dtypes(dtype, dtype)
