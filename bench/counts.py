@@ -41,7 +41,7 @@ from .systems import SYSTEMS, CannotRunError, Job, Trainer, build, reason_of
 
 WARM_UP = 3  # steps; the first records the order of units and builds the optimizer's state
 SIMULATED, REAL = (8, 64, 1024), (2, 4)
-COUNTED = ("ours", "ours-lean", "fsdp2", "fsdp2-apart", "deepspeed")
+COUNTED = ("ours", "ours-apart", "ours-lean", "fsdp2", "fsdp2-apart", "deepspeed")
 # May fail without costing the others their figures, and set no floor: not all kinds of their memory are known.
 PEERS = ("deepspeed",)
 KINDS = ("sharded", "state", "gathered", "gradients", "parked", "temporaries")

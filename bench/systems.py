@@ -151,9 +151,13 @@ def _ends_apart(system: str, job: Job, model: Any) -> Any:
     return model
 
 
+def _ours_apart(name: str, job: Job) -> Trainer:
+    return _ours(name, job, wrap=partial(_ends_apart, "ours", job))
+
+
 def _lean(name: str, job: Job) -> Trainer:
     """No gathers ahead, and the ends apart."""
-    trainer = _ours(name, job, wrap=partial(_ends_apart, "ours", job))
+    trainer = _ours_apart(name, job)
     trainer.module.set_prefetch_depth(0)
     return trainer
 
@@ -375,7 +379,8 @@ SYSTEMS = {
     ),
     "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
     "ours-quantized": System("fsdp_runtime, fp8 gathers, int8 reductions", _quantized),
-    "ours-lean": System("fsdp_runtime, least memory", _lean),
+    "ours-apart": System("fsdp_runtime, ends apart", _ours_apart),
+    "ours-lean": System("fsdp_runtime, ends apart, no prefetch", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
     "ours-given-order": System("planner off: given order", _given_order),
     "ours-lcm": System("planner off: lcm rule", partial(_given_order, lcm=True)),
