@@ -405,7 +405,6 @@ LEFT_OUT = {
 LEFT_OUT_COLUMNS = ("parked MiB", "PSS MiB", "forward ms", "backward ms", "update ms")
 LEFT_OUT_TABLES = (
     "Steps to that loss by learning rate", "8-bit AdamW on meshes", "A step on plain tensors", "Time of Muon",
-    "Muon's step on fully_shard, simulated",
 )  # fmt: skip
 
 
@@ -488,8 +487,8 @@ def summary(folder: Path) -> list[str]:
         ]  # fmt: skip
         header = "64 ranks; MiB copied in forward; in backward; dispatcher calls; peak MiB"
         about = (
-            "Counted on one of 64 simulated ranks, in a step in fp32 of a 31.6M-parameter Llama, without the model's own\n"
-            "operators. Ends apart: embedding and head are units of their own."
+            "Counted on one of 64 simulated ranks, in a step in fp32 of a 31.6M-parameter Llama, without the model's "
+            "own\noperators. Ends apart: embedding and head are units of their own."
         )
         out += [about, table(header.split("; "), rows)]
     return [*out, "Times, and DDP, FSDP1 and DeepSpeed: [bench/results/REPORT.md](bench/results/REPORT.md)."]

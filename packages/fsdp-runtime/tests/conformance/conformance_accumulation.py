@@ -151,8 +151,8 @@ def finalized_by_hand(fsdp):
 
 
 @case(
-    MULTI, "`GradientReductionHandle.wait` after `reset_iter_state`", fsdp2=Raises(RuntimeError, "invalidated|reset_iter_state"),
-    new=(2, 15),
+    MULTI, "`GradientReductionHandle.wait` after `reset_iter_state`", new=(2, 15),
+    fsdp2=Raises(RuntimeError, "invalidated|reset_iter_state"),
 )  # fmt: skip
 def waited_after_a_reset(fsdp):
     model, reference = pair(fsdp)
