@@ -88,13 +88,9 @@ def dtype_of(program: Program) -> torch.dtype:
 def tolerance_of(program: Program) -> float:
     """The relative error that a program allows against one process, of the largest element of a tensor."""
     narrow = dtype_of(program) == SINGLE or "two dtypes" in program.layers
-    own = (
-        PRECISIONS[program.precision][1],
-        QUANTIZED[program.quantized][1]
-        * (5 if program.mesh == "tp" else 1),  # pieces have codes of their own
-        OPTIMIZERS[program.optimizer][2],
-    )
-    return max(*own, 1e-4 if narrow else 0.0)
+    pieces = 5 if program.mesh == "tp" else 1  # each has codes of its own
+    codes, states = QUANTIZED[program.quantized][1], OPTIMIZERS[program.optimizer][2]
+    return max(PRECISIONS[program.precision][1], pieces * codes, pieces * states, 1e-4 if narrow else 0.0)
 
 
 class Coded:

@@ -72,7 +72,8 @@ def end_by_hand(w: World) -> None:
 def to_empty(w: World, late: bool = False) -> None:
     """Weights are lost and loaded; buffers that are in no state dict are made anew before or after."""
     w.rest()
-    w.optimizer.zero_grad()  # they would be lost too
+    for param in w.params.values():
+        param.grad = None  # it would be lost too
     saved = {name: value.clone() for name, value in w.model.state_dict().items()}
     w.model.to_empty(device="cpu")
     if late:
