@@ -181,11 +181,11 @@ def test_a_common_block_is_cut_only_where_tiles_and_the_policy_allow(shape):
 IN_BF16 = QuantizationPolicy(gradients="bf16")
 
 
-@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(3)
-def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all(precision):
+def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all(dtype):
     ranks = dist.get_world_size()
-    model = shard(seeded(), quantization_policy=IN_BF16, mp_policy=MixedPrecisionPolicy(**precision))
+    model = shard(seeded(), quantization_policy=IN_BF16, mp_policy=MixedPrecisionPolicy(dtype, dtype))
     loss = loss_of(model, tokens())
     with record_collectives() as record:
         loss.backward()
@@ -195,7 +195,7 @@ def test_a_unit_sends_two_bytes_an_element_in_one_all_to_all(precision):
     for event, unit in zip(reductions, units, strict=True):
         memory = unit_memory(unit)
         assert event.bytes_sent == 2 * (ranks - 1) * sum(memory.shards)
-        copies = 1 if precision.get("param_dtype") == torch.bfloat16 else 2
+        copies = 1 if dtype == torch.bfloat16 else 2
         assert memory.scratch == copies * 2 * ranks * sum(memory.shards)
     assert model.head.weight.grad.dtype == torch.float32
 

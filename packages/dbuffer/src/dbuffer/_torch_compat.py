@@ -1,6 +1,6 @@
 """Every name of torch that is private or differs between releases, in one place.
 
-Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: `_coalescing_manager`, `UntypedStorage._swap_data_ptr_` (absent in 2.11),
 `torch._foreach_*`, `Tensor._version`, `Tensor._make_wrapper_subclass`, `_disabled_torch_function_impl`, an op's schema,

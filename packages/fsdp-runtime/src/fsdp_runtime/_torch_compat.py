@@ -1,6 +1,6 @@
 """Every name of torch that is private or differs between releases, in one place.
 
-Tried with torch 2.11.0 and 2.15.0 (CUDA 13 builds, on CPU) and 2.13.0 (CPU build).
+Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,

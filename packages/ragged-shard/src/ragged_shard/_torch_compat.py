@@ -1,6 +1,6 @@
 """Every name of torch that is private or differs between releases, in one place.
 
-Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: `DTensorSpec` and `TensorMeta` (what `DTensor.__new__` takes, as FSDP2 hands it over), `_StridedShard`
 (what FSDP2 makes of a parameter that TP cuts along dimension 0), `OpOverload` (the type of an op),
