@@ -310,8 +310,7 @@ def _run_files(run: _Run) -> list[Target]:
     about = read_about(run.checkpoint)
     own = RunConfig.from_json(about["config"])
     lines = metrics.splitlines(keepends=True)
-    options = train_cli._parser("", "")
-    train_cli.add_run_options(options)
+    options = train_cli.parser_of("")
     asked = options.parse_args(["--resume", "--steps", "9"])
 
     def run_json(draw: Random) -> bytes:

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,22 +25,35 @@ class _Parser(argparse.ArgumentParser):
         raise TrainError(f"{message} (see {self.prog} --help)")
 
 
+_COMMANDS = {
+    "": "Pretrain a small transformer on real text, sharded over all local ranks. Subcommands, each with --help: "
+    "compare (the same work on several systems, optimizers or wire formats); plan (the bytes of a rank, before a run).",
+    "compare": "The same model, data and steps in several ways, interleaved.",
+    "plan": "The bytes of a rank by kind. Allocates nothing.",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fsdp-train``; returns the exit status: 0, 2 for a user error, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if LAUNCHED in os.environ:
             return rank_status(None)
-        first = arguments[0] if arguments else "-"
-        if not first.startswith("-") and first not in _SUBCOMMANDS:
-            raise TrainError(f"{first!r} is not a subcommand: there are {', '.join(_SUBCOMMANDS)}")
+        command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
+        if command not in _COMMANDS:
+            raise TrainError(
+                f"{command!r} is not a subcommand: there are {', '.join(filter(None, _COMMANDS))}"
+            )
         if importlib.util.find_spec("matplotlib") is None:
             raise TrainError("matplotlib, which draws curves, is missing: pip install 'fsdp-runtime[train]'")
-        if first in _SUBCOMMANDS:
-            if "RANK" in os.environ:
-                raise TrainError(f"{first} starts its own ranks: run it without torchrun")
-            return _SUBCOMMANDS[first][1](arguments[1:])
-        return _train(arguments)
+        if command and "RANK" in os.environ:
+            raise TrainError(f"{command} starts its own ranks: run it without torchrun")
+        options = parser_of(command).parse_args(arguments)
+        if command == "compare":
+            return compare(_config_to_compare(options), options.vary, options.rounds, options.ranks)
+        if command == "plan":
+            return print_plan(run_config(options), options.ranks)
+        return _train(options)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SignalException as error:  # ranks have saved and left
@@ -50,23 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(name: str, text: str) -> argparse.ArgumentParser:
-    return _Parser(
-        prog=f"fsdp-train {name}".strip(),
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _train(argv: list[str]) -> int:
-    lines = ["Pretrain a small transformer on real text, sharded over all local ranks.", ""]
-    lines += ["subcommands (each has --help); without one it trains:"]
-    lines += [f"  {name:<12} {text}" for name, (text, _) in _SUBCOMMANDS.items()]
-    parser = _parser("", "\n".join(lines))
-    parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The options of a subcommand, or of the training itself for ""."""
+    parser = _Parser(prog=f"fsdp-train {command}".strip(), description=_COMMANDS[command])
+    if not command:
+        parser.usage = "fsdp-train [SUBCOMMAND] [OPTIONS]"
+    if command == "compare":
+        parser.add_argument(
+            "--vary",
+            default="system=fsdp_runtime,fsdp2,ddp,deepspeed",
+            help="system=A,B,..., optimizer=A,B,... or gathers=fp32,bf16,fp8,... (default: %(default)s)",
+        )
+        parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     add_run_options(parser)
-    options = parser.parse_args(argv)
-    config = _resumed(options) if options.resume else run_config(options)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.resume:
+        run = run_to_resume(options.out)
+        checkpoint = latest(run)
+        assert checkpoint is not None  # run_to_resume returns no other
+        config = resumed_config(options, run, RunConfig.from_json(read_about(checkpoint)["config"]))
+    else:
+        config = run_config(options)
     if "RANK" in os.environ:
         if options.ranks is not None and options.ranks != int(os.environ["WORLD_SIZE"]):
             raise TrainError(f"--ranks {options.ranks} under a torchrun of {os.environ['WORLD_SIZE']} ranks")
@@ -76,46 +96,18 @@ def _train(argv: list[str]) -> int:
     return start_ranks(config, ranks)
 
 
-def _resumed(options: argparse.Namespace) -> RunConfig:
-    run = run_to_resume(options.out)
-    checkpoint = latest(run)
-    assert checkpoint is not None  # run_to_resume returns no other
-    return resumed_config(options, run, RunConfig.from_json(read_about(checkpoint)["config"]))
-
-
-def _compare(argv: list[str]) -> int:
-    parser = _parser("compare", "The same model, data and steps in several ways, interleaved.")
-    parser.add_argument(
-        "--vary",
-        default="system=fsdp_runtime,fsdp2,ddp,deepspeed",
-        help="system=A,B,..., optimizer=A,B,... or gathers=fp32,bf16,fp8,... (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
-    add_run_options(parser)
-    options = parser.parse_args(argv)
-    config = run_config(options) if options.vary.startswith("optimizer") else _for_comparison(options)
-    return compare(config, options.vary, options.rounds, options.ranks)
-
-
-def _for_comparison(options: argparse.Namespace) -> RunConfig:
-    """A short run that saves nothing, with torch's optimizer, which every system accepts."""
-    for name, value in (("steps", 40), ("save_every", 0), ("eval_every", 0), ("optimizer", "torch-adamw")):
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+def _config_to_compare(options: argparse.Namespace) -> RunConfig:
+    """Of systems and formats, a short run that saves nothing, with torch's optimizer, which every system accepts."""
+    if not options.vary.startswith("optimizer"):
+        for name, value in (
+            ("steps", 40),
+            ("save_every", 0),
+            ("eval_every", 0),
+            ("optimizer", "torch-adamw"),
+        ):
+            if getattr(options, name) is None:
+                setattr(options, name, value)
     return run_config(options)
-
-
-def _plan(argv: list[str]) -> int:
-    parser = _parser("plan", "The bytes of a rank by kind. Allocates nothing.")
-    add_run_options(parser)
-    options = parser.parse_args(argv)
-    return print_plan(run_config(options), options.ranks)
-
-
-_SUBCOMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "compare": ("the same work on several systems, optimizers or wire formats", _compare),
-    "plan": ("the bytes of a rank, before a run", _plan),
-}
 
 
 if __name__ == "__main__":
