@@ -13,7 +13,7 @@ means single rows.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,63 +23,34 @@ from layout_planner import Block, Elements, Rows, Tile, Whole
 BlockPolicy = Callable[[str, torch.Tensor], Block | None]
 
 
-@dataclass(frozen=True)
-class _Everywhere:
-    """One block for every tensor of at least so many dimensions."""
-
-    block: Block
-    min_dims: int = 0
-
-    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
-        return self.block if param.ndim >= self.min_dims else None
-
-
-@dataclass(frozen=True)
-class _WholeMatrices:
-    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
-        if param.ndim < 2:
-            return None
-        return Whole() if param.ndim == 2 else Tile(param.shape[-2], param.shape[-1])
-
-
-@dataclass(frozen=True)
-class _ByPattern:
-    table: tuple[tuple[re.Pattern[str], Any], ...]
-
-    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
-        for pattern, entry in self.table:
-            if pattern.search(name):
-                block: Block | None = entry(name, param) if callable(entry) else entry
-                return block
-        return None
-
-
-@dataclass(frozen=True)
-class _FirstOf:
-    policies: tuple[BlockPolicy, ...]
-
-    def __call__(self, name: str, param: torch.Tensor) -> Block | None:
-        return next((block for policy in self.policies if (block := policy(name, param)) is not None), None)
-
-
 def rows(count: int) -> BlockPolicy:
     """Runs of `count` rows; a row is one run of the innermost dimension."""
-    return _Everywhere(Rows(count))
+    return partial(_everywhere, Rows(count), 0)
 
 
 def elements(count: int) -> BlockPolicy:
     """Runs of `count` elements, whatever the shape."""
-    return _Everywhere(Elements(count))
+    return partial(_everywhere, Elements(count), 0)
 
 
 def tiles(rows: int, columns: int) -> BlockPolicy:
     """Tiles of matrices (the last two dimensions); vectors and scalars are cut anywhere."""
-    return _Everywhere(Tile(rows, columns), min_dims=2)
+    return partial(_everywhere, Tile(rows, columns), 2)
+
+
+def _everywhere(block: Block, min_dims: int, name: str, param: torch.Tensor) -> Block | None:
+    return block if param.ndim >= min_dims else None
 
 
 def whole() -> BlockPolicy:
     """Matrices whole, each matrix of a stack on its own; vectors and scalars are cut anywhere."""
-    return _WholeMatrices()
+    return _whole_matrix
+
+
+def _whole_matrix(name: str, param: torch.Tensor) -> Block | None:
+    if param.ndim < 2:
+        return None
+    return Whole() if param.ndim == 2 else Tile(param.shape[-2], param.shape[-1])
 
 
 def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
@@ -94,7 +65,13 @@ def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
             compiled.append((re.compile(pattern), entry))
         except re.error as error:
             raise ValueError(f"block policy: {pattern!r} is not a regular expression: {error}") from None
-    return _ByPattern(tuple(compiled))
+    return partial(_first_found, compiled)
+
+
+def _first_found(table: list[tuple[re.Pattern[str], Any]], name: str, param: torch.Tensor) -> Block | None:
+    entry = next((entry for pattern, entry in table if pattern.search(name)), None)
+    block: Block | None = entry(name, param) if callable(entry) else entry
+    return block
 
 
 def declared_by(*optimizers: Any) -> BlockPolicy:
@@ -115,4 +92,8 @@ def declared_by(*optimizers: Any) -> BlockPolicy:
                 f"{optimizer!r} declares no blocks: it has no method block_policy(), and is not a policy itself"
             )
         policies.append(optimizer if maker is None else maker())
-    return _FirstOf(tuple(policies))
+    return partial(_first_named, policies)
+
+
+def _first_named(policies: list[BlockPolicy], name: str, param: torch.Tensor) -> Block | None:
+    return next((block for policy in policies if (block := policy(name, param)) is not None), None)
