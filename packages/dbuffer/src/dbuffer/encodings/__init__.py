@@ -6,10 +6,9 @@ reductions   CastReduction(dtype), BlockReduction(format)   by one all-to-all, s
 formats      BlockFP8, BlockInt8, BlockNF4
 """
 
-from .at_rest import BlocksAtRest, empty_codes
 from .formats import BlockFormat, BlockFP8, BlockInt8, BlockNF4
+from .gathers import BlocksAtRest, BlocksOnWire, empty_codes
 from .noise import Noise
-from .on_wire import BlocksOnWire
 from .reduction import BlockReduction, CastReduction
 from .rows import CodeRows
 from .tensor import BlockQuantizedTensor
