@@ -22,7 +22,7 @@ from torch import nn
 from fsdp_runtime import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from fsdp_runtime.memory import unit_memory
 from fsdp_runtime.quantization import BlockFP8, BlockInt8, BlockNF4, matrices_only
-from fsdp_runtime.quantization.blocks import common_block
+from fsdp_runtime.quantization.on_wire import common_block
 from layout_planner import Elements, Rows, TensorSpec, Tile, Whole
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
 

@@ -112,7 +112,7 @@ def assert_only_codes(model):
     """Of a unit's weights only codes and scales are kept, and travel."""
     groups = member_of(model.blocks[0]).unit.groups
     (coded,) = [group for group in groups if not group.holds_values]
-    row = coded.row_bytes
+    row = coded.plan.wire.row_bytes(coded.plan.geometry)
     shards = [flat.nbytes for flat in coded.buffer.shard]
     assert sum(shards) == row
     plain = [group.plan.layout for group in groups if group is not coded]

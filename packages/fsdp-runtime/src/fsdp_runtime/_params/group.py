@@ -54,14 +54,12 @@ class Group:
         buffer: their memory; None while one is on the meta device.
         gradients: their gradients' memory.
         home: the first module of its unit; set by `Unit.take`.
-        wire_format: blocks that values are quantized in before a gather, a `dbuffer.encodings.BlockFormat`; or None.
         holds_values: whether the shard holds the parameters' values.
         trained: whether they can be trained.
         refused_whole: why `full_params` refuses such parameters; empty if it does not.
     """
 
     home: nn.Module
-    wire_format: Any = None
     holds_values: ClassVar[bool] = True
     trained: ClassVar[bool] = True
     refused_whole: ClassVar[str] = ""

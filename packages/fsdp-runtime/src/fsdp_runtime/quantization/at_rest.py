@@ -7,24 +7,20 @@
 Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
 import ragged_shard
-from dbuffer import WireForm
 from dbuffer.encodings import BlockInt8, BlockQuantizedTensor, BlocksAtRest, empty_codes
-from layout_planner import Layout
 from ragged_shard import RaggedDTensor, RaggedShard
 from ragged_shard.dist import DISTRIBUTED
 
 from .._params.group import Group
-from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, planned, wrap_local
+from .._plan.group import GroupMemory, GroupPlan, ParamPlan, Request, wrap_local
 from .._plan.param import ManagedParam, local_of
 from .._torch.tree import local_like
-from .blocks import common_block
 from .on_wire import OnWireGroup
 
 CODES, SCALES = ".codes", ".scales"
@@ -135,6 +131,7 @@ def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQu
 class AtRestGroup(OnWireGroup):
     """Parameters are kept as codes, which are gathered as they are. They are not trained."""
 
+    form = BlocksAtRest
     holds_values: ClassVar[bool] = False
     trained: ClassVar[bool] = False
 
@@ -152,15 +149,6 @@ class AtRestGroup(OnWireGroup):
             raise ValueError(
                 f"{selected}another parallelism has cut it; do not select it (QuantizationPolicy.select)"
             )
-
-    @classmethod
-    def lay_out(
-        cls, params: Sequence[ManagedParam[Any]], request: Request, dtypes: Dtypes
-    ) -> tuple[Layout, WireForm | None]:
-        """A layout that cuts no tile."""
-        blocks = cast(Any, request.quantization).at_rest
-        layout = planned(params, request, ALIGNMENT, partial(common_block, blocks.tile[0]))
-        return layout, BlocksAtRest(blocks)
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         if is_at_rest(value):  # values of these would be quantized twice

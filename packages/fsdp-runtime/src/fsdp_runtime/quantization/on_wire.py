@@ -4,20 +4,43 @@
 `OnWireGroup`       parameters are quantized before a gather, and read back after it
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from dbuffer import WireForm
-from dbuffer.encodings import BlockFormat, BlocksOnWire, CodeRows
-from layout_planner import Layout
+from dbuffer.encodings import BlocksAtRest, BlocksOnWire
+from layout_planner import Block, Elements, Layout, Rows, Tile, Whole
 
 from .._params.group import Group
 from .._plan.group import ALIGNMENT, Dtypes, GroupMemory, Request, dtypes_for, planned
 from .._plan.param import ManagedParam
-from .blocks import common_block
 
 Params = Sequence[ManagedParam[Any]]
+
+
+def common_block(rows: int, block: Block | None, shape: Sequence[int]) -> Block:
+    """The smallest block that holds whole blocks of a block policy and whole tiles of a number of rows.
+
+    Tiles start over in each stacked matrix, and a tensor of one dimension is one row: cuts lie between rows.
+    """
+    if len(shape) < 2:
+        return Whole()
+    matrix, width = shape[-2], shape[-1]
+    uniform = len(shape) == 2 or matrix % rows == 0
+    match block:
+        case None:
+            return Tile(rows, width)
+        case Tile(count, columns):
+            return Tile(math.lcm(count, rows), columns)
+        case Rows(count):
+            if count == 1:
+                return Tile(rows, width)
+            return Rows(math.lcm(count, rows if uniform else matrix))
+        case Elements(count):
+            return Elements(math.lcm(count, (rows if uniform else matrix) * width))
+    return block
 
 
 class BlockGradsGroup(Group):
@@ -30,7 +53,13 @@ class BlockGradsGroup(Group):
 
 
 class OnWireGroup(Group):
-    """Parameters are gathered as codes of blocks, and read back."""
+    """Parameters are gathered as codes of blocks, and read back.
+
+    Attributes:
+        form: the wire form.
+    """
+
+    form: ClassVar[type[BlocksOnWire | BlocksAtRest]] = BlocksOnWire
 
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:
@@ -48,20 +77,9 @@ class OnWireGroup(Group):
     @classmethod
     def lay_out(cls, params: Params, request: Request, dtypes: Dtypes) -> tuple[Layout, WireForm | None]:
         """A layout that cuts no tile."""
-        weights = cast(Any, request.quantization).weights
-        layout = planned(params, request, ALIGNMENT, partial(common_block, weights.tile[0]))
-        return layout, BlocksOnWire(weights)
-
-    @property
-    def wire_format(self) -> BlockFormat | None:
-        """The blocks that values are quantized in before a gather."""
-        return self.plan.wire.format if isinstance(self.plan.wire, BlocksOnWire) else None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one rank's codes and scales."""
-        wire: Any = self.plan.wire
-        return CodeRows(self.plan.layout, wire.format).row_bytes
+        blocks = cast(Any, request.quantization).blocks
+        layout = planned(params, request, ALIGNMENT, partial(common_block, blocks.tile[0]))
+        return layout, cls.form(blocks)
 
     def expect_update(self) -> None:
         """Quantize again before the next gather, even if the version counter does not change."""
@@ -70,8 +88,8 @@ class OnWireGroup(Group):
 
     def memory(self) -> GroupMemory:
         """Codes are kept in addition to the shards; all ranks' are gathered before they are read back."""
-        values, ranks = super().memory(), self.plan.data.shard_size
-        values.gather = values.codes = self.row_bytes
+        values, ranks, wire = super().memory(), self.plan.data.shard_size, cast(Any, self.plan.wire)
+        values.gather = values.codes = wire.row_bytes(self.plan.geometry)
         values.gathered = [ranks * size * self.plan.dtypes.compute.itemsize for size in self.segment_sizes()]
-        values.decoding = [ranks * self.row_bytes]
+        values.decoding = [ranks * values.gather]
         return values
