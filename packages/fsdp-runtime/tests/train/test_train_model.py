@@ -16,7 +16,7 @@ from fsdp_runtime.train.model import (
     rope_tables,
     rotate,
 )
-from fsdp_runtime.train.optimizers import decay_groups, make_optimizer, without_vocabulary
+from fsdp_runtime.train.optimizers import decay_groups, make_optimizer
 
 
 def made(config, **options):
@@ -105,10 +105,10 @@ def names(groups):
 
 def test_vectors_are_not_decayed_and_soap_rotates_no_rows_of_tokens():
     model = Model()
-    decayed = decay_groups(model.named_parameters(), 0.1)
+    decayed = decay_groups(model, 0.1)
     assert names(decayed) == [["embed.weight", "inner.weight", "head.weight"], ["inner.bias"]]
     assert [group["weight_decay"] for group in decayed] == [0.1, 0.0]
-    groups = without_vocabulary(decayed, model)
+    groups = decay_groups(model, 0.1, rotates=True)
     assert names(groups) == [["inner.weight"], ["embed.weight", "head.weight"], ["inner.bias"]]
     assert [group.get("diagonal_above") for group in groups] == [None, 49, None]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]

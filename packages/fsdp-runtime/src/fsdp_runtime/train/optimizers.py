@@ -1,6 +1,6 @@
 """The optimizers of `--optimizer`: a table of names, classes and arguments."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,7 @@ def make_optimizer(
             decay_vectors=False,
             verbose=False,
         )
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = decay_groups(named, weight_decay)
-    if spec.rotates:
-        groups = without_vocabulary(groups, model)
+    groups = decay_groups(model, weight_decay, rotates=spec.rotates)
     return spec.cls(groups, lr=peak, **dict(spec.extra))
 
 
@@ -101,30 +98,23 @@ def parse_block_option(text: str) -> Any:
     return lambda name, parameter: block
 
 
-def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
-    """Named matrices with weight decay, vectors without; a group that would be empty is left out."""
-    pairs = list(named)
-    matrices = [pair for pair in pairs if pair[1].ndim >= 2]
-    vectors = [pair for pair in pairs if pair[1].ndim < 2]
-    groups = [(matrices, weight_decay), (vectors, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+def decay_groups(model: nn.Module, weight_decay: float, *, rotates: bool = False) -> Groups:
+    """Named matrices with weight decay, vectors without; a group that would be empty is left out.
 
-
-def without_vocabulary(groups: Groups, model: nn.Module) -> Groups:
-    """The groups, with separate ones for parameters that have a row for each token, whose rows are not rotated."""
-    tokens = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    rows = {
-        id(m.weight): len(m.weight)
-        for m in model.modules()
-        if isinstance(m, nn.Embedding) or (isinstance(m, nn.Linear) and m.out_features in tokens)
-    }
-    out: Groups = []
-    for group in groups:
-        rest = [pair for pair in group["params"] if id(pair[1]) not in rows]
-        tables = [pair for pair in group["params"] if id(pair[1]) in rows]
-        if rest:
-            out.append({**group, "params": rest})
-        if tables:
-            least = min(rows[id(parameter)] for _, parameter in tables)
-            out.append({**group, "params": tables, "diagonal_above": max(least - 1, 1)})
-    return out
+    For an optimizer that rotates, matrices with a row for each token are a separate group, whose rows are not rotated.
+    """
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and rotates]
+    tokens = {m.num_embeddings for m in embeddings}
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in tokens]
+    by_token = {id(m.weight) for m in (*embeddings, *heads)}
+    tables = [pair for pair in named if id(pair[1]) in by_token]
+    matrices = [pair for pair in named if pair[1].ndim >= 2 and id(pair[1]) not in by_token]
+    vectors = [pair for pair in named if pair[1].ndim < 2]
+    least = min((len(parameter) for _, parameter in tables), default=0)
+    groups: Groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": tables, "weight_decay": weight_decay, "diagonal_above": max(least - 1, 1)},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
