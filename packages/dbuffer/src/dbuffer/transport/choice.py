@@ -69,9 +69,12 @@ def arena_of(group: dist.ProcessGroup, choice: TransportChoice) -> "Arena | None
     """Memory for buffers whose ranks may read each other's; None where they cannot. Communicates nothing."""
     if group.size() == 1 or choice not in ("auto", "peer_memory") or _obstacle(group, choice):
         return None
-    from .peer import arena
+    from .peer.arena import arena
 
-    return arena.arena() if arena.is_possible() else None
+    try:
+        return arena()
+    except OSError:
+        return None
 
 
 def _obstacle(group: dist.ProcessGroup, choice: TransportChoice) -> str:

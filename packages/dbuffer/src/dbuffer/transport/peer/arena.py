@@ -12,7 +12,6 @@ Pages are there before anybody writes to them: without memory `allocate` raises,
 A forked child has none of it: where it reads or writes there, it ends by SIGSEGV.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -243,13 +242,6 @@ def arena() -> Arena:
     if _arena is None:
         _arena = Arena()
     return _arena
-
-
-def is_possible() -> bool:
-    """Whether this process can have such memory."""
-    with contextlib.suppress(OSError):
-        arena()
-    return _arena is not None
 
 
 def offset_of(address: int, nbytes: int) -> int | None:

@@ -431,9 +431,7 @@ class _Answering:
         """Give up where an exchange needs a peer that is gone. One that has taken and given all is not needed."""
         for exchange in self._under_way.values():
             if needed := self._gone & (exchange.untaken | exchange.unread):
-                raise _GiveUpError(
-                    f"rank {min(needed)} of the group has ended or given up, during {exchange.label}"
-                )
+                raise _gone(min(needed), exchange)
 
     def _peers_that_gave(self, exchange: PeerExchange) -> set[int]:
         read = exchange.takes.keys() - exchange.untaken
@@ -441,23 +439,19 @@ class _Answering:
 
     def _take(self, exchange: PeerExchange, peer: int) -> None:
         """Take what a peer gives, where this rank has started too; for a sum, once all peers have given."""
-        if exchange.total is None:
-            peers = [peer] if self._has_given_all(exchange, peer) else []
-        else:
-            ready = [other for other in exchange.takes if self._has_given_all(exchange, other)]
-            peers = ready if len(ready) == len(exchange.takes) else []
-        slices = {other: self._slices(exchange, other) for other in peers}
-        if exchange.total is None:
-            for other in peers:
-                for source, target in zip(slices[other], exchange.takes[other], strict=True):
-                    copy_memory(target.address, source)
-        elif peers:
+        awaited = [peer] if exchange.total is None else list(exchange.takes)
+        ready = [other for other in awaited if self._has_given_all(exchange, other)]  # raises if one differs
+        if ready != awaited:
+            return
+        slices = {other: self._slices(exchange, other) for other in awaited}
+        if exchange.total is not None:
             exchange.total.add(slices)
-        for other in peers:
+        else:
+            for source, target in zip(slices[peer], exchange.takes[peer], strict=True):
+                copy_memory(target.address, source)
+        for other in awaited:
             if _hung_up(self._peers[other].socket):  # it may have changed the memory while that was read
-                raise _GiveUpError(
-                    f"rank {other} of the group has ended or given up, during {exchange.label}"
-                )
+                raise _gone(other, exchange)
             exchange.untaken.discard(other)
             self._send(other, [_TAKEN.pack(_KIND_TAKEN, exchange.number)])
 
@@ -489,6 +483,10 @@ class _Answering:
         if not (exchange.untaken or exchange.unread):
             self._under_way.pop(exchange.number, None)
             exchange.end()
+
+
+def _gone(peer: int, exchange: PeerExchange) -> _GiveUpError:
+    return _GiveUpError(f"rank {peer} of the group has ended or given up, during {exchange.label}")
 
 
 def _give_messages(exchange: PeerExchange, peer: int) -> list[bytes]:
