@@ -134,8 +134,7 @@ class Group:
             on_meta = on_meta or slices[-1].is_meta
         if on_meta:
             for param, plan, local in zip(self.params, self.plan.params, slices, strict=True):
-                kept = self._without_buffer(param, plan, values[param.name], local)
-                self._loaded.append(wrap_local(plan, kept))
+                self._loaded.append(wrap_local(plan, param.wrapper.wrap(local.clone())))
             return
         digests = [param.digest for param in self.params]
         self._digest = "" if None in digests else str(digests)
@@ -143,7 +142,7 @@ class Group:
         self._loaded = self._filled(slices)
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a value, in the shape of the local tensor; shares memory where it can.
+        """This rank's slice of a value, like the local tensor or its plain values; shares memory where it can.
 
         Args:
             value: the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh, which is
@@ -155,12 +154,6 @@ class Group:
         with torch.no_grad():
             local: torch.Tensor = value.redistribute(placements=plan.placements).to_local()
         return local
-
-    def _without_buffer(
-        self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor, local: torch.Tensor
-    ) -> torch.Tensor:
-        """The local tensor of a parameter while the group has no buffer; `local` is its slice of `value`."""
-        return param.wrapper.wrap(local.clone())
 
     def commit(self) -> None:
         """Point the parameters at the memory that `load` filled, and put the sharded ones into their modules."""

@@ -151,13 +151,6 @@ class AtRestGroup(OnWireGroup):
             )
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-        if is_at_rest(value):  # values of these would be quantized twice
-            return quantized(self.plan, plan, value)
-        return super()._slice_of(param, plan, value)
-
-    def _without_buffer(
-        self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor, local: torch.Tensor
-    ) -> torch.Tensor:
         return quantized(self.plan, plan, value)
 
     def as_sharded(self, param: ManagedParam[Any], value: torch.Tensor) -> RaggedDTensor:
