@@ -42,8 +42,6 @@ def test_without_paths_the_standard_library_is_split_by_file(tmp_path, monkeypat
 
 
 def test_the_split_depends_on_names_below_the_folder_and_not_on_where_it_lies(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     first, second = read([text_folder(tmp_path / "a")]), read([text_folder(tmp_path / "b")])
     assert first.held_out.names == second.held_out.names
     assert first.identity == second.identity
@@ -60,8 +58,10 @@ def test_a_single_file_holds_out_its_end(tmp_path):
 def test_held_out_files_can_be_named(tmp_path):
     folder = text_folder(tmp_path)
     data = read([folder], held_out=[str(folder / "7.py")])
-    assert data.held_out.names == ("7.py",)
-    assert "7.py" not in data.train.names
+    assert ("7.py" in data.train.names, data.held_out.names) == (False, ("7.py",))
+    (tmp_path / "7.py").write_text(TEXT[:100])
+    data = read([folder], held_out=[str(tmp_path / "7.py")])  # of the same name as a training file
+    assert (len(data.train.arrays[data.train.names.index("7.py")]), data.held_out.num_tokens) == (4000, 100)
 
 
 def test_globs_and_token_arrays_are_read(tmp_path):

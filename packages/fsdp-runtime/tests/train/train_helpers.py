@@ -22,7 +22,7 @@ TINY = shlex.split("--preset tiny --seq-len 32 --batch 12 --optimizer torch-adam
 
 def text_folder(folder):
     """Some files of text, enough for both sides of the split."""
-    (folder / "text").mkdir()
+    (folder / "text").mkdir(parents=True)
     for number in range(30):
         (folder / "text" / f"{number}.py").write_text(TEXT[number * 700 : number * 700 + 4000])
     return folder / "text"

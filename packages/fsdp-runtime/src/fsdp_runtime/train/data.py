@@ -78,22 +78,22 @@ def read_data(
     """
     files = _expand(paths) if paths else _standard_library()
     where = ", ".join(paths) or f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
-    held_files = _expand(held_out) if held_out else {}
-    train = {name: path for name, path in files.items() if path not in held_files.values()}
-    if not held_files:
-        held_files = {name: path for name, path in train.items() if _is_held_out(name)}
-        train = {name: path for name, path in train.items() if name not in held_files}
-    files_of_both = {**train, **held_files}
-    if len({path.suffix == ARRAYS for path in files_of_both.values()}) > 1:
+    held = (
+        _expand(held_out) if held_out else {name: path for name, path in files.items() if _is_held_out(name)}
+    )
+    train = {name: path for name, path in files.items() if path not in held.values()}
+    if len({path.suffix == ARRAYS for path in (*train.values(), *held.values())}) > 1:
         raise TrainError("the data mixes text with token arrays (.bin): give one kind, such as by a glob")
-    arrays = {name: _open(path, dtype) for name, path in files_of_both.items()}
-    sides = [_joined([(name, arrays[name]) for name in side]) for side in (train, held_files)]
-    too_few = min(side.num_tokens for side in sides) <= seq_len
-    if too_few and not held_out:  # hold out the ends of files
-        ends = {name: len(arrays[name]) - int(2 * HELD_OUT_SHARE * len(arrays[name])) for name in files}
+    # Files of the two sides may have one name, as in two folders.
+    opened = [{name: _open(path, dtype) for name, path in side.items()} for side in (train, held)]
+    size = _vocabulary([array for side in opened for array in side.values()], vocab_size)
+    sides = [_joined(side) for side in opened]
+    if min(side.num_tokens for side in sides) <= seq_len and not held_out:  # hold out the ends of files
+        arrays = {name: opened[name not in train][name] for name in files}
+        ends = {name: len(array) - int(2 * HELD_OUT_SHARE * len(array)) for name, array in arrays.items()}
         sides = [
-            _joined([(name, arrays[name][: ends[name]]) for name in files]),
-            _joined([(name, arrays[name][ends[name] :]) for name in files]),
+            _joined({name: array[: ends[name]] for name, array in arrays.items()}),
+            _joined({name: array[ends[name] :] for name, array in arrays.items()}),
         ]
     for side, label in zip(sides, ("training", "held-out"), strict=True):
         if side.num_tokens <= seq_len:
@@ -101,7 +101,6 @@ def read_data(
                 f"a sequence of {seq_len} tokens is longer than the {label} data ({side.num_tokens} tokens of "
                 f"{where}, {len(files)} files): give more with --data or a shorter --seq-len"
             )
-    size = _vocabulary(arrays, vocab_size)
     digest = hashlib.sha256()
     for side in sides:
         digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
@@ -159,14 +158,13 @@ def _open(path: Path, dtype: str) -> Any:
     return np.frombuffer(raw, dtype=np.uint8)
 
 
-def _joined(parts: list[tuple[str, Any]]) -> Corpus:
-    parts = [(name, array) for name, array in parts if len(array)]
-    starts = np.cumsum([0] + [len(array) for _, array in parts])
-    return Corpus(tuple(array for _, array in parts), tuple(name for name, _ in parts), starts)
+def _joined(arrays: dict[str, Any]) -> Corpus:
+    arrays = {name: array for name, array in arrays.items() if len(array)}
+    return Corpus(tuple(arrays.values()), tuple(arrays), np.cumsum([0, *map(len, arrays.values())]))
 
 
-def _vocabulary(arrays: dict[str, Any], asked: int | None) -> int:
-    if all(array.dtype == np.uint8 for array in arrays.values()):
+def _vocabulary(arrays: Sequence[Any], asked: int | None) -> int:
+    if all(array.dtype == np.uint8 for array in arrays):
         if asked is not None and asked < _BYTES:
             raise TrainError(f"--vocab-size {asked} is too small for bytes, expected at least {_BYTES}")
         return asked or _BYTES
