@@ -32,7 +32,7 @@ OPTIONS = [
 PATIENCE = 90.0  # seconds until a launch that goes on is called a hang
 # Where a rank attacks itself: functions, and how often they are called or left in a run, about.
 PLACES: dict[str, tuple[frozenset[str], int]] = {
-    "step": (frozenset({"_train_step", "_optimizer_step", "backward", "_reduce", "_read"}), 60),
+    "step": (frozenset({"_train_step", "backward", "_reduce", "_read"}), 60),
     "gather": (frozenset({"all_gather", "all_gather_into_tensor", "gather", "unshard"}), 60),
     "save": (
         frozenset({"save", "write_data", "fsync", "_digest", "finish"}),

@@ -1,1 +1,1 @@
-"""Clipping, optimizers in backward, and the check for stale parameters."""
+"""Clipping, and the check for stale parameters."""

@@ -127,8 +127,11 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for a checkpoint or another process. Paths are absolute: it may be read in another folder."""
-        paths = {name: [_absolute(path) for path in getattr(self, name)] for name in ("data", "held_out")}
-        return {**dataclasses.asdict(self), **paths}
+        data, held_out = (
+            [os.path.abspath(os.path.expanduser(path)) for path in paths]
+            for paths in (self.data, self.held_out)
+        )
+        return {**dataclasses.asdict(self), "data": data, "held_out": held_out}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
@@ -143,10 +146,6 @@ def step_range(text: str) -> range:
     if match and (steps := range(int(match[1]), int(match[2]))):
         return steps
     raise TrainError(f"--profile {text}: expected START:STOP with START before STOP, such as 10:13")
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
 
 
 _OPTIONS = tuple(option for option in dataclasses.fields(RunConfig) if option.name != "model")

@@ -1,7 +1,6 @@
 """Devices of this machine: names, memory, and copies that do not block."""
 
 import resource
-import sys
 from collections.abc import Callable
 
 import torch
@@ -43,8 +42,7 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory of this rank so far, MB: allocated memory of an accelerator, or resident memory on CPU."""
     if not is_cpu(device):
         return torch.accelerator.max_memory_allocated(device) / 1e6
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ragged_shard.device import is_cpu
 from .config import RunConfig
 from .errors import TrainError
 from .model import losses_of
-from .optimizers import declared_blocks, parse_block_option
+from .optimizers import declared_blocks, optimizer_spec, parse_block_option
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -117,15 +117,14 @@ class System:
         """Accumulate gradients."""
         loss.backward()
 
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
-    ) -> Tensor:
-        """Clip, call `step` with the gradients' norm, and clear. Returns the norm, 0-d."""
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Clip, let the optimizer step, and clear. Returns the gradients' norm, 0-d."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         limit = self.config.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        step(norm)
+        step: Callable[..., Any] = optimizer.step
+        step() if optimizer_spec(self.config.optimizer).is_torch else step(grad_norm=norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -236,9 +235,7 @@ class DeepSpeed(System):
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Tensor], None]
-    ) -> Tensor:
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         """The engine's step."""
         self.engine.step()
         norm = self.engine.get_global_grad_norm()

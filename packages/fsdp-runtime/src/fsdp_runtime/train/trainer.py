@@ -202,15 +202,8 @@ class Trainer:
         self.model.train()
         batches = self.batches.microbatches(self.step, self.device)
         loss = self.system.accumulate(self.model, batches, config.model.aux_weight)
-        norm = self.system.step(self.model, self.optimizer, self._optimizer_step)
+        norm = self.system.step(self.model, self.optimizer)
         return self._reduce(loss, norm, lr)
-
-    def _optimizer_step(self, norm: Tensor) -> None:
-        step: Callable[..., Any] = self.optimizer.step
-        if optimizer_spec(self.config.optimizer).is_torch:
-            step()
-        else:
-            step(grad_norm=norm)
 
     def _reduce(self, loss: Tensor, norm: Tensor, lr: float) -> _Sums:
         local = [float(self.stop() > 0), self._lap[1], memory_mb(self.device)]
