@@ -166,7 +166,7 @@ class StreamLayer(DeviceLayer):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in page-locked memory of the CPU, queued on the current stream."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not is_cpu(tensor.device))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def synchronize(self) -> None:

@@ -1,12 +1,11 @@
 """Devices of this machine: names, memory, and copies that do not block."""
 
 import resource
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from ragged_shard.device import CPU, device_layer, is_cpu
+from ragged_shard.device import CPU, is_cpu
 
 from .errors import TrainError
 
@@ -48,19 +47,3 @@ def memory_mb(device: torch.device) -> float:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor's copy on the device, queued behind earlier work; the host does not wait."""
     return tensor if is_cpu(device) else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying a 1-D tensor to the host; the result reads it, and waits only for work queued before this call."""
-    layer = device_layer(values.device)
-    if not layer.asynchronous:
-        return values.tolist
-    host = torch.empty(values.shape, dtype=values.dtype, device=CPU, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    event = layer.record()
-
-    def read() -> list[float]:
-        layer.wait_on_host(event)
-        return [float(value) for value in host]
-
-    return read

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ragged_shard.device import is_cpu
+from ragged_shard.device import device_layer, is_cpu
 from ragged_shard.dist import gather_from_ranks
 
 from .checkpoint import check_same_run, latest, load, save
 from .config import RunConfig, step_range
 from .data import Batches, TextData, read_data
 from .errors import TrainError, agreed, check_agreement
-from .hardware import copy_to_host, memory_mb, own_device, to_device
+from .hardware import memory_mb, own_device, to_device
 from .model import ModelConfig, Transformer, init_parameter
 from .optimizers import make_optimizer, optimizer_spec
 from .report import CURVES, METRICS, Report, draw_curves, profile_of, read_metrics
@@ -51,7 +51,8 @@ class _Sums:
     """Figures of a step: reduced over ranks, not yet read."""
 
     step: int
-    read: Callable[[], list[float]]  # loss, norm, stop, CPU seconds, memory
+    figures: Tensor  # loss, norm, stop, CPU seconds, memory; on the host once `copied`
+    copied: Any  # an event
     lr: float
 
 
@@ -211,11 +212,13 @@ class Trainer:
         values = torch.cat((*figures, to_device(torch.tensor(local, dtype=torch.float64), self.device)))
         if self.world_size > 1:
             dist.all_reduce(values)  # an accelerator's stream does this; the host does not wait
-        return _Sums(self.step, copy_to_host(values), lr)
+        layer = device_layer(self.device)
+        return _Sums(self.step, layer.to_host(values), layer.record(), lr)
 
     def _read(self, sums: _Sums, report: Report | None) -> bool:
         """Record the figures of a step. Returns True, on every rank, if a rank was asked to stop."""
-        loss, norm, stop, cpu, memory = sums.read()
+        device_layer(self.device).wait_on_host(sums.copied)
+        loss, norm, stop, cpu, memory = map(float, sums.figures)
         loss /= self.world_size
         config = self.config
         entry = {
