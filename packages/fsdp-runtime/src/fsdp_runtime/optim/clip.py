@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from ragged_shard import RaggedDTensor
 from ragged_shard.device import CPU, is_cpu
-from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
 from .._torch.tree import local_like
@@ -122,37 +121,32 @@ class _Gradients:
         by_axes: dict[Any, _Cut] = {}
         for param in params:
             grad: Any = param.grad
-            if grad is not None:
-                self.dtype = torch.promote_types(self.dtype, _wide(grad.dtype))
-            if not isinstance(param, DISTRIBUTED):
-                cut = self._cut(None, [])
-                if grad is not None:
-                    cut.separate.append(grad)
-                    self.scaled.append(grad)
-                continue
-            mesh, placements = param.device_mesh, param.placements
+            mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
             axes = (id(mesh), *map(type, placements))
             if axes not in by_axes:
-                self.meshes[id(mesh)] = mesh
-                if self._device.type != mesh.device_type:  # offloaded
-                    self._device = torch.device(mesh.device_type)
-                cutting = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-                by_axes[axes] = self._cut(mesh, cutting)
+                by_axes[axes] = self._cut(mesh, placements)
             cut = by_axes[axes]
             if grad is None:
                 continue
+            self.dtype = torch.promote_types(self.dtype, _wide(grad.dtype))
             if type(grad) is RaggedDTensor and grad.placements == placements:
                 cut.slices.append(grad.local)
             else:
-                cut.separate.append(local_like(param, grad))
+                cut.separate.append(grad if mesh is None else local_like(param, grad))
                 self.scaled.append(grad)
         for cut in self.cuts.values():
             cut.slices = runs_of(cut.slices)
             self.scaled += cut.slices
 
-    def _cut(self, mesh: DeviceMesh | None, axes: list[int]) -> _Cut:
-        groups = [] if mesh is None else [mesh.get_group(axis) for axis in axes]
-        ranks = frozenset[int]() if mesh is None or not axes else ranks_along(mesh, axes)
+    def _cut(self, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> _Cut:
+        groups, ranks = [], frozenset[int]()
+        if mesh is not None:
+            self.meshes[id(mesh)] = mesh
+            if self._device.type != mesh.device_type:  # offloaded
+                self._device = torch.device(mesh.device_type)
+            axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+            groups = [mesh.get_group(axis) for axis in axes]
+            ranks = ranks_along(mesh, axes) if axes else ranks
         cut = self.cuts.setdefault(ranks, _Cut(groups))
         if len(groups) < len(cut.groups):
             cut.groups = groups
