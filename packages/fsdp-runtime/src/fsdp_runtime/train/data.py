@@ -81,7 +81,8 @@ def read_data(
     held = (
         _expand(held_out) if held_out else {name: path for name, path in files.items() if _is_held_out(name)}
     )
-    train = {name: path for name, path in files.items() if path not in held.values()}
+    held_paths = {path.resolve() for path in held.values()}
+    train = {name: path for name, path in files.items() if path.resolve() not in held_paths}
     if len({path.suffix == ARRAYS for path in (*train.values(), *held.values())}) > 1:
         raise TrainError("the data mixes text with token arrays (.bin): give one kind, such as by a glob")
     # Files of the two sides may have one name, as in two folders.

@@ -252,10 +252,8 @@ class PeerMemory:
         exchange = PeerExchange(self._answering, label, gives, takes, self._timeout, total)
         try:
             self._answering.start(exchange)
-        except (
-            BaseException
-        ):  # a signal handler's: the exchange may have begun, and no caller will wait for it
-            self._answering.hang_up()
+        except BaseException:
+            self._answering.hang_up()  # a signal handler's: the exchange may have begun, and nothing waits for it
             raise
         return exchange
 
