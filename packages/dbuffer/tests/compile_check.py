@@ -62,7 +62,7 @@ if __name__ == "__main__":
         for kind in (0, 1):
             check(
                 "quantize_tiles", fmt, {"values": TYPES[kind], **keys}, wide, f"st{narrow}",
-                TYPE=kind, RANDOM=fmt.needs_noise, TOP=fmt.top, POW2=fmt.pow2,
+                TYPE=kind, RANDOM=fmt.needs_noise, TOP=fmt.top, POW2=fmt.scale == "pow2",
             )  # fmt: skip
         for kind, ranks in ((1, 1), (0, 2), (0, 8)):
             check(

@@ -43,12 +43,16 @@ class BlockFormat:
         code: number of the format in the kernels.
         top: the largest number that has a code.
         size: elements that share an 8-bit scale within a tile.
+        scale: "pow2" if scales are powers of two.
+        rounding: "nearest", or "stochastic", which takes noise.
         kernel_writes: whether there is a kernel that quantizes.
     """
 
     code: ClassVar[int]
     top: ClassVar[float] = 0.0
     size: int = 0
+    scale: str = "fp32"
+    rounding: str = "nearest"
     kernel_writes: ClassVar[bool] = True
 
     @property
@@ -57,14 +61,9 @@ class BlockFormat:
         raise NotImplementedError
 
     @property
-    def pow2(self) -> bool:
-        """Whether scales are powers of two."""
-        return False
-
-    @property
     def needs_noise(self) -> bool:
-        """Whether `quantize` takes random bits. By default codes are rounded to nearest."""
-        return False
+        """Whether `quantize` takes random bits."""
+        return self.rounding == "stochastic"
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -148,7 +147,7 @@ class BlockFormat:
 
         `amax` has the largest magnitude of each tile, NaN where one is NaN. It and x are overwritten.
         """
-        up, down = _reciprocal(amax, self.top, self.pow2)
+        up, down = _reciprocal(amax, self.top, self.scale == "pow2")
         _multiply(x, up, self.tile[1])
         if up.isnan().any():
             x.nan_to_num_(0.0)  # whole tiles: their factor is NaN
@@ -197,11 +196,6 @@ class BlockFP8(BlockFormat):
             raise ValueError(f"BlockFP8: scale: expected 'pow2' or 'fp32', got {self.scale!r}")
         object.__setattr__(self, "tile", tile)
 
-    @property
-    def pow2(self) -> bool:
-        """Whether scales are powers of two."""
-        return self.scale == "pow2"
-
     def _store(self, x: Tensor, codes: Tensor, noise: Noise | None, element: int) -> None:
         """To nearest even. Clamped first: beyond 448 torch gives NaN before 2.12 and 448 from then on."""
         codes.view(torch.float8_e4m3fn).copy_(x.clamp_(-self.top, self.top))
@@ -249,11 +243,6 @@ class BlockInt8(BlockFormat):
     def tile(self) -> tuple[int, int]:
         """One row of `size` columns."""
         return (1, self.size)
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether codes are rounded stochastically."""
-        return self.rounding == "stochastic"
 
     def _store(self, x: Tensor, codes: Tensor, noise: Noise | None, element: int) -> None:
         """Rounds to nearest, or x + u down, u an odd multiple of 2^-17 in (0, 1).

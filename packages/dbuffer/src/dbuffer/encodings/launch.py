@@ -121,7 +121,7 @@ def quantize(
         _launch(
             "quantize_tiles", fmt, table,
             _as_int16(values), codes, scales, first=first, second=second,
-            TYPE=_TYPES[values.dtype], TOP=fmt.top, POW2=fmt.pow2, RANDOM=noise is not None,
+            TYPE=_TYPES[values.dtype], TOP=fmt.top, POW2=fmt.scale == "pow2", RANDOM=noise is not None,
         )  # fmt: skip
 
 
