@@ -104,30 +104,6 @@ def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries:
     return wrap_local(param, local.around(codes, scales))
 
 
-def quantized(plan: GroupPlan, param: ParamPlan, value: torch.Tensor) -> BlockQuantizedTensor:
-    """This rank's slice of a parameter as codes, in new memory; on meta if the value is.
-
-    Communicates if the value is distributed in another layout (see `ragged_shard.redistribute`).
-
-    Args:
-        value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
-    """
-    value, empty = value.detach(), partial(empty_codes, plan.geometry, param.name, _format(plan))
-    if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != param.placements:
-        like = empty(value.dtype, torch.device("meta"))
-        value = from_entries(plan, param, wrap_local(param, like), entries_of(value))
-    with torch.no_grad():
-        if isinstance(value, DISTRIBUTED):
-            value = ragged_shard.redistribute(value, placements=param.placements).to_local()
-        else:
-            value = plan.geometry.cut(param.name, value)
-        device = value.device if value.is_meta else plan.data.device
-        dtype = value.dtype if value.dtype in VALUES else plan.dtypes.kept
-        made = empty(dtype, device)
-        made.copy_(value)
-    return made
-
-
 class AtRestGroup(OnWireGroup):
     """Parameters are kept as codes, which are gathered as they are. They are not trained."""
 
@@ -151,12 +127,31 @@ class AtRestGroup(OnWireGroup):
             )
 
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-        return quantized(self.plan, plan, value)
+        """This rank's slice as codes, in new memory; on meta if the value is.
+
+        Communicates if the value is distributed in another layout (see `ragged_shard.redistribute`).
+
+        Args:
+            value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
+        """
+        value, empty = value.detach(), partial(empty_codes, self.plan.geometry, plan.name, _format(self.plan))
+        if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != plan.placements:
+            like = empty(value.dtype, torch.device("meta"))
+            value = from_entries(self.plan, plan, wrap_local(plan, like), entries_of(value))
+        with torch.no_grad():
+            if isinstance(value, DISTRIBUTED):
+                value = ragged_shard.redistribute(value, placements=plan.placements).to_local()
+            else:
+                value = self.plan.geometry.cut(plan.name, value)
+            device = value.device if value.is_meta else self.plan.data.device
+            codes = empty(value.dtype if value.dtype in VALUES else self.plan.dtypes.kept, device)
+            codes.copy_(value)
+        return codes
 
     def as_sharded(self, param: ManagedParam[Any], value: torch.Tensor) -> RaggedDTensor:
         """Codes of a value of the global shape, laid out like the sharded parameter."""
         plan = self.plan_of(param)
-        return wrap_local(plan, quantized(self.plan, plan, value))
+        return wrap_local(plan, self._slice_of(param, plan, value))
 
     def check_trainable(self, param: ManagedParam[Group]) -> None:
         """Raise ValueError, naming the parameter."""
