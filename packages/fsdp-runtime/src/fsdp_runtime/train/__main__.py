@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return rank_status(None)
         command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
         if command not in _COMMANDS:
-            raise TrainError(
-                f"{command!r} is not a subcommand: there are {', '.join(filter(None, _COMMANDS))}"
-            )
+            raise TrainError(f"{command!r} is not a subcommand: there are compare, plan")
         if importlib.util.find_spec("matplotlib") is None:
             raise TrainError("matplotlib, which draws curves, is missing: pip install 'fsdp-runtime[train]'")
         if command and "RANK" in os.environ:
@@ -98,13 +96,9 @@ def _train(options: argparse.Namespace) -> int:
 
 def _config_to_compare(options: argparse.Namespace) -> RunConfig:
     """Of systems and formats, a short run that saves nothing, with torch's optimizer, which every system accepts."""
+    short = {"steps": 40, "save_every": 0, "eval_every": 0, "optimizer": "torch-adamw"}
     if not options.vary.startswith("optimizer"):
-        for name, value in (
-            ("steps", 40),
-            ("save_every", 0),
-            ("eval_every", 0),
-            ("optimizer", "torch-adamw"),
-        ):
+        for name, value in short.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
     return run_config(options)
