@@ -13,15 +13,16 @@ Tried with accelerate 1.15.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
@@ -42,10 +43,10 @@ def replaced(module: Any, **values: Any) -> Iterator[None]:
 def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Shard a model in place with the options of an FSDP2 plugin. Call it before making the optimizer.
 
-    Units are accelerate's: the modules of the plugin's wrap policy, the input embedding, the final norm with the output
-    embedding, and the rest. With mixed precision trained parameters become fp32 first. With `cpu_ram_efficient_loading`
-    only rank 0's values count: the others free their memory before the model is sharded, and every rank receives its
-    slices from rank 0, a tensor at a time.
+    Accelerate's own function chooses the units, casts trained parameters to fp32 with mixed precision, and calls our
+    `fully_shard`: during a call, and only then, that name is replaced in `torch.distributed.fsdp`. With
+    `cpu_ram_efficient_loading` only rank 0's values count: the others free their memory before the model is sharded,
+    and every rank receives its slices from rank 0, a tensor at a time.
 
     Args:
         model: not sharded; after activation checkpointing was applied to it.
@@ -56,31 +57,39 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     Raises:
         ValueError: a plugin of FSDP1, or one with activation checkpointing; a model that is sharded already.
     """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
     _check(model, plugin)
-    plugin.set_auto_wrap_policy(model)
-    options = {
-        "mesh": mesh,
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "offload_policy": plugin.cpu_offload,
-        **options,
-    }
-    if plugin.mixed_precision_policy is not None:
-        for param in model.parameters():
-            if param.requires_grad and param.is_floating_point():
-                param.data = param.data.float()
-    if not plugin.cpu_ram_efficient_loading:
-        _shard_units(model, plugin, options)
-        return model
-    values = model.state_dict() if dist.get_rank() == 0 else {}
-    buffers = _to_meta(model)
-    _shard_units(model, plugin, options)
-    params = (param for param in model.parameters() if isinstance(param, RaggedDTensor))
-    device = torch.device(next(params).device_mesh.device_type)
-    model.to_empty(device=device)
-    for owner, name, buffer in buffers:
-        owner.register_buffer(name, buffer.to(device), persistent=False)
-    set_full_state_dict(model, values, rank0_only=True)
+    from_rank0 = plugin.cpu_ram_efficient_loading
+    values = model.state_dict() if from_rank0 and dist.get_rank() == 0 else {}
+    buffers = _to_meta(model) if from_rank0 else []
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no" if plugin.mixed_precision_policy is None else "yes",
+        is_main_process=False,  # says nothing
+        device=next(model.parameters()).device,
+    )
+
+    def ours(module: Any, **passed: Any) -> Any:
+        return fully_shard(module, **{**passed, "mesh": mesh, **options})
+
+    with (
+        replaced(torch.distributed.fsdp, fully_shard=ours),
+        replaced(plugin, cpu_ram_efficient_loading=False),
+    ):
+        fsdp2_prepare_model(accelerator, model)
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"shard: accelerate did not shard this {type(model).__name__} with fully_shard of torch.distributed.fsdp; "
+            "use accelerate 1.15, or call fsdp_runtime.fully_shard yourself before prepare"
+        )
+    if from_rank0:
+        params = (param for param in model.parameters() if isinstance(param, RaggedDTensor))
+        device = torch.device(next(params).device_mesh.device_type)
+        model.to_empty(device=device)
+        for owner, name, buffer in buffers:
+            owner.register_buffer(name, buffer.to(device), persistent=False)
+        set_full_state_dict(model, values, rank0_only=True)
     return model
 
 
@@ -94,46 +103,6 @@ def _check(model: nn.Module, plugin: Any) -> None:
         )
     if isinstance(model, AnyFSDPModule):
         raise ValueError(f"shard: this {type(model).__name__} is sharded already")
-
-
-def _shard_units(model: nn.Module, plugin: Any, options: dict[str, Any]) -> None:
-    from accelerate.utils.fsdp_utils import (
-        fsdp2_prepare_auto_wrap_policy,
-        get_module_children_bottom_up,
-        get_parameters_from_modules,
-    )
-
-    if plugin.ignored_modules is not None:
-        device = next(iter(model.parameters())).device
-        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        options = {**options, "ignored_params": ignored}
-    policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    if policy is not None:
-        for module in get_module_children_bottom_up(model)[:-1]:
-            if policy(module) and not isinstance(module, AnyFSDPModule):
-                fully_shard(module, **options)
-    first, last = (_embedding(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
-    if first is not None and not isinstance(first, AnyFSDPModule):
-        fully_shard(first, **options)
-    tail = [_final_norm(model), last]
-    unsharded = [module for module in tail if module is not None and not isinstance(module, AnyFSDPModule)]
-    if unsharded:
-        fully_shard(unsharded, **{**options, "reshard_after_forward": False})
-    if not isinstance(model, AnyFSDPModule):
-        fully_shard(model, **{**options, "reshard_after_forward": None})
-
-
-def _embedding(model: nn.Module, getter: str) -> Any:
-    module = getattr(model, getter, lambda: None)()
-    return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None
-
-
-def _final_norm(model: nn.Module) -> nn.Module | None:
-    """The last norm among the direct children of a transformers model's body."""
-    prefix = getattr(model, "base_model_prefix", "")
-    body = getattr(model, prefix, None) if prefix else model
-    norms = [m for m in body.children() if "Norm" in type(m).__name__] if isinstance(body, nn.Module) else []
-    return norms[-1] if norms else None
 
 
 def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
