@@ -6,7 +6,8 @@ transformers 5 keeps the rules with each type of model; `from_pretrained` and `s
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from .rules import Equation, Shapes
 
 def equations_of(model: nn.Module, shapes: Shapes, files: Iterable[str]) -> dict[str, Equation]:
     """The model's rules for tensors of files, by its names; raises ValueError for one that reading cannot follow."""
-    library, twin = _library(), _plain_twin(model)
-    if library is None or twin is None:
+    known = _transformers_of(model)
+    if known is None:
         return {}
-    loading, mapping = library
-    renamings, converters = _divided(mapping.get_model_conversion_mapping(twin) or (), loading)
+    loading, mapping, twin = known
+    transforms = mapping.get_model_conversion_mapping(twin) or ()
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     equations: dict[str, Equation] = {}
     converted: dict[str, tuple[Any, dict[str, list[str]]]] = {}
@@ -74,25 +77,27 @@ class FileGroups:
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: on meta, in the order in which they will come."""
-        self._twin = _plain_twin(model)
-        self._renamings, self._converters = list[Any](), list[Any]()
-        library = _library()
-        if library is not None and self._twin is not None:
-            self._loading, mapping = library
-            transforms: Sequence[Any] = getattr(model, "_weight_conversions", None) or [
+        self._in_files: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict
+        groups: dict[str | tuple[str], list[str]] = {name: [name] for name in tensors}
+        known = _transformers_of(model)
+        if known is not None:
+            loading, mapping, twin = known
+            transforms = getattr(model, "_weight_conversions", None) or [
                 transform
-                for transform in mapping.get_model_conversion_mapping(self._twin, add_legacy=False)
-                if not isinstance(transform, self._loading.PrefixChange)
+                for transform in mapping.get_model_conversion_mapping(twin, add_legacy=False)
+                if not isinstance(transform, loading.PrefixChange)
             ]
+            twin._weight_conversions = transforms
+            self._in_files = partial(loading.revert_weight_conversion, twin)
             reverse = [transform.reverse_transform() for transform in reversed(transforms)]
-            self._renamings, self._converters = _divided(reverse, self._loading)
-        groups: dict[tuple[bool, str], list[str]] = {}
-        for name in tensors:
-            key, pattern = self._converted(name)
-            groups.setdefault((pattern is None, key), []).append(name)
+            converters = [each for each in reverse if isinstance(each, loading.WeightConverter)]
+            for name in tensors if converters else ():
+                made, pattern = loading.apply_converters(name, converters)
+                if pattern is not None:
+                    groups.setdefault((made,), []).append(groups.pop(name)[0])
         place = {name: number for number, name in enumerate(tensors)}
         in_order = sorted(groups.values(), key=lambda group: place[group[-1]])
-        self.made = [self._convert({name: tensors[name] for name in group}) for group in in_order]
+        self.made = [self._in_files({name: tensors[name] for name in group}) for group in in_order]
         self._group_of = {name: group for group in in_order for name in group}
 
     def in_file_form(
@@ -112,56 +117,23 @@ class FileGroups:
             complete = len(members) == len(group)
             del full, members  # before the next is gathered
             if complete:
-                yield from self._convert(waiting.pop(group[-1])).items()
-
-    def _converted(self, name: str) -> tuple[str, str | None]:
-        """Name of the tensor that it becomes a part of, and the pattern of its converter; None without one."""
-        if not self._converters:
-            return name, None
-        key, pattern = self._loading.apply_converters(name, self._converters)
-        return (name, None) if pattern is None else (key, pattern)
-
-    def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One group's tensors under the names, and in the form, of the file. Also on meta."""
-        if not self._renamings and not self._converters:
-            return dict(tensors)
-        (first, *_), made = tensors, dict[str, Any](tensors)
-        _, pattern = self._converted(first)
-        if pattern is not None:
-            converter = copy.deepcopy(next(c for c in self._converters if pattern in c.source_patterns))
-            for name in sorted(tensors, key=self._loading.dot_natural_key):
-                key, pattern = self._converted(name)
-                converter.add_tensor(key, name, pattern, tensors[name])
-            made = converter.convert(key, model=self._twin, config=self._twin.config)
-        one_each = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {self._loading.apply_renamings(name, self._renamings): one_each[name] for name in one_each}
+                yield from self._in_files(waiting.pop(group[-1])).items()
 
 
-def _divided(transforms: Iterable[Any], loading: Any) -> tuple[list[Any], list[Any]]:
-    """Renamings, and converters of values."""
-    listed = list(transforms)
-    renamings = [transform for transform in listed if isinstance(transform, loading.WeightRenaming)]
-    return renamings, [transform for transform in listed if isinstance(transform, loading.WeightConverter)]
+def _transformers_of(model: nn.Module) -> tuple[Any, Any, Any] | None:
+    """transformers' `core_model_loading` and `conversion_mapping`, and a model of its own class to ask them about.
 
-
-def _library() -> tuple[Any, Any] | None:
-    """transformers' `core_model_loading` and `conversion_mapping`, if the program uses it and it has rules."""
-    if "transformers.modeling_utils" not in sys.modules:
+    None for models of other libraries, and before transformers 5. A sharded model is made again, on meta.
+    """
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
         return None
     try:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:  # before 5
         return None
-    return core_model_loading, conversion_mapping
-
-
-def _plain_twin(model: nn.Module) -> Any:
-    """The model in the class that transformers knows, on meta where it is sharded; None of other libraries' models."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is None or not isinstance(model, kind):
-        return None
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return model
+        return core_model_loading, conversion_mapping, copy.copy(model)
     original: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return original(copy.deepcopy(model.config))
+        return core_model_loading, conversion_mapping, original(copy.deepcopy(model.config))
