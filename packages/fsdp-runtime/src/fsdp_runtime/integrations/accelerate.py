@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 
 from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
-from ragged_shard import RaggedDTensor
 
 
 @contextmanager
@@ -62,7 +61,8 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     _check(model, plugin)
     from_rank0 = plugin.cpu_ram_efficient_loading
     values = model.state_dict() if from_rank0 and dist.get_rank() == 0 else {}
-    buffers = _to_meta(model) if from_rank0 else []
+    if from_rank0:
+        _move_to_meta(model)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="no" if plugin.mixed_precision_policy is None else "yes",
@@ -84,11 +84,6 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
             "use accelerate 1.15, or call fsdp_runtime.fully_shard yourself before prepare"
         )
     if from_rank0:
-        params = (param for param in model.parameters() if isinstance(param, RaggedDTensor))
-        device = torch.device(next(params).device_mesh.device_type)
-        model.to_empty(device=device)
-        for owner, name, buffer in buffers:
-            owner.register_buffer(name, buffer.to(device), persistent=False)
         set_full_state_dict(model, values, rank0_only=True)
     return model
 
@@ -105,9 +100,8 @@ def _check(model: nn.Module, plugin: Any) -> None:
         raise ValueError(f"shard: this {type(model).__name__} is sharded already")
 
 
-def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Move a model to meta; shared parameters stay shared. Returns the buffers that no state dict has."""
-    kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+def _move_to_meta(model: nn.Module) -> None:
+    """Move a model's parameters to meta; shared ones stay shared."""
     made: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -116,12 +110,6 @@ def _to_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
                     made[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
                     made[param].__dict__.update(param.__dict__)
                 module._parameters[name] = made[param]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
-                if name in module._non_persistent_buffers_set:
-                    kept.append((module, name, buffer))
-    return kept
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
