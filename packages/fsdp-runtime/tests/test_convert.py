@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_runtime import get_full_state_dict
 from fsdp_runtime.checkpoint import convert_checkpoint
-from fsdp_runtime.checkpoint.convert import main
-from fsdp_runtime.checkpoint.reader import Reader
+from fsdp_runtime.checkpoint.convert import Reader, main
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")

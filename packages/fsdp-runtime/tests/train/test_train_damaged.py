@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from train_helpers import newest, replace, tiny, train, with_changes, write_about
 
-from fsdp_runtime.checkpoint.reader import Reader
+from fsdp_runtime.checkpoint.convert import Reader
 from fsdp_runtime.train import TrainError
 from fsdp_runtime.train.checkpoint import check_files, latest, read_about
 from fsdp_runtime.train.report import read_metrics

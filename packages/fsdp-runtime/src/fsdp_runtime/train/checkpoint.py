@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ragged_shard.dist import gather_from_ranks
 
-from ..checkpoint.reader import METADATA, Reader
+from ..checkpoint.convert import METADATA, Reader
 from .config import RunConfig
 from .errors import TrainError, agreed, causes, one_line, say
 
