@@ -16,8 +16,7 @@ from vllm_contract import interface
 
 from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
 from fsdp_runtime.checkpoint import local_shards
-from fsdp_runtime.checkpoint.local_shards import transfers
-from fsdp_runtime.checkpoint.shard_link import Link
+from fsdp_runtime.checkpoint.local_shards import Link, transfers
 from fsdp_runtime.integrations.vllm import weight_source
 from fsdp_runtime.integrations.vllm_shards import trainer_engine, worker_engine
 from fsdp_runtime.quantization import BlockNF4
@@ -165,7 +164,6 @@ def test_shards_that_are_others_than_those_listed_are_refused_by_name():
     model = seeded()
     link = Link(("localhost", 0), 1, 0, 0, torch.device("cpu"), 20.0)
     link.hold(local_shards(model))
-    link.plan()
     assert link.send(local_shards(model)) == 0
     with pytest.raises(RuntimeError, match=r"blocks\.0\.bias: other boxes or another dtype"):
         link.send(local_shards(model, dtype=torch.bfloat16))
@@ -180,6 +178,5 @@ def test_senders_that_differ_in_dtype_are_refused_on_each_by_name():
     ports = [dist.TCPStore("localhost", 0, is_master=True).port if rank == 0 else 0]
     dist.broadcast_object_list(ports)
     link = Link(("localhost", ports[0]), 2, 0, rank, torch.device("cpu"), 20.0)
-    link.hold(local_shards(seeded(), dtype=(torch.float32, torch.bfloat16)[rank]))
     with pytest.raises(ValueError, match=r"blocks\.0\.bias: sender 1 has .*bfloat16"):
-        link.plan()
+        link.hold(local_shards(seeded(), dtype=(torch.float32, torch.bfloat16)[rank]))

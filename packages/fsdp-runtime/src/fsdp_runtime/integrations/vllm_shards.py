@@ -20,7 +20,7 @@ import torch
 
 from ragged_shard import Box
 
-from ..checkpoint.shard_link import Link
+from ..checkpoint.local_shards import Link
 
 
 @dataclass(kw_only=True)
@@ -55,7 +55,6 @@ def trainer_engine() -> type:
             with engine.while_workers("init_weight_transfer_engine", asdict(init_info)):
                 engine.link = init_info.link(init_info.rank, torch.device(init_info.device))
                 engine.link.hold(source.local_shards())
-                engine.link.plan()
             return engine
 
         @contextmanager
@@ -95,8 +94,7 @@ def worker_engine() -> type:
             own = self.parallel_config
             worker = own.data_parallel_index * own.world_size + own.rank
             self.link = init_info.link(init_info.trainers + worker, self.device)
-            self.link.want(self.wanted({name: shape for name, (shape, _) in self.link.held().items()}))
-            self.link.plan()
+            self.link.want(self.wanted)
 
         def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
             """The boxes that this worker wants, by name: all of every tensor."""
