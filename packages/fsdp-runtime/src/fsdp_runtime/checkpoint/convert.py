@@ -32,7 +32,7 @@ from ragged_shard import Box
 from ragged_shard.device import CPU
 
 from .files import Checkpoint, library
-from .safetensors_export import file_names, split_by_size, write_files
+from .safetensors_export import split_by_size, split_into_files, write_files
 
 METADATA = ".metadata"
 _BIN = 1 << 24  # bytes that are loaded at a time; a larger tensor alone
@@ -115,11 +115,7 @@ def _to_safetensors(
             dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
             yield from (state.pop(keys[name][0]).to(made[name].dtype) for name in chosen)
 
-    bins = split_by_size(nbytes, limit)
-    files = {
-        folder / file: {names[index]: made[names[index]] for index in members}
-        for file, members in zip(file_names(len(bins)), bins, strict=True)
-    }
+    files = split_into_files(folder, [{name: tensor} for name, tensor in made.items()], limit)
     write_files(folder, files, tensors())
     return names
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -62,16 +62,12 @@ def save_safetensors(
     folder, problem = Path(folder), ""
     exporter = Exporter(module, dtype, bucket_bytes, (0,), buffers=True, caller=_CALLER)
     groups = FileGroups(base_of(module), on_meta(exporter.entries, dtype))
-    bins = split_by_size([sum(t.nbytes for t in made.values()) for made in groups.made], max_file_bytes)
-    files = {
-        folder / name: {key: tensor for index in members for key, tensor in groups.made[index].items()}
-        for name, members in zip(file_names(len(bins)), bins, strict=True)
-    }
+    files = split_into_files(folder, groups.made, max_file_bytes)
     tensors = exporter.tensors()
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             # `map` keeps no tensor while the next is gathered
-            _write(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
+            write_files(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
         except Exception as error:  # the other ranks must not wait for this one
             problem = f"{type(error).__name__}: {error}"
     for _ in tensors:  # to the end, on every rank
@@ -82,35 +78,32 @@ def save_safetensors(
     return list(files)
 
 
-def _write(
-    folder: Path, files: Mapping[Path, Mapping[str, torch.Tensor]], tensors: Iterator[torch.Tensor]
-) -> None:
-    """Write the files, and the index of several, in place of an earlier export's."""
-    for content in files.values():
-        _header_of(content)  # raises before anything is changed
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(folder.iterdir(), reverse=True):  # the index before the files that it names
-        if _FILES.fullmatch(path.name) and [path] != list(files):
-            path.unlink()
-    write_files(folder, files, tensors)
-
-
 def write_files(
     folder: Path, files: Mapping[Path, Mapping[str, torch.Tensor]], tensors: Iterator[torch.Tensor]
 ) -> None:
-    """Write safetensors files, and the index of several, a tensor at a time; each has its name when it is complete.
+    """Write safetensors files, and the index of several, a tensor at a time, in place of an earlier export's.
+
+    Each has its name when it is complete.
 
     Args:
-        folder: folder of the index.
+        folder: folder of the index; made where it is missing.
         files: content of each, on meta.
         tensors: their values, in that order.
 
     Raises:
-        ValueError: a dtype that files do not have; naming the tensor.
+        ValueError: a dtype that files do not have, before anything is changed; naming the tensor.
         OSError: a file cannot be written.
     """
-    for path, content in files.items():
-        _write_file(path, content, tensors)
+    headers = [_header_of(content) for content in files.values()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir(), reverse=True):  # the index before the files that it names
+        if _FILES.fullmatch(path.name) and [path] != list(files):
+            path.unlink()
+    for (path, content), header in zip(files.items(), headers, strict=True):
+        with _atomic_write(path) as unfinished, unfinished.open("wb") as file:
+            file.write(header)
+            for name, like in content.items():
+                _write_tensor(file, name, like, next(tensors))
     if len(files) > 1:
         total = sum(tensor.nbytes for content in files.values() for tensor in content.values())
         where = {name: path.name for path, content in files.items() for name in content}
@@ -119,11 +112,26 @@ def write_files(
             unfinished.write_text(text + "\n")
 
 
-def file_names(count: int) -> list[str]:
-    """Names of a checkpoint's files, as Hugging Face's loaders expect them."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def _write_tensor(file: BinaryIO, name: str, like: torch.Tensor, tensor: torch.Tensor) -> None:
+    found, expected = (tensor.dtype, tensor.shape), (like.dtype, like.shape)
+    if found != expected:
+        raise ValueError(f"{name} is {found}; expected {expected}")
+    flat = tensor.to(CPU).reshape(-1)
+    if flat.nbytes:
+        file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+
+
+def split_into_files(
+    folder: Path, groups: Sequence[Mapping[str, torch.Tensor]], limit: int
+) -> dict[Path, dict[str, torch.Tensor]]:
+    """Consecutive groups of tensors in files of at most `limit` bytes, with Hugging Face's names for them."""
+    bins = split_by_size([sum(tensor.nbytes for tensor in group.values()) for group in groups], limit)
+    several = [f"model-{number:05d}-of-{len(bins):05d}.safetensors" for number in range(1, len(bins) + 1)]
+    names = several if len(bins) > 1 else ["model.safetensors"]
+    return {
+        folder / name: {key: tensor for index in members for key, tensor in groups[index].items()}
+        for name, members in zip(names, bins, strict=True)
+    }
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -137,21 +145,6 @@ def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
         bins[-1].append(index)
         filled += size
     return bins
-
-
-def _write_file(path: Path, content: Mapping[str, torch.Tensor], tensors: Iterator[torch.Tensor]) -> None:
-    header = _header_of(content)
-    with _atomic_write(path) as unfinished, unfinished.open("wb") as file:
-        file.write(header)
-        for name, like in content.items():
-            tensor = next(tensors)
-            found, expected = (tensor.dtype, tensor.shape), (like.dtype, like.shape)
-            if found != expected:
-                raise ValueError(f"{name} is {found}; expected {expected}")
-            flat = tensor.to(CPU).reshape(-1)
-            if flat.nbytes:
-                file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
-            del tensor, flat  # before the next is made
 
 
 def _header_of(content: Mapping[str, torch.Tensor]) -> bytes:
