@@ -4,17 +4,15 @@ files, rules            tensors in files, and how names and shapes differ       
 conversions             rules of transformers' models                              imports: rules
 targets                 a model's tensors, for loading and for gathering           imports: units
 loading, full_state     files and state dicts into shards                          imports: files, rules, targets
-runs, merged, export    shards into whole tensors, in bounded memory               imports: targets
-safetensors_export      whole tensors into files                                   imports: export, conversions
-convert                 DCP folders to safetensors and back, without a model       imports: files, safetensors_export
-local_shards            this rank's boxes of every tensor, and who sends which    imports: targets
-shard_link              boxes to the processes of an engine                        imports: local_shards
+runs, merged, export    shards into whole tensors, in bounded memory, and files    imports: files, targets, conversions
+convert                 DCP folders to safetensors and back, without a model       imports: files
+local_shards            this rank's boxes of every tensor, and who sends which     imports: targets
 full_params             whole parameters in the modules for a while                imports: runs
 offload                 shards in CPU memory                                       imports: units
 """
 
 from .convert import convert_checkpoint
-from .export import iter_full_params
+from .export import iter_full_params, save_safetensors
 from .files import read_safetensors
 from .full_params import full_params
 from .full_state import (
@@ -28,7 +26,6 @@ from .local_shards import LocalShard, local_shards
 from .merged import merged_params
 from .offload import offload, reload
 from .rules import Rule
-from .safetensors_export import save_safetensors
 
 __all__ = [
     "LoadReport",

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ragged_shard import Box
 from ragged_shard.device import CPU
 
-from .files import Checkpoint, library
-from .safetensors_export import split_by_size, split_into_files, write_files
+from .files import Checkpoint, library, split_by_size, split_into_files, write_files
 
 METADATA = ".metadata"
 _BIN = 1 << 24  # bytes that are loaded at a time; a larger tensor alone

@@ -1,20 +1,24 @@
-"""`iter_full_params`: a model's whole tensors one run of memory after the other, for files and inference engines."""
+"""`iter_full_params`, `save_safetensors`: a model's whole tensors run by run of memory, also into files."""
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_shard.dist import DISTRIBUTED, on_all_ranks
+from ragged_shard.device import CPU
+from ragged_shard.dist import DISTRIBUTED, gather_from_ranks, on_all_ranks
 
 from .._torch.tree import cast_to, local_tensor
+from .conversions import FileGroups
+from .files import split_into_files, write_files
 from .merged import Adapter, Merged
 from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
 from .targets import Target, entries_of_model
-
-_CALLER = "iter_full_params"
 
 
 def iter_full_params(
@@ -46,7 +50,58 @@ def iter_full_params(
         ValueError: a parameter on meta, no positive `bucket_bytes`, unknown ranks, or arguments that differ between
             ranks; on every rank.
     """
-    return Exporter(model, dtype, bucket_bytes, ranks, buffers=False).tensors()
+    return Exporter("iter_full_params", model, dtype, bucket_bytes, ranks, buffers=False).tensors()
+
+
+def save_safetensors(
+    module: nn.Module | Merged,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5_000_000_000,
+    bucket_bytes: int = 1 << 30,
+) -> list[Path]:
+    """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
+
+    Tensors are gathered as in `iter_full_params`, on rank 0 alone, which writes them one by one: memory is at most
+    `bucket_bytes` on any rank. One file is `model.safetensors`; several are `model-00001-of-0000N.safetensors` with
+    `model.safetensors.index.json`. Of tied parameters the first name is written. Files are complete under their names
+    or not there. Files of an earlier export into the folder are removed first: loaders would take its index or its
+    single file for the new weights. One `model.safetensors` replaces another when it is complete.
+
+    Args:
+        module: with the names that the files should have; of a transformers model the files have the names and forms
+            that its `save_pretrained` writes, and tensors that it converts together are on rank 0's CPU together. Or
+            `merged_params` of it.
+        folder: made where it is missing.
+        dtype: of floating-point tensors in the files; None: as they are.
+        max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
+        bucket_bytes: of memory for gathered tensors; see `iter_full_params`.
+
+    Returns:
+        The files, on every rank.
+
+    Raises:
+        OSError: rank 0 could not write: the folder, the disk, a dtype that files do not have, safetensors not
+            installed; on every rank, naming the folder.
+    """
+    folder, problem = Path(folder), ""
+    exporter = Exporter("save_safetensors", module, dtype, bucket_bytes, (0,), buffers=True)
+    groups = file_groups(module, exporter.entries, dtype)
+    files = split_into_files(folder, groups.made, max_file_bytes)
+    tensors = exporter.tensors()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            # `map` keeps no tensor while the next is gathered
+            write_files(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
+        except Exception as error:  # the other ranks must not wait for this one
+            problem = f"{type(error).__name__}: {error}"
+    for _ in tensors:  # to the end, on every rank
+        pass
+    problem = gather_from_ranks(problem)[0]
+    if problem:
+        raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {problem}")
+    return list(files)
 
 
 def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
@@ -56,10 +111,13 @@ def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
     return entries_of_model(model, buffers=buffers)
 
 
-def on_meta(entries: Iterable[Target], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Entries as they are exported in a dtype, plain and on meta, by name and in their order."""
+def file_groups(
+    model: nn.Module | Merged, entries: Iterable[Target], dtype: torch.dtype | None
+) -> FileGroups:
+    """Entries, exported in a dtype and in their order, in the form of files."""
     kept = {e.name: torch.empty(e.tensor.shape, dtype=e.tensor.dtype, device="meta") for e in entries}
-    return {name: cast_to(dtype)(tensor) for name, tensor in kept.items()}
+    base = model.base if isinstance(model, Merged) else model
+    return FileGroups(base, {name: cast_to(dtype)(tensor) for name, tensor in kept.items()})
 
 
 class Exporter:
@@ -75,13 +133,13 @@ class Exporter:
 
     def __init__(
         self,
+        caller: str,
         model: nn.Module | Merged,
         dtype: torch.dtype | None,
         bucket_bytes: int,
         ranks: Collection[int] | None,
         *,
         buffers: bool,
-        caller: str = _CALLER,
     ) -> None:
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -1,24 +1,32 @@
-"""Safetensors files, mapped into memory: bytes are read when they are used. The library checks headers against files.
+"""Safetensors files: read, mapped into memory, and written a tensor at a time, named as Hugging Face's loaders expect.
 
 folder  ->  index or *.safetensors  ->  mapped tensors by name  ->  values of a box
+
+Bytes are read when they are used. The library checks headers against files.
 
 FP8 weights are `X` in e4m3 and `X_scale_inv` with a scale for each tile; `config.json` has the size of tiles.
 """
 
+import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from ragged_shard import Box
+from ragged_shard.device import CPU
 
 Ints = tuple[int, ...]
 SCALES = "_scale_inv"
 _LONGEST_NAME = 255  # of a file
+_INDEX = "model.safetensors.index.json"
+_WRITTEN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(_INDEX))
 
 
 class Checkpoint:
@@ -168,6 +176,112 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({str(error)[:200]})") from None
+
+
+def write_files(
+    folder: Path, files: Mapping[Path, Mapping[str, torch.Tensor]], tensors: Iterator[torch.Tensor]
+) -> None:
+    """Write safetensors files, and the index of several, a tensor at a time, in place of an earlier export's.
+
+    Each has its name when it is complete.
+
+    Args:
+        folder: folder of the index; made where it is missing.
+        files: content of each, on meta.
+        tensors: their values, in that order.
+
+    Raises:
+        ValueError: a dtype that files do not have, before anything is changed; naming the tensor.
+        OSError: a file cannot be written.
+    """
+    headers = [_header_of(content) for content in files.values()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir(), reverse=True):  # the index before the files that it names
+        if _WRITTEN.fullmatch(path.name) and [path] != list(files):
+            path.unlink()
+    for (path, content), header in zip(files.items(), headers, strict=True):
+        with _atomic_write(path) as unfinished, unfinished.open("wb") as file:
+            file.write(header)
+            for name, like in content.items():
+                _write_tensor(file, name, like, next(tensors))
+    if len(files) > 1:
+        total = sum(tensor.nbytes for content in files.values() for tensor in content.values())
+        where = {name: path.name for path, content in files.items() for name in content}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+        with _atomic_write(folder / _INDEX) as unfinished:
+            unfinished.write_text(text + "\n")
+
+
+def _write_tensor(file: BinaryIO, name: str, like: torch.Tensor, tensor: torch.Tensor) -> None:
+    found, expected = (tensor.dtype, tensor.shape), (like.dtype, like.shape)
+    if found != expected:
+        raise ValueError(f"{name} is {found}; expected {expected}")
+    flat = tensor.to(CPU).reshape(-1)
+    if flat.nbytes:
+        file.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+
+
+def split_into_files(
+    folder: Path, groups: Sequence[Mapping[str, torch.Tensor]], limit: int
+) -> dict[Path, dict[str, torch.Tensor]]:
+    """Consecutive groups of tensors in files of at most `limit` bytes, with Hugging Face's names for them."""
+    bins = split_by_size([sum(tensor.nbytes for tensor in group.values()) for group in groups], limit)
+    several = [f"model-{number:05d}-of-{len(bins):05d}.safetensors" for number in range(1, len(bins) + 1)]
+    names = several if len(bins) > 1 else ["model.safetensors"]
+    return {
+        folder / name: {key: tensor for index in members for key, tensor in groups[index].items()}
+        for name, members in zip(names, bins, strict=True)
+    }
+
+
+def split_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in consecutive bins of at most `limit` bytes; a larger tensor has a bin to itself."""
+    bins: list[list[int]] = [[]]
+    filled = 0
+    for index, size in enumerate(sizes):
+        if bins[-1] and filled + size > limit:
+            bins.append([])
+            filled = 0
+        bins[-1].append(index)
+        filled += size
+    return bins
+
+
+def _header_of(content: Mapping[str, torch.Tensor]) -> bytes:
+    """The header of a file whose tensors follow one another in this order, for the bytes after it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in content.items():
+        end = begin + tensor.nbytes
+        entries[name] = {
+            "dtype": _code(name, tensor.dtype),
+            "shape": tuple(tensor.shape),
+            "data_offsets": (begin, end),
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _code(name: str, dtype: torch.dtype) -> str:
+    """A dtype as the library writes it."""
+    try:
+        saved = library().torch.save({"x": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        raise ValueError(f"{name} is {dtype}, which safetensors files do not have; pass dtype") from None
+    return str(json.loads(saved[8:])["x"]["dtype"])
+
+
+@contextmanager
+def _atomic_write(path: Path) -> Iterator[Path]:
+    """Yields another path to write to; the file gets its name when the block ends, and is removed if it raises."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def library() -> Any:

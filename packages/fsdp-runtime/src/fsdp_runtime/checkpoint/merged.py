@@ -191,8 +191,3 @@ class Merged:
             f"merged_params: {prefix.rstrip('.') or 'the model'} is a {type(module).__name__} of "
             f"{type(module).__module__}, which it does not merge; {_INSTEAD}"
         )
-
-
-def base_of(model: nn.Module | Merged) -> nn.Module:
-    """The model that names of exported tensors belong to."""
-    return model.base if isinstance(model, Merged) else model

@@ -16,9 +16,9 @@ from torch import nn
 
 from .. import _torch_compat as compat
 from ..checkpoint.conversions import FileGroups
-from ..checkpoint.export import Exporter, entries_of, on_meta
+from ..checkpoint.export import Exporter, entries_of, file_groups
 from ..checkpoint.local_shards import LocalShard, local_shards
-from ..checkpoint.merged import Merged, base_of
+from ..checkpoint.merged import Merged
 
 
 def weight_source(
@@ -53,13 +53,13 @@ def weight_source(
         @cached_property
         def metadata(self) -> list[Any]:
             """Name, dtype and shape of each tensor, in the order of `iter_full`; every rank has all of them."""
-            tensors = on_meta(entries_of(model, buffers=True), dtype)
-            return [ParamMeta(*meta) for meta in _described(FileGroups(base_of(model), tensors))]
+            groups = file_groups(model, entries_of(model, buffers=True), dtype)
+            return [ParamMeta(*meta) for meta in _described(groups)]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             """A pass over the whole tensors."""
-            exporter = Exporter(model, dtype, bucket_bytes, None, buffers=True, caller="iter_full")
-            groups = FileGroups(base_of(model), on_meta(exporter.entries, dtype))
+            exporter = Exporter("iter_full", model, dtype, bucket_bytes, None, buffers=True)
+            groups = file_groups(model, exporter.entries, dtype)
             before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
             if before != _described(groups):
                 raise RuntimeError("iter_full: tensors differ from metadata; make a new weight_source")
