@@ -166,7 +166,7 @@ class Exporter:
     def sources(self, entry: Target) -> list[torch.Tensor]:
         """This rank's tensors that an entry is made of."""
         adapters = self.adapters.get(entry.name, ())
-        factors = [slots[attribute] for adapter in adapters for slots, attribute in adapter.factors]
+        factors = [slots[attribute] for adapter in adapters for slots, attribute in adapter.places[1:]]
         return [local_tensor(tensor) for tensor in (entry.tensor, *factors)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,27 +45,23 @@ class Adapter:
 
     Attributes:
         layer: peft's.
-        slots, attribute: where the weight is.
-        factors: where the parameters are that are merged.
+        places: where the weight is, and the factors that are merged into it.
         by_rows: of a linear layer, which factors have the rows of the weight; others are merged as a whole.
     """
 
     layer: Any
-    slots: Slots
-    attribute: str
-    factors: list[tuple[Slots, str]]
+    places: list[tuple[Slots, str]]
     by_rows: list[bool] | None
 
     def check(self) -> None:
         """Merge on meta: what peft refuses to merge, it refuses here, on every rank and before anything is sent."""
-        places = [(self.slots, self.attribute), *self.factors]
-        kept = [slots[attribute] for slots, attribute in places]
+        kept = [slots[attribute] for slots, attribute in self.places]
         weight, *factors = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in kept)
         self.merge(weight, factors)
 
     def whole_factors(self) -> list[torch.Tensor]:
         """The factors as whole tensors, on every rank; communicates."""
-        sharded = [slots[attribute].detach() for slots, attribute in self.factors]
+        sharded = [slots[attribute].detach() for slots, attribute in self.places[1:]]
         return [each.full_tensor() if isinstance(each, DISTRIBUTED) else each for each in sharded]
 
     def merge(self, weight: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
@@ -79,12 +75,12 @@ class Adapter:
         return weight
 
     def _merge(self, weight: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
-        layer, places = self.layer, [(self.slots, self.attribute), *self.factors]
+        layer, (slots, attribute) = self.layer, self.places[0]
         merged, caches = list(layer.merged_adapters), dict(layer._caches)
         try:
-            with _replaced(places, [weight, *(factor.to(weight.device) for factor in factors)]):
+            with _replaced(self.places, [weight, *(factor.to(weight.device) for factor in factors)]):
                 layer.merge()
-                result: torch.Tensor = self.slots[self.attribute].detach()
+                result: torch.Tensor = slots[attribute].detach()
         finally:
             layer.merged_adapters[:] = merged
             layer._caches.clear()
@@ -174,7 +170,7 @@ class Merged:
             self._refuse(layer, old)
         linear = type(layer) is self._peft.tuners.lora.Linear
         by_rows = linear and not layer.fan_in_fan_out and not layer.lora_variant
-        adapter = Adapter(layer, base._parameters, attribute, factors, cut if by_rows else None)
+        adapter = Adapter(layer, [(base._parameters, attribute), *factors], cut if by_rows else None)
         try:
             with torch.no_grad():
                 adapter.check()
