@@ -72,7 +72,10 @@ def strategy(parallelize_fn: Parallelize, **options: Any) -> Any:
     return made(parallelize_fn, **options)
 
 
-class RaggedStrategy:
+_Strategy: Any = object  # the class after the mixin, whose attributes it uses
+
+
+class RaggedStrategy(_Strategy):
     """Mixin for a `ModelParallelStrategy` with models of fsdp_runtime: norms, and full checkpoints."""
 
     def clip_gradients_norm(
@@ -84,9 +87,8 @@ class RaggedStrategy:
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         """The norm before clipping, a plain 0-d tensor, also with parameters on several meshes."""
-        precision: Any = self.precision  # type: ignore[attr-defined]
-        precision.unscale_gradients(optimizer)
-        parameters = precision.main_params(optimizer)
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def load_checkpoint(
@@ -109,9 +111,6 @@ class RaggedStrategy:
             else:
                 theirs(state_dict, module, world_size, strict)
 
-        inherited: Any = super()
         with replaced(model_parallel, _load_raw_module_state=load_raw), full_state_dicts():
-            remainder: dict[str, Any] = inherited.load_checkpoint(
-                path=path, state=state, strict=strict, weights_only=weights_only
-            )
+            remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         return remainder

@@ -17,8 +17,10 @@ from torch import nn
 from fsdp_runtime import FSDPModule
 from fsdp_runtime.integrations import accelerate
 
+_Trainer: Any = object  # the class after the mixin, whose attributes it uses
 
-class RaggedTrainer:
+
+class RaggedTrainer(_Trainer):
     """Mix it in before transformers' `Trainer`: with `fsdp=True` the model is sharded by fsdp_runtime.
 
     `integrations.accelerate.shard` does so with the trainer's `fsdp_config`, before the optimizer is made or the first
@@ -34,63 +36,47 @@ class RaggedTrainer:
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The trainer's optimizer, over the sharded model."""
         self._shard()
-        trainer: Any = self
-        for module in trainer.model.modules():
+        for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves some gathered
-        parent: Any = super()
-        optimizer = parent.create_optimizer(model)
+        optimizer = super().create_optimizer(model)
         self._own_params = [list(group["params"]) for group in optimizer.param_groups]
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The trainer's scheduler. Restores the optimizer's parameters first; see `accelerate.prepare`."""
-        trainer: Any = self
         if self._sharded:
-            for group, params in zip(trainer.optimizer.param_groups, self._own_params, strict=True):
+            for group, params in zip(self.optimizer.param_groups, self._own_params, strict=True):
                 group["params"] = params
-        parent: Any = super()
-        return parent.create_scheduler(num_training_steps, optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's loop, also before training, for which Accelerate's FSDP2 requires an optimizer."""
         self._shard()
-        trainer: Any = self
-        parent: Any = super()
-        enabled = trainer.is_fsdp_enabled
-        if self._sharded:
-            trainer.is_fsdp_enabled = False  # so that the model alone is prepared
-        try:
-            return parent.evaluation_loop(*args, **kwargs)
-        finally:
-            trainer.is_fsdp_enabled = enabled
+        with accelerate.replaced(self, is_fsdp_enabled=False):  # so that the model alone is prepared
+            return super().evaluation_loop(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with accelerate.full_state_dicts():
-            return super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            return super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         with accelerate.full_state_dicts():
-            return super()._load_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
+            return super()._load_optimizer_and_scheduler(*args, **kwargs)
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
         with accelerate.full_state_dicts():
-            return super()._load_best_model(*args, **kwargs)  # type: ignore[misc]
+            return super()._load_best_model(*args, **kwargs)
 
     @property
     def _sharded(self) -> bool:
-        trainer: Any = self
-        if not trainer.is_fsdp_enabled:
+        if not self.is_fsdp_enabled:
             return False
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        return isinstance(model, FSDPModule)
+        return isinstance(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), FSDPModule)
 
     def _shard(self) -> None:
-        trainer: Any = self
-        if not trainer.is_fsdp_enabled or self._sharded:
-            return
-        accelerator = trainer.accelerator
-        mesh = getattr(accelerator, "torch_device_mesh", None)
-        if mesh is not None:
-            mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-        accelerate.shard(trainer.model, accelerator.state.fsdp_plugin, mesh, **self.shard_options)
+        if self.is_fsdp_enabled and not self._sharded:
+            mesh = getattr(self.accelerator, "torch_device_mesh", None)
+            if mesh is not None:
+                mesh = mesh[tuple(self.accelerator.parallelism_config.fsdp_dim_names)]
+            accelerate.shard(self.model, self.accelerator.state.fsdp_plugin, mesh, **self.shard_options)
