@@ -325,7 +325,8 @@ class Group:
         """
         problem: Exception | None = None
         value, other = (
-            param.plain(self.local_values(self.as_sharded(param, value))) for value in (value, other)
+            param.plain(local_tensor(self.values_of(self.as_sharded(param, value))))
+            for value in (value, other)
         )
         known = not (value.is_meta or other.is_meta)
         if known and not torch.allclose(value, other, rtol=0, atol=0, equal_nan=True):
@@ -548,16 +549,9 @@ class Group:
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
         """Replace those by the parameter's entry, before they are loaded."""
 
-    def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor to write values of a sharded parameter into, for `keep`: itself."""
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Values of a sharded parameter, distributed as it is: itself."""
         return tensor
-
-    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy values that were written into `writable(tensor)`, unless that is `tensor`."""
-
-    def local_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's values of a sharded parameter."""
-        return local_tensor(tensor)
 
     def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
         """Copy this rank's slice of whole values into the shard."""

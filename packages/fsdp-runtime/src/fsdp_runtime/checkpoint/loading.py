@@ -13,12 +13,13 @@ from torch import nn
 from ragged_shard import Box
 from ragged_shard.dist import on_all_ranks
 
-from .. import _torch_compat as compat
 from .._torch.tree import local_tensor
 from .conversions import equations_of
 from .files import SCALES, Checkpoint
 from .rules import Equation, Piece, Rule
 from .targets import Target, adopt_assigned, boxes_of, buffers_without_values, give_memory, targets_of
+
+_INSTEAD = "use model.load_state_dict(read_safetensors(path))"
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,7 @@ class _Plan:
                 break
         else:
             return
-        local = local_tensor(_writable(target))
-        if compat.is_wrapper_subclass(local):
-            raise NotImplementedError(
-                f"{target.name} is kept as a {type(local).__name__}, which is not written from files; use "
-                "model.load_state_dict(read_safetensors(path))"
-            )
+        target.values(_INSTEAD)  # raises for a tensor subclass
         for file in dict.fromkeys(file for row in equation.rows for file in row):
             self._use(file, target)
         others = self._pieces.setdefault(target.name, pieces)
@@ -202,22 +198,16 @@ class _Plan:
 
     @torch.no_grad()
     def _copy(self, target: Target, pieces: list[Piece]) -> int:
-        nbytes, values = 0, _writable(target)
+        nbytes, values = 0, target.values(_INSTEAD)
         for box, view in boxes_of(values):
             for piece in pieces:
                 part = piece.box.intersection(box)
                 if part is not None:
                     view[part.slices(box.offsets)].copy_(self._read(piece, part, view.dtype))
                     nbytes += part.numel * self._checkpoint.tensors[piece.file].itemsize
-        if target.param is not None:
-            target.param.group.keep(target.tensor.detach(), values)
+        if values is not target.tensor:  # it is kept as codes
+            local_tensor(target.tensor.detach()).copy_(local_tensor(values))
         return nbytes
-
-
-def _writable(target: Target) -> torch.Tensor:
-    """A tensor to write values into: the target's, or memory for values of codes."""
-    tensor = target.tensor.detach()
-    return tensor if target.param is None else target.param.group.writable(tensor)
 
 
 def _few(names: Sequence[str]) -> str:

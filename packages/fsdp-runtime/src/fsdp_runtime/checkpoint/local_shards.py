@@ -19,8 +19,8 @@ from torch import nn
 from ragged_shard import Box
 
 from .. import _torch_compat as compat
-from .._torch.tree import cast_to, local_tensor
-from .targets import Target, boxes_of, entries_of_model, plain_name, targets_of
+from .._torch.tree import cast_to
+from .targets import boxes_of, entries_of_model, plain_name, targets_of
 
 _NAME = operator.attrgetter("name")
 
@@ -76,24 +76,10 @@ def local_shards(model: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
     entries_of_model(model, buffers=True)  # checks, and adopts assigned values
     cast = cast_to(dtype)
     for target in sorted(targets_of(model), key=lambda target: plain_name(target.name)):
-        values = _values(target)
+        with torch.no_grad():
+            values = target.values("use iter_full_params")
         for box, view in boxes_of(values):
             yield LocalShard(plain_name(target.name), tuple(values.shape), box, cast(view))
-
-
-@torch.no_grad()
-def _values(target: Target) -> torch.Tensor:
-    """A target's values, distributed as it is."""
-    tensor = target.tensor.detach()
-    if target.param is None:
-        return tensor
-    values = target.group.writable(tensor)
-    if values is not tensor:  # it is codes
-        local_tensor(values).copy_(target.group.local_values(tensor))
-    if compat.is_wrapper_subclass(local_tensor(values)):
-        kind = type(local_tensor(values)).__name__
-        raise NotImplementedError(f"local_shards: {target.name} is kept as a {kind}; use iter_full_params")
-    return values
 
 
 def transfers(

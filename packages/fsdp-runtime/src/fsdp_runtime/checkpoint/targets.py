@@ -12,10 +12,12 @@ from dbuffer import TensorSlice
 from ragged_shard import Box
 from ragged_shard.dist import DISTRIBUTED
 
+from .. import _torch_compat as compat
 from .._params.empty_buffers import empty_buffers
 from .._params.group import Group
 from .._params.unit import Param, Unit
 from .._schedule.model import member_of
+from .._torch.tree import local_tensor
 
 # Parts of names: of torch's activation checkpointing, which state dicts leave out, and of torch.compile.
 CHECKPOINTED = "_checkpoint_wrapped_module."
@@ -50,6 +52,19 @@ class Target:
         assert self.param is not None
         return self.group.plan.geometry.slices[self.param.key]
 
+    def values(self, instead: str) -> torch.Tensor:
+        """Its values, distributed as it is: its tensor itself, or a copy that is read back from codes.
+
+        Raises:
+            NotImplementedError: a tensor subclass, whose values this does not reach; names `instead`.
+        """
+        values = self.tensor if self.param is None else self.group.values_of(self.tensor)
+        if compat.is_wrapper_subclass(local_tensor(values)):
+            raise NotImplementedError(
+                f"{self.name} is kept as a {type(local_tensor(values)).__name__}; {instead}"
+            )
+        return values
+
 
 def targets_of(model: nn.Module) -> list[Target]:
     """Every tensor of a model's state dict, once; raises TypeError for an entry that is not a tensor."""
@@ -75,7 +90,7 @@ def buffers_without_values(model: nn.Module, loaded: Collection[str]) -> list[st
 def boxes_of(tensor: Any) -> Iterator[tuple[Box, torch.Tensor]]:
     """This rank's boxes of a tensor, each with a view of its memory in the box's shape."""
     if not isinstance(tensor, DISTRIBUTED):
-        yield Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor
+        yield Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
         return
     for chunk in tensor.__create_chunk_list__():
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))

@@ -19,7 +19,7 @@ from ragged_shard.dist import DISTRIBUTED
 
 from .._params.group import Group
 from .._plan.group import GroupMemory, GroupPlan, ParamPlan, Request, wrap_local
-from .._plan.param import ManagedParam, local_of
+from .._plan.param import ManagedParam
 from .._torch.tree import local_like
 from .on_wire import OnWireGroup
 
@@ -182,22 +182,11 @@ class AtRestGroup(OnWireGroup):
         entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
         state_dict[key] = from_entries(self.plan, self.plan_of(param), param.sharded, entries)
 
-    def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory for the values of a sharded parameter."""
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that is read back from codes, distributed as they are."""
         assert isinstance(tensor, RaggedDTensor)
-        local = tensor.local
-        return tensor.with_local(torch.empty(local.shape, dtype=local.dtype, device=local.device))
-
-    def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Quantize the values that were written into `writable(tensor)`."""
-        to: Any = tensor
-        to.local.copy_(local_of(values))
-
-    def local_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's values, read back from codes."""
-        local: Any = local_of(tensor)
-        values: torch.Tensor = local.dequantize()
-        return values
+        local: Any = tensor.local
+        return tensor.detach().with_local(local.dequantize())
 
     def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
         """Quantize this rank's slice of whole values, if they differ from the codes' values."""
