@@ -1,5 +1,6 @@
 """A model's tensors by their names in checkpoints: targets of loading, and entries of exports."""
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -138,12 +139,11 @@ def give_memory(model: nn.Module) -> None:
     device = units[0].data.device if units else torch.get_default_device()
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        places: Any = ((module._parameters, list(module._parameters)), (module._buffers, persistent))
-        for slots, names in places:
-            for name in names:
-                old = slots[name]
-                if old is None or not old.is_meta or id(old) in managed:
+        slots: Any
+        for slots in (module._parameters, module._buffers):
+            for name, old in slots.items():
+                keeps = old is None or not old.is_meta or id(old) in managed
+                if keeps or name in module._non_persistent_buffers_set:
                     continue
                 if id(old) not in made:
                     new = torch.empty_like(old, device=device).detach()
@@ -171,22 +171,16 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
         ValueError: a parameter on the meta device, by name.
     """
     adopt_assigned(model)
-    names: dict[int, str] = {}
+    in_groups: dict[Group, list[Target]] = {group: [] for unit in units_of(model) for group in unit.groups}
     others: list[Target] = []
     for target in targets_of(model):
         if target.tensor.is_meta:
             raise ValueError(f"{target.name} is on the meta device and has no values; load them first")
-        name = plain_name(target.name)
-        names[id(target.tensor)] = name
-        param = target.param
+        name, param, value = plain_name(target.name), target.param, target.tensor.detach()
         if param is not None and param.group.holds_values:
-            continue
-        if buffers or param is not None or isinstance(target.tensor, nn.Parameter):
-            value = target.tensor.detach()
+            in_groups[param.group].append(Target(name, param.sharded.detach(), param))
+        elif buffers or param is not None or isinstance(target.tensor, nn.Parameter):
             others.append(Target(name, value if param is None else param.plain(value), None))
-    entries: list[Target] = []
-    for group in (group for unit in units_of(model) for group in unit.groups if group.holds_values):
-        params = [param for param in group.params if id(param.sharded) in names]
-        in_group = [Target(names[id(param.sharded)], param.sharded.detach(), param) for param in params]
-        entries += sorted(in_group, key=lambda entry: (entry.place.segment, entry.place.offset))
-    return [*entries, *others]
+    for entries in in_groups.values():
+        entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
+    return [*itertools.chain(*in_groups.values()), *others]
