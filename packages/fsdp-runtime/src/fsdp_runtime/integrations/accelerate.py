@@ -67,7 +67,7 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="no" if plugin.mixed_precision_policy is None else "yes",
         is_main_process=False,  # says nothing
-        device=next(model.parameters()).device,
+        device=None,  # ignored modules stay where they are
     )
 
     def ours(module: Any, **passed: Any) -> Any:
