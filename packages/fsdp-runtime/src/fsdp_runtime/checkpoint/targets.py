@@ -21,8 +21,7 @@ from .._schedule.model import member_of
 from .._torch.tree import local_tensor
 
 # Parts of names: of torch's activation checkpointing, which state dicts leave out, and of torch.compile.
-CHECKPOINTED = "_checkpoint_wrapped_module."
-_WRAPPERS = (CHECKPOINTED, "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
