@@ -184,9 +184,9 @@ class AtRestGroup(OnWireGroup):
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that is read back from codes, distributed as they are."""
-        assert isinstance(tensor, RaggedDTensor)
-        local: Any = tensor.local
-        return tensor.detach().with_local(local.dequantize())
+        sharded: Any = tensor.detach()
+        values: torch.Tensor = sharded.with_local(sharded.local.dequantize())
+        return values
 
     def write_back(self, param: ManagedParam[Any], values: torch.Tensor) -> None:
         """Quantize this rank's slice of whole values, if they differ from the codes' values."""
