@@ -128,11 +128,7 @@ def _as_compared(system: str, name: str, job: Job) -> Trainer:
 
 
 def _ours(
-    name: str,
-    job: Job,
-    *,
-    wrap: Callable[[Any], Any] = lambda model: model,
-    **options: Any,
+    name: str, job: Job, *, wrap: Callable[[Any], Any] = lambda model: model, **options: Any
 ) -> Trainer:
     """Our runtime; `options` are further arguments of its `fully_shard`."""
     from fsdp_runtime.train.systems import Runtime

@@ -52,7 +52,7 @@ class UnshardHandle(fsdp.UnshardHandle):
             unit.show()
 
 
-class GradientReductionHandle(compat.GradientReductionHandle):  # type: ignore[misc]
+class GradientReductionHandle(compat.GradientReductionHandle):
     """Reductions under way; from `FSDPModule.finalize_backward(async_op=True)`."""
 
     def __init__(self, passes: Pass) -> None:
