@@ -127,14 +127,13 @@ def _as_compared(system: str, name: str, job: Job) -> Trainer:
     return _finish(name, job, make_system(_config(job, system), torch.device(job.device), job.mesh))
 
 
-def _ours(
-    name: str, job: Job, *, wrap: Callable[[Any], Any] = lambda model: model, **options: Any
-) -> Trainer:
-    """Our runtime; `options` are further arguments of its `fully_shard`."""
+def _ours(name: str, job: Job, *, apart: bool = False, **options: Any) -> Trainer:
+    """Our runtime, with the ends `apart` or not; `options` are further arguments of its `fully_shard`."""
     from fsdp_runtime.train.systems import Runtime
 
     arguments = {**job.options, **_block_policy(job), **options}
     system = Runtime(_config(job, "fsdp_runtime"), torch.device(job.device), job.mesh, **arguments)
+    wrap = partial(_ends_apart, "ours", job) if apart else lambda model: model
     return _finish(name, job, system, wrap=wrap)
 
 
@@ -147,13 +146,9 @@ def _ends_apart(system: str, job: Job, model: Any) -> Any:
     return model
 
 
-def _ours_apart(name: str, job: Job) -> Trainer:
-    return _ours(name, job, wrap=partial(_ends_apart, "ours", job))
-
-
 def _lean(name: str, job: Job) -> Trainer:
     """No gathers ahead, and the ends apart."""
-    trainer = _ours_apart(name, job)
+    trainer = _ours(name, job, apart=True)
     trainer.module.set_prefetch_depth(0)
     return trainer
 
@@ -375,7 +370,7 @@ SYSTEMS = {
     ),
     "ours-peer-memory": System("fsdp_runtime, peer memory only", partial(_ours, transport="peer_memory")),
     "ours-quantized": System("fsdp_runtime, fp8 gathers, int8 reductions", _quantized),
-    "ours-apart": System("fsdp_runtime, ends apart", _ours_apart),
+    "ours-apart": System("fsdp_runtime, ends apart", partial(_ours, apart=True)),
     "ours-lean": System("fsdp_runtime, ends apart, no prefetch", _lean),
     "ours-staged": System("without zero-copy", partial(_ours, transport=staged)),
     "ours-given-order": System("planner off: given order", _given_order),

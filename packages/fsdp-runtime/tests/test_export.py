@@ -2,13 +2,16 @@
 
 import json
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from runtime_helpers import full_values, same_bits, seeded, shard
 
-from fsdp_runtime import load_safetensors, save_safetensors
+from fsdp_runtime import iter_full_params, load_safetensors, save_safetensors
+from fsdp_runtime.checkpoint.runs import Run
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -50,6 +53,16 @@ def test_an_earlier_export_into_the_folder_is_not_read_for_the_new_one(tmp_path)
         dist.barrier()
         assert {path.name for path in tmp_path.glob("*.safetensors")} == {path.name for path in files}
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_leave_an_export_together_where_one_has_no_memory(tmp_path):
+    model = shard(seeded())
+    failing = mock.patch.object(Run, "own", side_effect=MemoryError("none left"))
+    for export in (lambda: list(iter_full_params(model)), lambda: save_safetensors(model, tmp_path)):
+        here = failing if dist.get_rank() == 0 else nullcontext()
+        with here, pytest.raises((RuntimeError, OSError), match="MemoryError: none left"):
+            export()
 
 
 @on_ranks(3)

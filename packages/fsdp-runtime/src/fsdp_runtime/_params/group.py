@@ -381,12 +381,8 @@ class Group:
             if value is not None:
                 with torch.no_grad():
                     local.copy_(value)
-            sharded.append(self._sharded(param, plan, local))
+            sharded.append(wrap_local(plan, param.wrapper.wrap(local)))
         return sharded
-
-    def _sharded(self, param: ManagedParam[Any], plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
-        """The distributed tensor around plain values or codes; shares their memory."""
-        return RaggedDTensor.from_local(local, plan.mesh, plan.placements, shape=plan.global_shape)
 
     def _point_to(self, sharded: Sequence[RaggedDTensor]) -> None:
         """Point both parameters of each pair at these tensors and, if there is a buffer, at the gathered memory."""

@@ -179,9 +179,6 @@ class SubclassGroup(Group):
         sharded = super().as_sharded(param, param.plain(value.detach()))
         return sharded.with_local(param.wrapper.wrap(sharded.local))
 
-    def _sharded(self, param: ManagedParam[Any], plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
-        return super()._sharded(param, plan, param.wrapper.wrap(local))
-
     def _allocate(self) -> None:
         from .subclass_gather import SubclassGather  # few models have such parameters
 

@@ -96,8 +96,11 @@ def save_safetensors(
             write_files(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
         except Exception as error:  # the other ranks must not wait for this one
             problem = f"{type(error).__name__}: {error}"
-    for _ in tensors:  # to the end, on every rank
-        pass
+    try:
+        for _ in tensors:  # to the end, on every rank
+            pass
+    except Exception as error:  # of gathers, on every rank
+        problem = problem or f"{type(error).__name__}: {error}"
     problem = gather_from_ranks(problem)[0]
     if problem:
         raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {problem}")

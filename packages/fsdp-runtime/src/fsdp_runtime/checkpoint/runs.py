@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ragged_shard.dist import on_all_ranks
+
 from .. import _torch_compat as compat
 from .._params.group import Group
 from .targets import Target
@@ -103,29 +105,31 @@ def gather(run: Run, receivers: list[int] | None) -> torch.Tensor | None:
 
     One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
     some of it, or one all-to-all for each receiver. A receiver gets the bytes that it lacks and no others.
-    Bytes are sent, since backends move few dtypes.
+    Bytes are sent, since backends move few dtypes. Where one rank has no memory for them, all ranks raise.
     """
     data = run.group.plan.data
-    piece, low = run.own()
-    if receivers is None or data.shard_size == 1:
-        return _gather_to_all(run, piece, low)
-    own = piece.to(data.device, run.dtype)
-    received: torch.Tensor | None = None
+    to_all = receivers is None or data.shard_size == 1
+    receives = to_all or data.shard_rank in (receivers or ())
+    with on_all_ranks(f"gathering {run.members[0].name}", data.groups):
+        piece, low = run.own()
+        full = torch.empty(run.stop - run.start if receives else 0, dtype=run.dtype, device=data.device)
+        own = piece if to_all else piece.to(data.device, run.dtype)
+    if receivers is None or to_all:
+        return _gather_to_all(run, own, low, full)
+    nothing = full.new_empty(0)
     for receiver in receivers:
         here = receiver == data.shard_rank
-        out = own.new_empty(run.stop - run.start if here else 0)
+        out = full if here else nothing
         pieces = [run.piece(rank) for rank in range(data.shard_size)]
         takes = [(high - first) * own.itemsize if here else 0 for first, high in pieces]
         gives = [own.nbytes if rank == receiver else 0 for rank in range(data.shard_size)]
         received_bytes, own_bytes = out.view(torch.uint8), own.view(torch.uint8)
         dist.all_to_all_single(received_bytes, own_bytes, takes, gives, group=data.groups[-1])
-        received = out if here else received
-    return received
+    return full if receives else None
 
 
-def _gather_to_all(run: Run, piece: torch.Tensor, low: int) -> torch.Tensor:
+def _gather_to_all(run: Run, piece: torch.Tensor, low: int, full: torch.Tensor) -> torch.Tensor:
     data, size = run.group.plan.data, run.group.plan.layout.segments[run.segment].shard_size
-    full = torch.empty(run.stop - run.start, dtype=run.dtype, device=data.device)
     if piece.numel():
         full[low - run.start : low - run.start + piece.numel()].copy_(piece)
     if data.shard_size == 1:
