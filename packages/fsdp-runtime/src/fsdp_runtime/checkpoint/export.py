@@ -34,7 +34,8 @@ def iter_full_params(
     all-gather where a run is all of a segment, else one broadcast from each rank that holds some of it; with `ranks`
     one all-to-all for each of them. Each receiver is sent the bytes that it lacks, in `dtype`, once. Tensors that
     another parallelism cuts are then gathered over its mesh; codes, tensor subclasses and DTensors one at a time on all
-    ranks. At first one all-gather of small objects compares the arguments.
+    ranks. At first one all-gather of small objects compares the arguments; before each run an all-reduce of 64 bytes on
+    each axis finds a rank without memory for it.
 
     Memory for it is at most `bucket_bytes` at any time, as long as the caller holds nothing but the last tensor; or
     twice the largest tensor if it is larger (with `ranks` three times). Tensors are the caller's; tensors of one run

@@ -22,7 +22,8 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     For code that works on weights, such as peft's `merge_adapter`, and `merge_and_unload`, whose result trains on if
     `fully_shard` took `model.get_base_model()` and not the model around it. Every rank enters, and must write the same.
-    One all-gather a segment of a group, in the dtype that parameters are kept in, so that nothing is rounded; leaving
+    One all-gather a segment of a group, in the dtype that parameters are kept in, so that nothing is rounded, after an
+    all-reduce of 64 bytes on each axis, which finds a rank without memory for it; leaving
     communicates nothing. Memory: all parameters of the module's units; go unit by unit where that is too much.
     Parameters are other objects inside, without gradients. With an exception nothing is written back.
 
