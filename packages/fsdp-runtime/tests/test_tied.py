@@ -12,9 +12,9 @@ from runtime_helpers import (
     tokens,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import full_params, fully_shard
+from ragged_shard import RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives
 
 # -- values -------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_nested_shared_parameters_and_modules_train_in_any_order_of_inner_units(
         for order in bottom_up(Nested(), units):
             alone, model = (seeded(Nested, third=third) for _ in range(2))
             wrap(model, order)
-            assert all(isinstance(param, DTensor) for param in model.parameters())
+            assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
             for each in (alone, model):
                 each(x).square().sum().backward()
             assert_same_gradients(model, alone)
@@ -103,7 +103,7 @@ def test_an_embedding_of_two_stacks_and_a_head_is_one_distributed_object_after_e
         for name in order:
             wrap(model, (name,))
             module = model.get_submodule(name)
-            assert all(isinstance(param, DTensor) for param in module.parameters())
+            assert all(isinstance(param, RaggedDTensor) for param in module.parameters())
         assert model.head.weight is model.encoder[0].weight is model.decoder[0].weight
         with record_collectives() as record:
             loss = model(words).square().sum()
