@@ -55,6 +55,13 @@ def test_a_single_file_holds_out_its_end(tmp_path):
     assert data.held_out.num_tokens == len(TEXT) // 10
 
 
+def test_a_link_to_a_held_out_file_is_not_read(tmp_path):
+    (tmp_path / "68.txt").write_text(TEXT)  # held out by its name
+    (tmp_path / "1.txt").symlink_to("68.txt")
+    data = read([tmp_path])
+    assert data.train.names == data.held_out.names == ("68.txt",)
+
+
 def test_held_out_files_can_be_named(tmp_path):
     folder = text_folder(tmp_path)
     data = read([folder], held_out=[str(folder / ".." / "text" / "7.py")])

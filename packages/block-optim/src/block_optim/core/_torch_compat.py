@@ -1,6 +1,6 @@
 """Every name of torch that is private or differs between releases, in one place.
 
-Tried with torch 2.11.0 (CUDA 13 build, on CPU) and 2.13.0 (CPU build).
+Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the foreach ops (`torch._foreach_*`), the local tensor
 under a distributed one (`_local_tensor`, without the view that `to_local()` costs) and its layout (`_spec`), what FSDP2

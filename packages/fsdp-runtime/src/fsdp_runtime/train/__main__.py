@@ -95,7 +95,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _config_to_compare(options: argparse.Namespace) -> RunConfig:
-    """Of systems and formats, a short run that saves nothing, with torch's optimizer, which every system accepts."""
+    """The run to compare: unless optimizers differ, a short one that saves nothing, with torch's AdamW."""
     short = {"steps": 40, "save_every": 0, "eval_every": 0, "optimizer": "torch-adamw"}
     if not options.vary.startswith("optimizer"):
         for name, value in short.items():

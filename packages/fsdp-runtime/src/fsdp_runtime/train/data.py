@@ -90,7 +90,8 @@ def read_data(
     size = _vocabulary([array for side in opened for array in side.values()], vocab_size)
     sides = [_joined(side) for side in opened]
     if min(side.num_tokens for side in sides) <= seq_len and not held_out:  # hold out the ends of files
-        arrays = {name: opened[name not in train][name] for name in files}
+        both = {**opened[0], **opened[1]}
+        arrays = {name: both[name] for name in files if name in both}  # not links to held-out files
         ends = {name: len(array) - int(2 * HELD_OUT_SHARE * len(array)) for name, array in arrays.items()}
         sides = [
             _joined({name: array[: ends[name]] for name, array in arrays.items()}),
