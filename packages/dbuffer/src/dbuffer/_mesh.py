@@ -8,23 +8,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class MeshView:
-    """One or two axes of a mesh.
+    """One or two axes of a mesh."""
 
-    Attributes:
-        mesh: as given.
-        shard_axis: the axis over which buffers are cut.
-        group, size, rank: of that axis, as this rank sees them.
-        replica_group: this rank's group of the axis over which shards are copies, or None.
-        num_replicas: 1 where there is none.
-    """
-
-    mesh: DeviceMesh
-    shard_axis: int
+    mesh: DeviceMesh  # as given
+    shard_axis: int  # the axis over which buffers are cut
+    # group, size, rank: of that axis, as this rank sees them
     group: dist.ProcessGroup
     size: int
     rank: int
+    # this rank's group of the axis over which shards are copies, or None
     replica_group: dist.ProcessGroup | None
-    num_replicas: int
+    num_replicas: int  # 1 where there is none
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

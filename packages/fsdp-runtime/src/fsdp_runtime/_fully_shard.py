@@ -215,52 +215,36 @@ def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | Non
 
 @dataclass
 class _Tied:
-    """A parameter of another unit that the new unit's modules use on a path past that unit.
-
-    Attributes:
-        moves: whether the new unit is around the other one, and gathers its group from now on.
-        places: where such a path ends.
-    """
+    """A parameter of another unit that the new unit's modules use on a path past that unit."""
 
     param: Param
     owner: Member
-    moves: bool
-    places: dict[Place, None] = field(default_factory=dict)
+    moves: bool  # whether the new unit is around the other one, and gathers its group from now on
+    places: dict[Place, None] = field(default_factory=dict)  # where such a path ends
 
 
 @dataclass
 class _Contents:
-    """The parameters of a new unit.
+    """The parameters of a new unit."""
 
-    Attributes:
-        params, values: the parameters that it cuts, and the plain tensors by name.
-        tied: the parameters that other units have cut.
-        names: the name at each place in its modules.
-        managed: the modules whose buffers move.
-    """
-
+    # params, values: the parameters that it cuts, and the plain tensors by name
     params: list[Param]
     values: dict[str, torch.Tensor]
-    tied: list[_Tied]
-    names: dict[Place, str]
-    managed: set[nn.Module]
+    tied: list[_Tied]  # the parameters that other units have cut
+    names: dict[Place, str]  # the name at each place in its modules
+    managed: set[nn.Module]  # the modules whose buffers move
 
 
 @dataclass
 class _Ready:
-    """All memory and values that a call needs, before any module changes.
-
-    Attributes:
-        groups: of the new unit.
-        buffers: copies of the modules' buffers on the device, and where to put them.
-        classes: of the modules, with `FSDPModule`.
-    """
+    """All memory and values that a call needs, before any module changes."""
 
     member: Member
     contents: _Contents
-    groups: list[Group]
+    groups: list[Group]  # of the new unit
+    # copies of the modules' buffers on the device, and where to put them
     buffers: list[tuple[Slots, str, torch.Tensor]]
-    classes: list[type[nn.Module]]
+    classes: list[type[nn.Module]]  # of the modules, with `FSDPModule`
 
 
 def _plan(
@@ -358,17 +342,12 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> set[nn.Module]:
 
 @dataclass
 class _Source:
-    """A plain parameter inside the modules.
-
-    Attributes:
-        places: those inside the modules.
-        alone: whether a path leads to it that no unit inside is on.
-    """
+    """A plain parameter inside the modules."""
 
     name: str
     tensor: torch.Tensor
-    places: dict[Place, None] = field(default_factory=dict)
-    alone: bool = False
+    places: dict[Place, None] = field(default_factory=dict)  # those inside the modules
+    alone: bool = False  # whether a path leads to it that no unit inside is on
 
 
 def _find_params(

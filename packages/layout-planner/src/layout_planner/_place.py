@@ -25,22 +25,14 @@ Placer = Callable[[int], int]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Item:
-    """A tensor to place, with everything that placement needs computed once.
+    """A tensor to place, with everything that placement needs computed once."""
 
-    Attributes:
-        index: its position in the given order.
-        spec: the tensor.
-        size: elements, rounded up to the alignment, since the next tensor starts aligned.
-        step: elements between cut points that a boundary can use; 0 if the grid is not uniform.
-        kind: equal for items that are interchangeable in any layout.
-    """
-
-    index: int
+    index: int  # its position in the given order
     spec: TensorSpec
     align: int
-    size: int
-    step: int
-    kind: tuple[int, int, int]
+    size: int  # elements, rounded up to the alignment, since the next tensor starts aligned
+    step: int  # elements between cut points that a boundary can use; 0 if the grid is not uniform
+    kind: tuple[int, int, int]  # equal for items that are interchangeable in any layout
 
     @classmethod
     def of(cls, index: int, spec: TensorSpec, align: int) -> "Item":

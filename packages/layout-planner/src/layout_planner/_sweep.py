@@ -23,25 +23,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Measure:
-    """The size of a whole model, all layers counted, in elements, at one world size with one block.
-
-    Attributes:
-        world_size: ranks.
-        block: the block of every tensor.
-        numel: without padding.
-        planned: with this package's plan.
-        even_rows: with even row chunks (FSDP2).
-        lcm: with the lcm rule (Megatron-FSDP).
-        lower_bound: the least that every plan of these groups needs.
-    """
+    """The size of a whole model, all layers counted, in elements, at one world size with one block."""
 
     world_size: int
-    block: Block
-    numel: int
-    planned: int
-    even_rows: int
-    lcm: int
-    lower_bound: int
+    block: Block  # the block of every tensor
+    numel: int  # without padding
+    planned: int  # with this package's plan
+    even_rows: int  # with even row chunks (FSDP2)
+    lcm: int  # with the lcm rule (Megatron-FSDP)
+    lower_bound: int  # the least that every plan of these groups needs
 
     def padding(self, padded: int | None = None) -> float:
         """Padding divided by the elements: of the plan, or of the size given."""

@@ -229,17 +229,11 @@ def _in_order_of_cuts(
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One rank's part of a base tensor along one mesh axis.
+    """One rank's part of a base tensor along one mesh axis."""
 
-    Attributes:
-        flat: its range of the flattened base, or None if it is not one run.
-        boxes: boxes of the base that cover it.
-        shape: its local tensor's shape.
-    """
-
-    flat: tuple[int, int] | None
-    boxes: tuple[Box, ...]
-    shape: Ints
+    flat: tuple[int, int] | None  # its range of the flattened base, or None if it is not one run
+    boxes: tuple[Box, ...]  # boxes of the base that cover it
+    shape: Ints  # its local tensor's shape
 
 
 @lru_cache(maxsize=65536)

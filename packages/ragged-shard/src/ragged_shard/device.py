@@ -45,19 +45,14 @@ def has_triton(device: torch.device) -> bool:
 
 
 class DeviceLayer:
-    """Streams and events of one device; this class is the one for CPU, where there are none.
+    """Streams and events of one device; this class is the one for CPU, where there are none."""
 
-    Attributes:
-        device: with its index, where the kind of device has one.
-        asynchronous: whether work is queued on streams, so that events mean something.
-        capturing: whether work is recorded into a graph, so that the CPU may neither wait for the device nor ask it.
-    """
-
-    asynchronous = False
+    asynchronous = False  # whether work is queued on streams, so that events mean something
+    # whether work is recorded into a graph, so that the CPU may neither wait for the device nor ask it
     capturing: bool = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # with its index, where the kind of device has one
 
     def new_stream(self, priority: int = 0) -> Any:
         """A new stream, or None on CPU. A lower priority number runs earlier."""

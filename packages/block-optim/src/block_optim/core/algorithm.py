@@ -23,8 +23,6 @@ class Algorithm:
     """The methods and attributes that a subclass of `BlockOptimizer` may define; those attributes are described there.
 
     Attributes:
-        defaults: the options of a group and their defaults.
-        state: the states of the optimizer's parameters.
         members: the algorithm's parameters, in the groups' order.
         trained: the parameters with states: they require gradients, or have had one.
         known_options: the groups' options when they were last checked, by the group's id.
@@ -35,8 +33,8 @@ class Algorithm:
     requires_blocks: ClassVar[bool] = False
     divides_copies: ClassVar[bool] = False
     replicate_mesh: DeviceMesh | None = None
-    defaults: dict[str, Any]
-    state: Any
+    defaults: dict[str, Any]  # the options of a group and their defaults
+    state: Any  # the states of the optimizer's parameters
 
     def _reset(self) -> None:
         self.members: list[Param] = []

@@ -24,19 +24,12 @@ _LIMITS = (100, 103, 106, 110, 120, 133)  # percent of the lower bound up to whi
 
 @dataclass(frozen=True)
 class Job:
-    """A unit of work that one rank must own.
+    """A unit of work that one rank must own."""
 
-    Attributes:
-        flops: its work in a step.
-        nbytes: of all of it when it is sent.
-        holders: (rank, elements) for each rank that holds some of it.
-        among_holders: whether its owner must be one of these.
-    """
-
-    flops: int
-    nbytes: int
-    holders: tuple[tuple[int, int], ...]
-    among_holders: bool = False
+    flops: int  # its work in a step
+    nbytes: int  # of all of it when it is sent
+    holders: tuple[tuple[int, int], ...]  # (rank, elements) for each rank that holds some of it
+    among_holders: bool = False  # whether its owner must be one of these
 
     @property
     def holder(self) -> int | None:

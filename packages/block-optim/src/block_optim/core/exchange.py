@@ -125,9 +125,6 @@ class CopyExchange:
     Args:
         lengths: elements of each item.
         group, rank, owners, dtype, scratch, slot: as in `Exchange`.
-
-    Attributes:
-        own: this rank's run.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class CopyExchange:
             starts.append(filled[owner])
             filled[owner] += length
         self._all = scratch.take(f"copies {slot}", (group.size(), max(filled)), dtype)
-        self.own = self._all[rank]
+        self.own = self._all[rank]  # this rank's run
         self.parts: dict[int, torch.Tensor] = {}
         self.owned: dict[tuple[int, int], torch.Tensor] = {}
         for i, (owner, start, length) in enumerate(zip(owners, starts, lengths, strict=True)):

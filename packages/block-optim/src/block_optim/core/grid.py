@@ -33,14 +33,9 @@ from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of one global tensor: every `rows` x `columns` of each matrix, or every `columns` elements.
+    """The blocks of one global tensor: every `rows` x `columns` of each matrix, or every `columns` elements."""
 
-    Attributes:
-        shape: the global tensor's; () and 1-D ones have Elements only.
-        block: `Elements` or `Tile`.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the global tensor's; () and 1-D ones have Elements only
     block: Elements | Tile
 
     @property
@@ -154,20 +149,14 @@ def check_block(block: Block | int | str) -> Elements | Tile:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """The blocks of one parameter on this rank, and the places of their scales.
+    """The blocks of one parameter on this rank, and the places of their scales."""
 
-    Attributes:
-        grid: of the global tensor.
-        slab: grid of the part that other axes (tensor or expert parallelism) leave on this rank.
-        start, stop: this rank's elements of the flattened slab.
-        placements: of the tensor of scales.
-    """
-
-    grid: Grid
-    slab: Grid
+    grid: Grid  # of the global tensor
+    slab: Grid  # grid of the part that other axes (tensor or expert parallelism) leave on this rank
+    # start, stop: this rank's elements of the flattened slab
     start: int
     stop: int
-    placements: tuple[Placement, ...]
+    placements: tuple[Placement, ...]  # of the tensor of scales
 
     @property
     def num_scales(self) -> int:
@@ -230,17 +219,13 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
 
 @dataclass(frozen=True)
 class _Slab:
-    """The part of a tensor that the axes that cut first leave at one place.
+    """The part of a tensor that the axes that cut first leave at one place."""
 
-    Attributes:
-        shape: of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` belong to rank r of the last axis.
-        lengths: how many scales each of these ranks has.
-        scales: (offsets, sizes) of the box of scales; none where the slab is empty.
-    """
-
+    # of the slab; its elements from ``cuts[r]`` to ``cuts[r + 1]`` belong to rank r of the last axis
     shape: tuple[int, ...]
     cuts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # how many scales each of these ranks has
+    # (offsets, sizes) of the box of scales; none where the slab is empty
     scales: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 

@@ -43,23 +43,16 @@ _JOINT: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Devi
 
 @dataclass(frozen=True)
 class Holding:
-    """The elements of a tensor on each of some ranks.
+    """The elements of a tensor on each of some ranks."""
 
-    Attributes:
-        mesh: the tensor's mesh; None for a plain tensor.
-        axes: the mesh axes whose ranks these are; none where each rank holds all of it and works alone.
-        ranks: their global ranks, in the order of everything here; () where there are no axes.
-        rank: this rank's place among them.
-        by_rank: the pieces of each of them; less than the tensor where an axis that is left out cuts it, too.
-        copies: whether each of several ranks holds all of it.
-    """
-
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None  # the tensor's mesh; None for a plain tensor
+    # the mesh axes whose ranks these are; none where each rank holds all of it and works alone
     axes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[int, ...]  # their global ranks, in the order of everything here; () where there are no axes
+    rank: int  # this rank's place among them
+    # the pieces of each of them; less than the tensor where an axis that is left out cuts it, too
     by_rank: tuple[tuple[Piece, ...], ...]
-    copies: bool = False
+    copies: bool = False  # whether each of several ranks holds all of it
 
     @property
     def group(self) -> dist.ProcessGroup | None:

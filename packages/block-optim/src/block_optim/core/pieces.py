@@ -20,20 +20,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`rows` runs of `width` elements each.
+    """`rows` runs of `width` elements each."""
 
-    Attributes:
-        first: the first element, in the flattened tensor.
-        rows, width: how many runs, of how many elements.
-        stride: from the beginning of a run to the next one's; of one run its width.
-        local: its first element among the rank's; all runs are consecutive there.
-    """
-
-    first: int
+    first: int  # the first element, in the flattened tensor
+    # rows, width: how many runs, of how many elements
     rows: int
     width: int
-    stride: int
-    local: int
+    stride: int  # from the beginning of a run to the next one's; of one run its width
+    local: int  # its first element among the rank's; all runs are consecutive there
 
     @property
     def numel(self) -> int:

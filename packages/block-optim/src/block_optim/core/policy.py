@@ -20,19 +20,12 @@ Policy = Callable[[str, torch.Tensor], Block | None]
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """A tensor and the block that its optimizer would like.
+    """A tensor and the block that its optimizer would like."""
 
-    Attributes:
-        name: unlike the names of others in its unit.
-        shape: of the global tensor.
-        block: None where it may be cut anywhere.
-        optional: whether it can do without, at the price of communication.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: Block | None
-    optional: bool = True
+    name: str  # unlike the names of others in its unit
+    shape: tuple[int, ...]  # of the global tensor
+    block: Block | None  # None where it may be cut anywhere
+    optional: bool = True  # whether it can do without, at the price of communication
 
 
 def make_policy(

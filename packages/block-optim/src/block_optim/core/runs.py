@@ -68,24 +68,19 @@ def find_runs(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None =
 
 
 class FlatSpace:
-    """A flat address space for the states of some local tensors: neighbours stay neighbours.
-
-    Attributes:
-        offsets: where each tensor begins.
-        numel: elements of a buffer over the whole space.
-    """
+    """A flat address space for the states of some local tensors: neighbours stay neighbours."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.shapes = [tuple(t.shape) for t in tensors]
         self.strides = [tuple(t.stride()) for t in tensors]
-        self.offsets = [0] * len(tensors)
+        self.offsets = [0] * len(tensors)  # where each tensor begins
         end = 0
         for run in find_runs(tensors):
             base = offset_of(tensors[run.members[0]])
             for i in run.members:
                 self.offsets[i] = end + offset_of(tensors[i]) - base
             end += -(-run.numel // _ALIGN) * _ALIGN
-        self.numel = end
+        self.numel = end  # elements of a buffer over the whole space
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer over the space."""

@@ -12,20 +12,14 @@ from layout_planner import Elements
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive blocks of a flat run that one sequence of ops can work on: a matrix of tiles.
+    """Consecutive blocks of a flat run that one sequence of ops can work on: a matrix of tiles."""
 
-    Attributes:
-        start: the first element, counted from the run's first.
-        rows, columns: of the memory, row-major.
-        tile: rows and columns of a tile; the last of each may be short.
-        scale: the first scale, counted like elements.
-    """
-
-    start: int
+    start: int  # the first element, counted from the run's first
+    # rows, columns: of the memory, row-major
     rows: int
     columns: int
-    tile: tuple[int, int]
-    scale: int
+    tile: tuple[int, int]  # rows and columns of a tile; the last of each may be short
+    scale: int  # the first scale, counted like elements
 
     @property
     def uniform(self) -> bool:

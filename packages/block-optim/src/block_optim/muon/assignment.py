@@ -17,29 +17,18 @@ SENT_BYTES = 2  # elements travel as bf16: Newton-Schulz rounds its input to it,
 
 @dataclass(frozen=True)
 class AssignedMatrix:
-    """One matrix, the ranks that hold it, its owner and its bucket.
+    """One matrix, the ranks that hold it, its owner and its bucket."""
 
-    Attributes:
-        name: the parameter's, with the matrix's number where it has several.
-        param: index of the parameter in the optimizer.
-        group: index of its param group.
-        matrix: its place in the parameter.
-        holders: (rank, elements) of each rank that holds some of it, in the order of ranks; () where each holds all.
-        flops: cost of its orthogonalisation.
-        copies: how many ranks hold all of it, where these divide the work; else 0.
-        owner: the rank that computes it.
-        bucket: number of its bucket.
-    """
-
-    name: str
-    param: int
-    group: int
-    matrix: Matrix
+    name: str  # the parameter's, with the matrix's number where it has several
+    param: int  # index of the parameter in the optimizer
+    group: int  # index of its param group
+    matrix: Matrix  # its place in the parameter
+    # (rank, elements) of each rank that holds some of it, in the order of ranks; () where each holds all
     holders: tuple[tuple[int, int], ...]
-    flops: int
-    copies: int = 0
-    owner: int = 0
-    bucket: int = 0
+    flops: int  # cost of its orthogonalisation
+    copies: int = 0  # how many ranks hold all of it, where these divide the work; else 0
+    owner: int = 0  # the rank that computes it
+    bucket: int = 0  # number of its bucket
 
     @property
     def nbytes(self) -> int:

@@ -30,26 +30,18 @@ STACK_SLOTS = 2  # buckets whose own matrices are in memory at once
 
 @dataclass
 class LocalRun:
-    """A run of a matrix that this rank holds.
+    """A run of a matrix that this rank holds."""
 
-    Attributes:
-        number: number of the matrix in the bucket.
-        param: the parameter.
-        low, high: the run's elements of the parameter's local ones.
-        packed: where it is packed and where its update arrives, bf16: a run is 1-D, runs at equal distances are 2-D.
-        own: whether this rank computes the matrix.
-        row: the run's first row in the matrix (NorMuon).
-        side: the run's first row among the sent rows of the side exchange (NorMuon).
-    """
-
-    number: int
+    number: int  # number of the matrix in the bucket
     param: LocalParam
+    # low, high: the run's elements of the parameter's local ones
     low: int
     high: int
+    # where it is packed and where its update arrives, bf16: a run is 1-D, runs at equal distances are 2-D
     packed: torch.Tensor
-    own: bool
-    row: int
-    side: int
+    own: bool  # whether this rank computes the matrix
+    row: int  # the run's first row in the matrix (NorMuon)
+    side: int  # the run's first row among the sent rows of the side exchange (NorMuon)
 
     @property
     def local(self) -> torch.Tensor:
@@ -77,21 +69,13 @@ class LocalRun:
 
 @dataclass
 class RemoteRun:
-    """A run of a matrix that this rank computes and another rank holds.
+    """A run of a matrix that this rank computes and another rank holds."""
 
-    Attributes:
-        number: number of the matrix in the bucket.
-        stack: its elements of the matrix in the stack.
-        packed: where it arrives, and where its update is sent from.
-        row: the run's first row in the matrix (NorMuon).
-        rows: the second moments of its rows in the side exchange (NorMuon).
-    """
-
-    number: int
-    stack: torch.Tensor
-    packed: torch.Tensor
-    row: int
-    rows: torch.Tensor | None
+    number: int  # number of the matrix in the bucket
+    stack: torch.Tensor  # its elements of the matrix in the stack
+    packed: torch.Tensor  # where it arrives, and where its update is sent from
+    row: int  # the run's first row in the matrix (NorMuon)
+    rows: torch.Tensor | None  # the second moments of its rows in the side exchange (NorMuon)
 
 
 class BucketLayout:
@@ -104,12 +88,6 @@ class BucketLayout:
         normuon: whether second moments of rows are exchanged, too.
         number: the bucket's number, which selects the buffers that it shares with others.
         scratch: the memory.
-
-    Attributes:
-        exchange, side: the exchanges of matrices and of NorMuon's rows; None where nothing is exchanged.
-        stacks: (matrices of one shape, their numbers).
-        own: each of this rank's own matrices, 1-D, by number.
-        local_runs, remote_runs: see the module.
     """
 
     def __init__(
@@ -123,6 +101,7 @@ class BucketLayout:
         scratch: Scratch,
     ) -> None:
         self.matrices, self.rank, self.scratch, self.number = matrices, holding.rank, scratch, number
+        # exchange, side: the exchanges of matrices and of NorMuon's rows; None where nothing is exchanged
         self.exchange: Exchange | CopyExchange | None = None
         self.side: Exchange | CopyExchange | None = None
         self.copies = holding.copies
@@ -139,9 +118,10 @@ class BucketLayout:
             self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
             if normuon:
                 self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
-        self.stacks: list[tuple[torch.Tensor, list[int]]] = []
-        self.own: dict[int, torch.Tensor] = {}
+        self.stacks: list[tuple[torch.Tensor, list[int]]] = []  # (matrices of one shape, their numbers)
+        self.own: dict[int, torch.Tensor] = {}  # each of this rank's own matrices, 1-D, by number
         self._lay_out_stacks()
+        # local_runs, remote_runs: see the module
         self.local_runs: list[LocalRun] = []
         self.remote_runs: list[RemoteRun] = []
         for i, m in enumerate(matrices):

@@ -16,10 +16,7 @@ class LocalParam:
 
     Attributes:
         index: in the optimizer.
-        columns: of its matrices.
         holding: the elements on each rank that exchanges it.
-        local: this rank's elements of it, 1-D.
-        grad: this step's gradient, 1-D, in the buffer's dtype.
         momentum: the buffer, 1-D.
         steps: number of its updates, with stochastic rounding; else None.
     """
@@ -27,8 +24,9 @@ class LocalParam:
     def __init__(self, index: int, param: Param, holding: Holding) -> None:
         self.index, self.param, self.holding = index, param, holding
         matrices = matrices_in(param)
-        self.columns = matrices[0].columns if matrices else 1
-        self.local = param.local.view(-1)
+        self.columns = matrices[0].columns if matrices else 1  # of its matrices
+        self.local = param.local.view(-1)  # this rank's elements of it, 1-D
+        # this step's gradient, 1-D, in the buffer's dtype
         self.grad: torch.Tensor = self.local  # set in every step
         self.bind()
 

@@ -21,17 +21,11 @@ How = str | tuple[int, ...]  # "auto", "flatten" or the rows of each matrix
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix inside a tensor.
+    """One matrix inside a tensor."""
 
-    Attributes:
-        rows: of the matrix.
-        columns: of the matrix.
-        start: its first element in the flattened tensor, where it is row-major.
-    """
-
-    rows: int
-    columns: int
-    start: int
+    rows: int  # of the matrix
+    columns: int  # of the matrix
+    start: int  # its first element in the flattened tensor, where it is row-major
 
     @property
     def numel(self) -> int:

@@ -39,23 +39,15 @@ _NORM_CLASS = re.compile(r"norm", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Route:
-    """The algorithm for a parameter, and the reason.
+    """The algorithm for a parameter, and the reason."""
 
-    Attributes:
-        names: all names that the model has for it.
-        shape: of the global tensor.
-        algorithm: its name, or "none" for a parameter that does not train.
-        reason: the rule.
-        options: options of the rule or the override that differ from the algorithm's defaults.
-        kind: the algorithm's class; None for a parameter that does not train.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    algorithm: str
-    reason: str
+    names: tuple[str, ...]  # all names that the model has for it
+    shape: tuple[int, ...]  # of the global tensor
+    algorithm: str  # its name, or "none" for a parameter that does not train
+    reason: str  # the rule
+    # options of the rule or the override that differ from the algorithm's defaults
     options: tuple[tuple[str, Any], ...] = ()
-    kind: Kind | None = None
+    kind: Kind | None = None  # the algorithm's class; None for a parameter that does not train
 
 
 def mixed_optimizer_for(

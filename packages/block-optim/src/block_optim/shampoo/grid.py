@@ -41,19 +41,15 @@ class Strip:
 
 @dataclass(frozen=True)
 class Grid:
-    """The strips and blocks of one tensor.
-
-    Attributes:
-        batch, rows, cols: the matrices.
-        max_dim: rows of a strip, and columns of a block; the last ones may be short.
-        diagonal_rows, diagonal_cols: whether the factors of that side are diagonal.
-    """
+    """The strips and blocks of one tensor."""
 
     shape: tuple[int, ...]
+    # batch, rows, cols: the matrices
     batch: int
     rows: int
     cols: int
-    max_dim: int
+    max_dim: int  # rows of a strip, and columns of a block; the last ones may be short
+    # diagonal_rows, diagonal_cols: whether the factors of that side are diagonal
     diagonal_rows: bool
     diagonal_cols: bool
 

@@ -26,21 +26,17 @@ SIDES = (ROWS, COLS)
 
 @dataclass(slots=True, eq=False)
 class OwnedBlock:
-    """One block that this rank owns.
-
-    Attributes:
-        rows, cols: its size.
-        column: its first one, of a strip that begins at element `offset` of the owned run.
-        number: among all blocks of this size in the model, in the optimizer's order: the same at every world size.
-        views: its elements of each state, by name; see `TensorPlan.bind`.
-    """
+    """One block that this rank owns."""
 
     tensor: "TensorPlan"
+    # rows, cols: its size
     rows: int
     cols: int
-    column: int
+    column: int  # its first one, of a strip that begins at element `offset` of the owned run
     offset: int
+    # among all blocks of this size in the model, in the optimizer's order: the same at every world size
     number: int
+    # its elements of each state, by name; see `TensorPlan.bind`
     views: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, flat: Tensor) -> Tensor:

@@ -42,17 +42,11 @@ class RootCounts:
 
 @dataclass
 class Roots:
-    """Results for a batch.
+    """Results for a batch."""
 
-    Attributes:
-        roots: (k, d, d).
-        counts: roots that were computed, retried, replaced or kept.
-        kept: positions of the matrices that keep the last result.
-    """
-
-    roots: Tensor
-    counts: RootCounts
-    kept: list[int] = field(default_factory=list)
+    roots: Tensor  # (k, d, d)
+    counts: RootCounts  # roots that were computed, retried, replaced or kept
+    kept: list[int] = field(default_factory=list)  # positions of the matrices that keep the last result
 
     def without(self, padding: int) -> "Roots":
         """Take the zeros that fill up a batch on an accelerator out of the counts."""

@@ -54,21 +54,13 @@ def is_due(group: Group, number: int, step: int) -> bool:
 
 @dataclass
 class RootJob:
-    """Roots of factors of one size and kind, of any tensors and sides.
+    """Roots of factors of one size and kind, of any tensors and sides."""
 
-    Attributes:
-        group: a parameter group with their options.
-        step: their step number.
-        dim: size of the factors.
-        diagonal: whether they are diagonal.
-        items: the blocks and sides.
-    """
-
-    group: Group
-    step: int
-    dim: int
-    diagonal: bool
-    items: Sequence[tuple[OwnedBlock, str]] = ()
+    group: Group  # a parameter group with their options
+    step: int  # their step number
+    dim: int  # size of the factors
+    diagonal: bool  # whether they are diagonal
+    items: Sequence[tuple[OwnedBlock, str]] = ()  # the blocks and sides
 
     def views(self, kind: str) -> list[Tensor]:
         """The blocks' states of a kind: "factor" or "root"."""

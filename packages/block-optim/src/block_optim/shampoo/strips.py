@@ -37,16 +37,12 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StripAssignment:
-    """Owner of each strip of one tensor.
-
-    Attributes:
-        owners: rank of each strip, in the holding's order: never decreasing.
-        holders: (rank, elements) of each strip's holders; () where every rank holds all.
-    """
+    """Owner of each strip of one tensor."""
 
     grid: Grid
     holding: Holding
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # rank of each strip, in the holding's order: never decreasing
+    # (rank, elements) of each strip's holders; () where every rank holds all
     holders: tuple[tuple[tuple[int, int], ...], ...]
 
     @property

@@ -87,15 +87,12 @@ class BlocksAtRest(InBlocks):
 
 
 class _BlockDecoder(Encoder):
-    """Receives the rows of all ranks and dequantizes them: half of an encoder.
-
-    Attributes:
-        scratch: the receive buffer, from the start of a gather until it is dequantized.
-    """
+    """Receives the rows of all ranks and dequantizes them: half of an encoder."""
 
     def __init__(self, rows: CodeRows, gathered: GatheredMemory, recycler: Recycler) -> None:
         self._rows, self._raw = rows, gathered.raw
         self._all_runs = rows.of_all()
+        # the receive buffer, from the start of a gather until it is dequantized
         self.scratch = Scratch(recycler, rows.layout.world_size * rows.row_bytes)
         self._received_scales = self.scratch.flat.view(torch.float32)
 

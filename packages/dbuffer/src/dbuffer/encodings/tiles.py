@@ -126,18 +126,13 @@ class RunList(tuple[RowRun, ...]):
 
 
 class Bands(NamedTuple):
-    """Consecutive bands of one height in a run.
+    """Consecutive bands of one height in a run."""
 
-    Attributes:
-        row: the first row, counted from the run's first.
-        bands, height: how many, and rows of each.
-        band: the first band, counted from the band of the run's first row.
-    """
-
-    row: int
+    row: int  # the first row, counted from the run's first
+    # bands, height: how many, and rows of each
     bands: int
     height: int
-    band: int
+    band: int  # the first band, counted from the band of the run's first row
 
 
 def bands_of(run: RowRun, limit: int = 1 << 62) -> Iterator[Bands]:

@@ -14,18 +14,7 @@ Flats = tuple[torch.Tensor, ...]
 
 
 class GatheredMemory(Recycled):
-    """Storages that come and go, and views that stay.
-
-    Attributes:
-        flats: the gathered buffers, 1-D, one a segment.
-        raw: the same memory under tensors with separate version counters: a gather that writes through them is
-            no change in autograd's eyes.
-        own: this rank's slices of `raw`, one a segment.
-        own_gaps: the padding in `own`.
-        views: one tensor for each of the layout's, in its own shape.
-        dtype: of the values.
-        present: whether there is memory.
-    """
+    """Storages that come and go, and views that stay."""
 
     def __init__(
         self, geometry: Geometry, dtype: torch.dtype, recycler: Recycler, alias: Flats | None = None
@@ -39,20 +28,23 @@ class GatheredMemory(Recycled):
                 storage = torch.UntypedStorage(0, device=recycler.device)
                 self._storages.append((storage, segment.shard_size * itemsize))
             self.materialize()
-            self.flats, self.raw = self._flats(dtype), self._flats(dtype)
+            self.flats = self._flats(dtype)  # the gathered buffers, 1-D, one a segment
+            # The same memory with separate version counters: a gather that writes there changes nothing for autograd.
+            self.raw = self._flats(dtype)
             own: list[torch.Tensor] = []
             for raw in self.raw:
                 size = raw.numel() // layout.world_size
                 own.append(raw.narrow(0, geometry.rank * size, size))
-            self.own: Flats = tuple(own)
+            self.own: Flats = tuple(own)  # this rank's slices of `raw`, one a segment
         else:
             self.flats = self.raw = self.own = alias
             self.present = True
         views = {}
         for name, s in geometry.slices.items():
             views[name] = self.flats[s.segment].narrow(0, s.offset, s.numel).view(s.shape)
+        # one tensor for each of the layout's, in its own shape
         self.views: Mapping[str, torch.Tensor] = MappingProxyType(views)
-        self.own_gaps = geometry.gaps_in(self.own)
+        self.own_gaps = geometry.gaps_in(self.own)  # the padding in `own`
         self.release()
 
     def _flats(self, dtype: torch.dtype) -> Flats:
@@ -78,18 +70,13 @@ class GatheredMemory(Recycled):
 class NeighborSlices:
     """The part that `DBuffer.shrink` keeps of the gathered memory, until the next gather among a smaller group.
 
-        gathered, 4 ranks   |  S  |  S  |  S  |  S  |
-        rank 0 keeps        |  S  |  S  |                in a group of 2: gathered again from one neighbor only
-
-    Attributes:
-        flats: 1-D, one a segment, of equal size on all ranks of the group.
-        group: whose slices make up the whole, in the order of its ranks.
-        ready: the event after which they may be read.
+    gathered, 4 ranks   |  S  |  S  |  S  |  S  |
+    rank 0 keeps        |  S  |  S  |                in a group of 2: gathered again from one neighbor only
     """
 
-    flats: Flats
-    group: dist.ProcessGroup
-    ready: object
+    flats: Flats  # 1-D, one a segment, of equal size on all ranks of the group
+    group: dist.ProcessGroup  # whose slices make up the whole, in the order of its ranks
+    ready: object  # the event after which they may be read
 
 
 def slices_among(flats: Flats, group: dist.ProcessGroup) -> Flats:

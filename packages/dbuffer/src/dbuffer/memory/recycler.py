@@ -72,16 +72,12 @@ def check_aligned(address: int) -> None:
 
 
 class HostArena(Protocol):
-    """Memory on the host that other ranks can read, such as dbuffer's for peer memory.
+    """Memory on the host that other ranks can read, such as dbuffer's for peer memory."""
 
-    Attributes:
-        address, size: where it is, in bytes.
-        smallest: bytes of the smallest block worth taking from it.
-    """
-
+    # address, size: where it is, in bytes
     address: int
     size: int
-    smallest: int
+    smallest: int  # bytes of the smallest block worth taking from it
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Uninitialised memory, uint8, given back with its last storage. Raises RuntimeError if there is none."""
@@ -234,16 +230,12 @@ class Recycler:
 
 
 class Recycled:
-    """Storages that get memory from a recycler and return it; tensors on them stay the same objects.
-
-    Attributes:
-        present: whether there is memory.
-    """
+    """Storages that get memory from a recycler and return it; tensors on them stay the same objects."""
 
     def __init__(self, recycler: Recycler) -> None:
         self._recycler = recycler
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
-        self.present = False
+        self.present = False  # whether there is memory
         self._keeps = self._kept = False  # whether `release` keeps the memory, and has
         self._last_use: Any = None  # of the kept memory
 

@@ -20,14 +20,10 @@ _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 
 class Coalesced:
-    """The work of several collectives that were started together.
-
-    Attributes:
-        works: torch's.
-    """
+    """The work of several collectives that were started together."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works = works
+        self.works = works  # torch's
 
     def wait(self) -> None:
         """Block until all have completed, or one has failed."""

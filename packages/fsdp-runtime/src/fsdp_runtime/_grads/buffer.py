@@ -51,21 +51,14 @@ class Full(enum.Enum):
 
 @dataclass(eq=False)
 class Slots:
-    """A gradient buffer, and where each gradient is written in it.
+    """A gradient buffer, and where each gradient is written in it."""
 
-    Attributes:
-        indices: numbers of the parameters with a slot.
-        buffer: gathered memory, and the shard that a reduction fills.
-        whole: view of each gradient, if the buffer has the parameters' layout.
-        runs: else for each gradient its runs: the first element, and the view.
-        staged: whether the shard has the reduction's dtype and is on the device, whatever gradients have.
-    """
-
-    indices: Collection[int]
-    buffer: DBuffer
-    whole: list[torch.Tensor]
+    indices: Collection[int]  # numbers of the parameters with a slot
+    buffer: DBuffer  # gathered memory, and the shard that a reduction fills
+    whole: list[torch.Tensor]  # view of each gradient, if the buffer has the parameters' layout
+    # else for each gradient its runs: the first element, and the view
     runs: dict[int, list[tuple[int, torch.Tensor]]]
-    staged: bool
+    staged: bool  # whether the shard has the reduction's dtype and is on the device, whatever gradients have
 
     def pairs(self, index: int, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The views of a gradient, each with the part of `grad` that belongs there."""
@@ -83,53 +76,32 @@ class Slots:
 
 @dataclass(frozen=True, eq=False)
 class Unconfirmed:
-    """A reduction since the ranks compared last which parameters they used.
+    """A reduction since the ranks compared last which parameters they used."""
 
-    Attributes:
-        expected: numbers of all trained parameters, the same on every rank.
-        missing: numbers of those without a gradient on this rank: another rank may have one.
-        kept: the reduced gradients of these.
-    """
-
-    expected: list[int]
-    missing: set[int]
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    expected: list[int]  # numbers of all trained parameters, the same on every rank
+    missing: set[int]  # numbers of those without a gradient on this rank: another rank may have one
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)  # the reduced gradients of these
 
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """Gradients that a reduction takes.
+    """Gradients that a reduction takes."""
 
-    Attributes:
-        slots: where they are.
-        copy: memory for the complete gradients, where the shard has another dtype or device; else None.
-        used: the parameters that got one on this rank since the last `.grad`; or all that are trained.
-        others: the other trained parameters.
-        op: of the sum over replicas.
-        divide: the sum is divided by this when replicas have been added and the hook was called; None: it is complete.
-        stays_partial: whether the sum over replicas is left to a later reduction.
-    """
-
-    slots: Slots
+    slots: Slots  # where they are
+    # memory for the complete gradients, where the shard has another dtype or device; else None
     copy: ShardMemory | None
-    used: Params
-    others: Unconfirmed
-    op: Op
+    used: Params  # the parameters that got one on this rank since the last `.grad`; or all that are trained
+    others: Unconfirmed  # the other trained parameters
+    op: Op  # of the sum over replicas
+    # the sum is divided by this when replicas have been added and the hook was called; None: it is complete
     divide: float | None
-    stays_partial: bool
+    stays_partial: bool  # whether the sum over replicas is left to a later reduction
 
 
 class GradBuffer:
-    """The gradients of a group between backward and `.grad`.
+    """The gradients of a group between backward and `.grad`."""
 
-    Attributes:
-        full: whether there are gradients; the first one, or the reduction, allocates them.
-        options, scaling: the unit's options, and the resulting divisions; set by `scale`.
-        written: numbers of the parameters whose gradients wait for their reduction.
-        partial: whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it.
-        unconfirmed: reductions since the ranks compared last which parameters they used.
-    """
-
+    # options, scaling: the unit's options, and the resulting divisions; set by `scale`
     options: ReduceOptions
     scaling: Scaling
 
@@ -140,10 +112,12 @@ class GradBuffer:
         self._plan = plan
         self._params = params
         self._streams = streams
-        self.full = Full.EMPTY
-        self.written: set[int] = set()
+        self.full = Full.EMPTY  # whether there are gradients; the first one, or the reduction, allocates them
+        self.written: set[int] = set()  # numbers of the parameters whose gradients wait for their reduction
+        # whether the shard holds a sum that was not yet taken over replicas; the next reduction adds to it
         self.partial = False
         self._in_partial: frozenset[int] = frozenset()  # the parameters with a part of that sum here
+        # reductions since the ranks compared last which parameters they used
         self.unconfirmed: list[Unconfirmed] = []
         self._whole: Slots | None = None  # of all parameters; made at the first use, as are the others
         self._slots: Slots | None = None  # in use

@@ -12,36 +12,24 @@ AllReduceHook = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """The user's settings of a unit's reductions. A reduction keeps the settings of its launch.
+    """The user's settings of a unit's reductions. A reduction keeps the settings of its launch."""
 
-    Attributes:
-        divide_factor: sums are divided by this. Defaults to the number of data-parallel ranks.
-        force_sum: send sums only, and divide afterwards.
-        all_reduce: also across replicas; False leaves a partial sum.
-        hook: called with each flat shard of sums over shards and replicas, before it is divided.
-        hook_stream: where. Defaults to the stream of the last collective.
-    """
-
+    # sums are divided by this. Defaults to the number of data-parallel ranks
     divide_factor: float | None = None
-    force_sum: bool = False
-    all_reduce: bool = True
+    force_sum: bool = False  # send sums only, and divide afterwards
+    all_reduce: bool = True  # also across replicas; False leaves a partial sum
+    # called with each flat shard of sums over shards and replicas, before it is divided
     hook: AllReduceHook | None = None
-    hook_stream: Any = None
+    hook_stream: Any = None  # where. Defaults to the stream of the last collective
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum over ranks becomes the requested gradient.
+    """How a sum over ranks becomes the requested gradient."""
 
-    Attributes:
-        before: each gradient is multiplied by this as it is copied.
-        op: of the reduce-scatter, and of the all-reduce over replicas.
-        divide: the result is divided by this; None: it is complete.
-    """
-
-    before: float
-    op: Op
-    divide: float | None
+    before: float  # each gradient is multiplied by this as it is copied
+    op: Op  # of the reduce-scatter, and of the all-reduce over replicas
+    divide: float | None  # the result is divided by this; None: it is complete
 
 
 def scaling(options: ReduceOptions, dtype: torch.dtype, shards: int, replicas: int) -> Scaling:

@@ -45,24 +45,12 @@ _IN_COMMON = installed_versions(*_PACKAGES)
 
 
 class Group:
-    """A plan with its memory. This class is for plain parameters; other kinds override its methods.
+    """A plan with its memory. This class is for plain parameters; other kinds override its methods."""
 
-    Attributes:
-        name: for errors and profiles: the unit's and `suffix`.
-        plan: its layout, dtypes, mesh and placements, which do not change in a step.
-        params: in the order of the module.
-        buffer: their memory; None while one is on the meta device.
-        gradients: their gradients' memory.
-        home: the first module of its unit; set by `Unit.take`.
-        holds_values: whether the shard holds the parameters' values.
-        trained: whether they can be trained.
-        refused_whole: why `full_params` refuses such parameters; empty if it does not.
-    """
-
-    home: nn.Module
-    holds_values: ClassVar[bool] = True
-    trained: ClassVar[bool] = True
-    refused_whole: ClassVar[str] = ""
+    home: nn.Module  # the first module of its unit; set by `Unit.take`
+    holds_values: ClassVar[bool] = True  # whether the shard holds the parameters' values
+    trained: ClassVar[bool] = True  # whether they can be trained
+    refused_whole: ClassVar[str] = ""  # why `full_params` refuses such parameters; empty if it does not
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -87,16 +75,16 @@ class Group:
         make_hook: MakeHook,
         reduction: ReduceOptions,
     ) -> None:
-        self.name = unit_name + suffix
+        self.name = unit_name + suffix  # for errors and profiles: the unit's and `suffix`
         self.suffix = suffix
-        self.plan = plan
-        self.params = params
+        self.plan = plan  # its layout, dtypes, mesh and placements, which do not change in a step
+        self.params = params  # in the order of the module
         self._streams = streams
         self._make_hook = make_hook
-        self.buffer: DBuffer | None = None
+        self.buffer: DBuffer | None = None  # their memory; None while one is on the meta device
         self._views: Mapping[str, torch.Tensor] = {}  # of the gathered memory, if parameters are views of it
         self._wire = plan.wire
-        self.gradients = GradBuffer(self.name, plan, params, streams, reduction)
+        self.gradients = GradBuffer(self.name, plan, params, streams, reduction)  # their gradients' memory
         self._gathered_versions: list[int] = []
         self._begun_versions: list[int] = []  # when the pass began
         self._one_a_segment: list[torch.Tensor] = []  # of the views

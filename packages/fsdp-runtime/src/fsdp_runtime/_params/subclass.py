@@ -24,20 +24,13 @@ from .group import Group
 
 @dataclass(frozen=True, eq=False)
 class Extension(Wrapper):
-    """A tensor subclass around one plain tensor of the same shape and dtype.
+    """A tensor subclass around one plain tensor of the same shape and dtype."""
 
-    Attributes:
-        kind: the class.
-        inner: the attribute that holds the plain tensor.
-        context: what `__tensor_flatten__` says of the rest.
-        takes_all: whether `fsdp_pre_all_gather` takes five arguments, not the mesh alone.
-        attributes: the Python attributes that every instance has of the class itself.
-    """
-
-    kind: type[torch.Tensor]
-    inner: str
-    context: Any
-    takes_all: bool
+    kind: type[torch.Tensor]  # the class
+    inner: str  # the attribute that holds the plain tensor
+    context: Any  # what `__tensor_flatten__` says of the rest
+    takes_all: bool  # whether `fsdp_pre_all_gather` takes five arguments, not the mesh alone
+    # the Python attributes that every instance has of the class itself
     attributes: frozenset[str] = frozenset()
 
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:

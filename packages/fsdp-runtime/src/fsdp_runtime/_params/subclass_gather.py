@@ -30,41 +30,28 @@ Described = list[list[tuple[tuple[int, ...], str]]]  # shape and dtype of each t
 
 @dataclass(frozen=True)
 class _Plane:
-    """The place of one of a parameter's tensors: `rows` of each rank one after the other, of which the first are used.
+    """The place of one of a parameter's tensors: `rows` of each rank in their order, of which the first are used."""
 
-    Attributes:
-        shape, dtype: of what `fsdp_pre_all_gather` returns on this rank.
-        rows: sent by each rank, the same number on every rank.
-        own: how many of this rank's rows are used; the others are padding.
-        memory: of all ranks' rows.
-        output: what `fsdp_post_all_gather` gets: the rows that are used.
-    """
-
+    # shape, dtype: of what `fsdp_pre_all_gather` returns on this rank
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int
-    own: int
-    memory: Scratch
-    output: torch.Tensor
+    rows: int  # sent by each rank, the same number on every rank
+    own: int  # how many of this rank's rows are used; the others are padding
+    memory: Scratch  # of all ranks' rows
+    output: torch.Tensor  # what `fsdp_post_all_gather` gets: the rows that are used
 
 
 class _Member:
-    """One parameter of the group.
-
-    Attributes:
-        metadata: from the start of a gather until it is used.
-        planes: sent memory; empty before the first gather.
-        unsharded: result of the first `fsdp_post_all_gather`.
-        made: storages in it that are not planes: freed with them.
-    """
+    """One parameter of the group."""
 
     def __init__(self, param: ManagedParam[Any], rows: tuple[int, ...]) -> None:
         self.param = param
         self.extension: Any = param.wrapper  # an `Extension`
         self.rows = rows
-        self.metadata: Any = None
-        self.planes: list[_Plane] = []
-        self.unsharded: torch.Tensor | None = None
+        self.metadata: Any = None  # from the start of a gather until it is used
+        self.planes: list[_Plane] = []  # sent memory; empty before the first gather
+        self.unsharded: torch.Tensor | None = None  # result of the first `fsdp_post_all_gather`
+        # storages in it that are not planes: freed with them
         self.made: list[tuple[torch.UntypedStorage, int]] = []
 
 

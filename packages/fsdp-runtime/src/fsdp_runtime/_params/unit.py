@@ -64,27 +64,7 @@ class UnitOptions:
 
 
 class Unit:
-    """The state of one unit.
-
-    Attributes:
-        modules: those passed to `fully_shard`.
-        name: the first module's name in the root, for errors and profiles.
-        data: the mesh that `fully_shard` was given; parameters may have others.
-        mp_policy: of `fully_shard`.
-        full: the full parameters.
-        installed: whether modules hold them; else the sharded ones.
-        options: the user's settings; changed by `configure`.
-        groups: its parameters by kind, dtype, mesh and training state.
-        root: whether no other unit is around it.
-        host: of a unit that ranks may skip: the nearest unit around it that no rank skips; else None.
-        followers: units whose host this is. It gathers and reduces them, on every rank.
-        always_reduced: whether some rank may use none of its parameters: units inside that ranks may skip use them.
-        keeps_slices: whether a slice of a smaller group is kept after forward.
-        closed: why its parameters cannot be used now, and the remedy; empty if they can. See `checkpoint`.
-        shown: the parameters that users see gathered outside of passes, with their settings as they were; see `show`.
-        entered: the modules whose forward is under way, the outer ones first.
-        first: the module that began the forward of a list of modules.
-    """
+    """The state of one unit."""
 
     def __init__(
         self,
@@ -94,32 +74,38 @@ class Unit:
         streams: Streams,
         make_hook: MakeHook,
     ) -> None:
-        self.modules = modules
-        self.name = type(modules[0]).__name__
-        self.data = request.data
-        self.mp_policy = request.precision
-        self.full = Full.EMPTY
-        self.installed = False
-        self.options = options
-        self.groups: list[Group] = []
-        self.root = True
+        self.modules = modules  # those passed to `fully_shard`
+        self.name = type(modules[0]).__name__  # the first module's name in the root, for errors and profiles
+        self.data = request.data  # the mesh that `fully_shard` was given; parameters may have others
+        self.mp_policy = request.precision  # of `fully_shard`
+        self.full = Full.EMPTY  # the full parameters
+        self.installed = False  # whether modules hold them; else the sharded ones
+        self.options = options  # the user's settings; changed by `configure`
+        self.groups: list[Group] = []  # its parameters by kind, dtype, mesh and training state
+        self.root = True  # whether no other unit is around it
+        # of a unit that ranks may skip: the nearest unit around it that no rank skips; else None
         self.host: Unit | None = None
+        # units whose host this is. It gathers and reduces them, on every rank
         self.followers: tuple[Unit, ...] = ()
+        # whether some rank may use none of its parameters: units inside that ranks may skip use them
         self.always_reduced = False
+        # why its parameters cannot be used now, and the remedy; empty if they can. See `checkpoint`
         self.closed = ""
         self._request = request
+        # whether a slice of a smaller group is kept after forward
         self.keeps_slices = request.neighbors is not None
         self._streams = streams
         if streams.layer.asynchronous:
             weakref.finalize(self, streams.take_back).atexit = False
         self._make_hook = make_hook
         self._handles: list[Handle] = []
+        # the parameters that users see gathered outside of passes, with their settings as they were
         self.shown: list[tuple[Param, Settings]] = []
         self._shrunk = False  # after forward slices were kept among neighbors
         self._gathers: list[Gather] = []  # made when first needed
-        self.entered: list[nn.Module] = []
+        self.entered: list[nn.Module] = []  # the modules whose forward is under way, the outer ones first
         self._waiting_for: set[nn.Module] = set()
-        self.first: nn.Module | None = None
+        self.first: nn.Module | None = None  # the module that began the forward of a list of modules
 
     # -- what it is -------------------------------------------------------------------------------------------------
 

@@ -39,19 +39,12 @@ _layouts: "weakref.WeakValueDictionary[tuple[Any, ...], Layout]" = weakref.WeakV
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one group.
+    """The dtypes of one group."""
 
-    Attributes:
-        kept: dtype of sharded parameters.
-        compute: dtype of unsharded parameters.
-        reduce: dtype in which gradients are accumulated and reduced.
-        grad: dtype of sharded gradients.
-    """
-
-    kept: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    grad: torch.dtype
+    kept: torch.dtype  # dtype of sharded parameters
+    compute: torch.dtype  # dtype of unsharded parameters
+    reduce: torch.dtype  # dtype in which gradients are accumulated and reduced
+    grad: torch.dtype  # dtype of sharded gradients
 
     @property
     def alignment(self) -> int:
@@ -95,51 +88,34 @@ def precision_of(param: ManagedParam[Any], policy: MixedPrecisionPolicy) -> Mixe
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """How one parameter is cut.
+    """How one parameter is cut."""
 
-    Attributes:
-        name: in its unit.
-        shape: of the plain tensor that a rank computes with.
-        global_shape: of the whole parameter, before another parallelism cut it.
-        mesh, placements: of the sharded parameter.
-        cut_by_others: whether another parallelism had cut it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
+    name: str  # in its unit
+    shape: tuple[int, ...]  # of the plain tensor that a rank computes with
+    global_shape: tuple[int, ...]  # of the whole parameter, before another parallelism cut it
+    # mesh, placements: of the sharded parameter
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    cut_by_others: bool
+    cut_by_others: bool  # whether another parallelism had cut it
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How the parameters of one group lie and travel.
+    """How the parameters of one group lie and travel."""
 
-    Attributes:
-        data: the mesh that cuts them.
-        dtypes: in which they are kept, computed with and reduced.
-        precision: the policy that the dtypes follow from.
-        offload: keep shards in CPU memory; None: where the unit computes.
-        transport: how bytes get from rank to rank; see `dbuffer.DBuffer`.
-        wire: encoding of gathers. Defaults to the compute dtype.
-        reduction: encoding of reductions. Defaults to a reduce-scatter of the reduce dtype.
-        layout, geometry: their positions, and this rank's part.
-        params: one for each, in the order of the module.
-        neighbors: the ranks to keep gathered slices among after forward; None: no fewer than all.
-    """
-
-    data: DataMesh
-    dtypes: Dtypes
-    precision: MixedPrecisionPolicy
-    offload: CPUOffloadPolicy | None
-    transport: TransportChoice | None
-    wire: WireForm | None
+    data: DataMesh  # the mesh that cuts them
+    dtypes: Dtypes  # in which they are kept, computed with and reduced
+    precision: MixedPrecisionPolicy  # the policy that the dtypes follow from
+    offload: CPUOffloadPolicy | None  # keep shards in CPU memory; None: where the unit computes
+    transport: TransportChoice | None  # how bytes get from rank to rank; see `dbuffer.DBuffer`
+    wire: WireForm | None  # encoding of gathers. Defaults to the compute dtype
+    # encoding of reductions. Defaults to a reduce-scatter of the reduce dtype
     reduction: ReductionForm | None
+    # layout, geometry: their positions, and this rank's part
     layout: Layout
     geometry: Geometry
-    params: tuple[ParamPlan, ...]
+    params: tuple[ParamPlan, ...]  # one for each, in the order of the module
+    # the ranks to keep gathered slices among after forward; None: no fewer than all
     neighbors: dist.ProcessGroup | None
 
     @property
@@ -205,24 +181,17 @@ class Quantization(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `fully_shard` that concern all parameters of a unit.
+    """The arguments of `fully_shard` that concern all parameters of a unit."""
 
-    Attributes:
-        data: the unit's mesh; a parameter may have another.
-        precision, offload, blocks: the policies.
-        transport: see `dbuffer.DBuffer`.
-        planner: packs the tensors of a group.
-        quantization: the policy, or None.
-        neighbors: among how many ranks parameters are kept after forward; None: all or nothing is kept.
-    """
-
-    data: DataMesh
+    data: DataMesh  # the unit's mesh; a parameter may have another
+    # precision, offload, blocks: the policies
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     blocks: BlockPolicy | None
-    transport: TransportChoice | None
-    planner: Planner
-    quantization: Quantization | None
+    transport: TransportChoice | None  # see `dbuffer.DBuffer`
+    planner: Planner  # packs the tensors of a group
+    quantization: Quantization | None  # the policy, or None
+    # among how many ranks parameters are kept after forward; None: all or nothing is kept
     neighbors: int | None
 
 

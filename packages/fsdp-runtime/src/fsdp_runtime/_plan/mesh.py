@@ -202,16 +202,11 @@ def _as_names(names: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OtherParallelism:
-    """How tensor or expert parallelism had already cut a parameter.
+    """How tensor or expert parallelism had already cut a parameter."""
 
-    Attributes:
-        mesh: of the unsharded parameter: its mesh without the data-parallel dimensions.
-        placements: on that mesh.
-        shape, stride: of the whole parameter.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
+    mesh: DeviceMesh  # of the unsharded parameter: its mesh without the data-parallel dimensions
+    placements: tuple[Any, ...]  # on that mesh
+    # shape, stride: of the whole parameter
     shape: torch.Size
     stride: tuple[int, ...]
 

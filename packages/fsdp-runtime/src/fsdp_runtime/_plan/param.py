@@ -47,13 +47,9 @@ def managed_of(tensor: torch.Tensor) -> "ManagedParam[Any] | None":
 
 
 class Wrapper:
-    """How a local tensor is made of plain values: it is the plain tensor. Subclasses wrap it in a tensor subclass.
+    """How a local tensor is made of plain values: it is the plain tensor. Subclasses wrap it in a tensor subclass."""
 
-    Attributes:
-        attributes: Python attributes that `wrap` sets, which are not the user's.
-    """
-
-    attributes: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()  # Python attributes that `wrap` sets, which are not the user's
 
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:
         """The local tensor around plain values, whose memory it shares."""
@@ -89,35 +85,18 @@ class Settings:
 
 
 class ManagedParam(Generic[G]):
-    """One parameter of a unit, however many modules share it.
+    """One parameter of a unit, however many modules share it."""
 
-    Attributes:
-        name: in the unit that has its group; unique there.
-        key: its name in the group's layout: the one in the unit that was made with the group.
-        places: where it is registered.
-        slots: the dictionaries that hold it, with its key in each.
-        shape: of the plain tensor that this rank computes with.
-        dtype: of the sharded parameter.
-        grad_dtype: of its gradient, where the user has set one; None: the parameter's.
-        data: the mesh that cuts it.
-        other: how another parallelism had cut it, or None.
-        wrapper: how its local tensor is made of plain values.
-        precision: its mixed precision; set by `find_kinds`, as the next two.
-        kind, selected: the class of its group, and whether a quantization policy selects it.
-        group, index: the group that it belongs to, and its number there; set by the group.
-        sharded, unsharded: the pair; `unsharded` is None until the parameter has memory.
-        local: the sharded parameter's local tensor, as it was made.
-        digest: of the values that this rank gave `fully_shard`; None: not known.
-        example: the original parameter, which policies get; None as soon as there is a sharded one.
-    """
-
-    precision: MixedPrecisionPolicy
+    precision: MixedPrecisionPolicy  # its mixed precision; set by `find_kinds`, as the next two
+    # kind, selected: the class of its group, and whether a quantization policy selects it
     kind: type[G]
     selected: bool
+    # group, index: the group that it belongs to, and its number there; set by the group
     group: G
     index: int
+    # sharded, unsharded: the pair; `unsharded` is None until the parameter has memory
     sharded: nn.Parameter
-    local: torch.Tensor
+    local: torch.Tensor  # the sharded parameter's local tensor, as it was made
 
     def __init__(
         self,
@@ -130,21 +109,24 @@ class ManagedParam(Generic[G]):
         example: torch.Tensor,
         wrapper: Wrapper = PLAIN,
     ) -> None:
-        self.name = self.key = name
-        self.places: list[Place] = []
+        # its name in the group's layout: the one in the unit that was made with the group
+        self.name = self.key = name  # in the unit that has its group; unique there
+        self.places: list[Place] = []  # where it is registered
+        # the dictionaries that hold it, with its key in each
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.add_places(places)
-        self.shape = shape
-        self.data = data
-        self.dtype = original.dtype
-        self.digest: int | None = None
+        self.shape = shape  # of the plain tensor that this rank computes with
+        self.data = data  # the mesh that cuts it
+        self.dtype = original.dtype  # of the sharded parameter
+        self.digest: int | None = None  # of the values that this rank gave `fully_shard`; None: not known
+        # of its gradient, where the user has set one; None: the parameter's
         self.grad_dtype: torch.dtype | None = None
         if (
             getattr(original, "grad_dtype", original.dtype) is not original.dtype
         ):  # torch 2.11 may not have it
             self.grad_dtype = checked_grad_dtype(name, original)
-        self.other = other
-        self.wrapper = wrapper
+        self.other = other  # how another parallelism had cut it, or None
+        self.wrapper = wrapper  # how its local tensor is made of plain values
         self.requires_grad = original.requires_grad
         self.unsharded: nn.Parameter | None = None
         self._view: torch.Tensor | None = None
@@ -152,6 +134,7 @@ class ManagedParam(Generic[G]):
         for key in wrapper.attributes:
             self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
+        # the original parameter, which policies get; None as soon as there is a sharded one
         self.example: Any = example
         self.original = weakref.ref(original)
 

@@ -104,22 +104,14 @@ class Reduction:
 
 
 class Backward:
-    """The reductions of one model.
-
-    Attributes:
-        waiting: the units with gradients that no reduction has taken.
-        partial: the units with sums that wait to be taken over replicas (HSDP).
-        is_last: whether the end of backward waits for all reductions.
-        by_hand: whether `finalize_backward` does that instead.
-        max_reductions: how many may use gathered gradient memory at once.
-    """
+    """The reductions of one model."""
 
     def __init__(self, streams: Streams) -> None:
-        self.is_last = True
-        self.by_hand = False
-        self.max_reductions = 1
-        self.waiting: set[Unit] = set()
-        self.partial: set[Unit] = set()
+        self.is_last = True  # whether the end of backward waits for all reductions
+        self.by_hand = False  # whether `finalize_backward` does that instead
+        self.max_reductions = 1  # how many may use gathered gradient memory at once
+        self.waiting: set[Unit] = set()  # the units with gradients that no reduction has taken
+        self.partial: set[Unit] = set()  # the units with sums that wait to be taken over replicas (HSDP)
         self._streams = streams
         self._scattering: list[Reduction] = []  # use gathered memory; the oldest first
         self._summing: list[Reduction] = []  # on a CPU: over replicas, not finalized

@@ -19,16 +19,11 @@ _ATTRIBUTE = "_fsdp_runtime_member"
 
 
 class Member:
-    """A unit and the model that it is part of; hooks and the methods of `FSDPModule` act on it.
-
-    Attributes:
-        unit: the unit.
-        passes: shared with the other units of its model.
-    """
+    """A unit and the model that it is part of; hooks and the methods of `FSDPModule` act on it."""
 
     def __init__(self, unit: Unit, passes: Pass) -> None:
         self.unit = unit
-        self.passes = passes
+        self.passes = passes  # shared with the other units of its model
         passes.units.append(unit)
         self._checked = False  # whether its ties are known
         # Parameters that its modules use and a unit around holds: name, parameter, that unit.

@@ -51,14 +51,11 @@ class Schedule(Generic[U]):
     later passes    A runs: B is gathered ahead;  B runs: C ...
     another order   A, C: a unit that is not next is searched further on (B was skipped); if absent: on demand.
                     The next pass expects the new order.
-
-    Attributes:
-        seen: the units of the pass under way, in order.
     """
 
     def __init__(self) -> None:
         self._known: list[U] = []
-        self.seen: list[U] = []
+        self.seen: list[U] = []  # the units of the pass under way, in order
         self._next = 0
         self._lost = False
 
@@ -90,26 +87,15 @@ class Schedule(Generic[U]):
 
 
 class Pass:
-    """The order of the units of one model. Shared by a root and all units inside it.
-
-    Attributes:
-        units: all of them.
-        backward: their gradients.
-        streams: on which they communicate, and the recycler of their gathered memory.
-        prefetch_depth: how many units are gathered ahead.
-        in_backward: whether a run of the autograd engine has reached the model.
-        frozen: whether a forward has begun, so that no unit can be added.
-        last_backward: the units in the order of the last backward.
-        resets: how often a pass was forgotten.
-    """
+    """The order of the units of one model. Shared by a root and all units inside it."""
 
     def __init__(self, streams: Streams) -> None:
-        self.units: list[Unit] = []
-        self.backward = Backward(streams)
-        self.prefetch_depth = 1
-        self.in_backward = False
-        self.frozen = False
-        self.streams = streams
+        self.units: list[Unit] = []  # all of them
+        self.backward = Backward(streams)  # their gradients
+        self.prefetch_depth = 1  # how many units are gathered ahead
+        self.in_backward = False  # whether a run of the autograd engine has reached the model
+        self.frozen = False  # whether a forward has begun, so that no unit can be added
+        self.streams = streams  # on which they communicate, and the recycler of their gathered memory
         self._post_optim_event: Any = None
         self._root: Unit | None = None  # of the forward under way
         self._forward: weakref.WeakKeyDictionary[Unit, Schedule[Unit]] = weakref.WeakKeyDictionary()
@@ -121,8 +107,8 @@ class Pass:
         self._in_backward_of: set[Unit] = set()  # entered, and not left
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
-        self.last_backward: list[Unit] = []
-        self.resets = 0
+        self.last_backward: list[Unit] = []  # the units in the order of the last backward
+        self.resets = 0  # how often a pass was forgotten
         self._thread = 0  # that ran the last forward
         self._graph: Any = None  # weak, to what the graph of the last forward holds
         self._orders: list[CollectiveOrder] = []  # of the process groups in use

@@ -10,18 +10,14 @@ from ragged_shard.device import DeviceLayer, device_layer
 
 
 class Streams:
-    """Streams and recycled memory of one device.
-
-    Attributes:
-        layer: streams and events of the device.
-        recycler: where gathered memory comes from.
-        gather, reduce, replicate: where all-gathers, reduce-scatters and sums over replicas are launched; None on CPU.
-    """
+    """Streams and recycled memory of one device."""
 
     def __init__(self, layer: DeviceLayer) -> None:
-        self.layer = layer
-        self.recycler = shared_recycler(layer.device)
+        self.layer = layer  # streams and events of the device
+        self.recycler = shared_recycler(layer.device)  # where gathered memory comes from
         self._compute: Any = layer.current_stream()
+        # gather, reduce, replicate: where all-gathers, reduce-scatters and sums over replicas are launched;
+        # None on CPU
         self.gather: Any = layer.new_stream(priority=-1)
         self.reduce: Any = layer.new_stream(priority=-1)
         self.replicate: Any = layer.new_stream()

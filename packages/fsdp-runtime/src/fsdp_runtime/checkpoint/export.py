@@ -129,10 +129,6 @@ class Exporter:
 
     Args:
         buffers: persistent buffers too.
-
-    Attributes:
-        entries: in the order in which they come.
-        adapters: what is merged into them, by name.
     """
 
     def __init__(
@@ -149,11 +145,12 @@ class Exporter:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._receives = ranks is None or rank in ranks
         self._dtype = dtype
+        # what is merged into them, by name
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
         with on_all_ranks(caller) as options:
             options.update(dtype=dtype, bucket_bytes=bucket_bytes, ranks=self._ranks)
             _check(bucket_bytes, self._ranks)
-            self.entries = entries_of(model, buffers=buffers)
+            self.entries = entries_of(model, buffers=buffers)  # in the order in which they come
         grouped = [entry for entry in self.entries if entry.param is not None]
         self._single = [entry for entry in self.entries if entry.param is None]
         dtypes = [e.tensor.dtype if e.name in self.adapters else self.dtype_of(e) for e in grouped]

@@ -35,11 +35,6 @@ class Checkpoint:
     Args:
         path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
 
-    Attributes:
-        tensors: the stored tensors by name, mapped and not yet read.
-        files: the file of each.
-        fingerprint: of files' names and sizes, and of names, dtypes and shapes; equal where ranks see the same files.
-
     Raises:
         ImportError: safetensors is not installed.
         OSError: a file is missing or cannot be read.
@@ -48,8 +43,8 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.files: dict[str, Path] = {}
+        self.tensors: dict[str, torch.Tensor] = {}  # the stored tensors by name, mapped and not yet read
+        self.files: dict[str, Path] = {}  # the file of each
         headers = hashlib.sha256()
         for file, listed in _files_of(self.path):
             tensors = _mapped(file)
@@ -65,6 +60,7 @@ class Checkpoint:
                     both = f"{self.files[name].name} and in {file.name}"
                     raise ValueError(f"{self.path}: {name[:200]} is in {both}; expected it once")
                 self.tensors[name], self.files[name] = tensors[name], file
+        # of files' names and sizes, and of names, dtypes and shapes; equal where ranks see the same files
         self.fingerprint = headers.hexdigest()
 
     def decoder(self, name: str) -> Callable[[Box], torch.Tensor]:

@@ -44,16 +44,13 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box that one rank sends to one engine.
-
-    Attributes:
-        source, target: index of the rank, and of the engine.
-        held, wanted: the boxes that it is cut from, and that it belongs to.
-    """
+    """A box that one rank sends to one engine."""
 
     name: str
+    # source, target: index of the rank, and of the engine
     source: int
     target: int
+    # held, wanted: the boxes that it is cut from, and that it belongs to
     held: Box
     wanted: Box
     part: Box

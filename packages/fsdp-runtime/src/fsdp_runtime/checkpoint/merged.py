@@ -41,16 +41,11 @@ def merged_params(model: nn.Module) -> "Merged":
 
 @dataclass(frozen=True)
 class Adapter:
-    """One LoRA layer, and the weight that it adapts.
+    """One LoRA layer, and the weight that it adapts."""
 
-    Attributes:
-        layer: peft's.
-        places: where the weight is, and the factors that are merged into it.
-        by_rows: of a linear layer, which factors have the rows of the weight; others are merged as a whole.
-    """
-
-    layer: Any
-    places: list[tuple[Slots, str]]
+    layer: Any  # peft's
+    places: list[tuple[Slots, str]]  # where the weight is, and the factors that are merged into it
+    # of a linear layer, which factors have the rows of the weight; others are merged as a whole
     by_rows: list[bool] | None
 
     def check(self) -> None:
@@ -101,18 +96,15 @@ def _replaced(places: list[tuple[Slots, str]], values: list[torch.Tensor]) -> It
 
 
 class Merged:
-    """A model whose exports have its adapters merged, for `merged_params`.
-
-    Attributes:
-        base: the model that the names belong to.
-        adapters: of each adapted weight, by its name in the base; applied in this order.
-    """
+    """A model whose exports have its adapters merged, for `merged_params`."""
 
     def __init__(self, model: nn.Module) -> None:
         import peft
 
         self._peft, self._model = peft, model
+        # the model that the names belong to
         self.base: nn.Module = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+        # of each adapted weight, by its name in the base; applied in this order
         self.adapters: dict[str, list[Adapter]] = {}
         self._names: dict[str, str] = {}  # in the base, by name in the model
         self._by_weight: dict[int, list[Adapter]] = {}  # a tied weight has one list

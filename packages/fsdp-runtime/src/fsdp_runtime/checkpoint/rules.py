@@ -86,18 +86,12 @@ def _filled(pattern: str, words: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a model's tensor that a box of a file's tensor fills, in the same order of elements.
+    """A box of a model's tensor that a box of a file's tensor fills, in the same order of elements."""
 
-    Attributes:
-        file: name of the file's tensor.
-        box: in the model's tensor.
-        index: of the element, if the file's tensor is a stack.
-        shift: from a place in the model's tensor, or an element of it if it is a stack, to the place in the file's.
-    """
-
-    file: str
-    box: Box
-    index: Ints
+    file: str  # name of the file's tensor
+    box: Box  # in the model's tensor
+    index: Ints  # of the element, if the file's tensor is a stack
+    # from a place in the model's tensor, or an element of it if it is a stack, to the place in the file's
     shift: Ints
 
     def in_file(self, part: Box) -> Box:
@@ -109,21 +103,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Equation:
-    """A rule for names without patterns.
+    """A rule for names without patterns."""
 
-    Attributes:
-        models: names in the model, in order.
-        rows: names in the files, in order: one row, or a row for each element of a stack in the model.
-        stacked: whether the model's tensor is such a stack.
-        index: the element, if the files' tensor is a stack.
-        dim: as of `Rule`.
-    """
-
-    models: tuple[str, ...]
+    models: tuple[str, ...]  # names in the model, in order
+    # names in the files, in order: one row, or a row for each element of a stack in the model
     rows: tuple[tuple[str, ...], ...]
-    stacked: bool = False
-    index: int | None = None
-    dim: int = 0
+    stacked: bool = False  # whether the model's tensor is such a stack
+    index: int | None = None  # the element, if the files' tensor is a stack
+    dim: int = 0  # as of `Rule`
 
     def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
         """Pieces of a tensor of the model, None if files have none. Raises ValueError, by name, if one does not fit."""

@@ -22,16 +22,11 @@ from .targets import Target
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tensors of one segment of a group.
+    """Consecutive tensors of one segment of a group."""
 
-    Attributes:
-        members: in the order of their memory.
-        dtype: in which they are gathered.
-        start, stop: elements of the gathered segment.
-    """
-
-    members: tuple[Target, ...]
-    dtype: torch.dtype
+    members: tuple[Target, ...]  # in the order of their memory
+    dtype: torch.dtype  # in which they are gathered
+    # start, stop: elements of the gathered segment
     start: int
     stop: int
 

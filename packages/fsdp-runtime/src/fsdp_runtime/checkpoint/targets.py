@@ -26,19 +26,13 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of a model.
+    """A tensor of a model."""
 
-    Attributes:
-        name: in the state dict; of a tied tensor the first.
-        tensor: the parameter or buffer, as it is sharded.
-        param: the parameter in its unit; None for other tensors, and for parameters that are gathered separately.
-        also: the other names of a tied tensor.
-    """
-
-    name: str
-    tensor: torch.Tensor
+    name: str  # in the state dict; of a tied tensor the first
+    tensor: torch.Tensor  # the parameter or buffer, as it is sharded
+    # the parameter in its unit; None for other tensors, and for parameters that are gathered separately
     param: Param | None
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # the other names of a tied tensor
 
     @property
     def group(self) -> Group:

@@ -168,10 +168,6 @@ class _Run:
     Attributes:
         number: position in the order of saving.
         place: address of the storage in forward, first byte there, and the one behind the last.
-        device: the bytes there, uint8; None while they are in CPU memory only.
-        source: a tensor in the storage of forward, whose version shows changes in place; None once that is freed.
-        host: the bytes in CPU memory.
-        copied: event after the copy of the bytes that is in flight.
     """
 
     def __init__(
@@ -179,12 +175,14 @@ class _Run:
     ) -> None:
         _, start, stop = place
         self.number, self.place, self.nbytes, self._layer = number, place, stop - start, owner._layer
+        # a tensor in the storage of forward, whose version shows changes in place; None once that is freed
         self.source: torch.Tensor | None = source
         self.version = source._version
         flat = torch.empty(0, dtype=torch.uint8, device=source.device)
+        # the bytes there, uint8; None while they are in CPU memory only
         self.device: torch.Tensor | None = flat.set_(source.untyped_storage(), start, (self.nbytes,), (1,))
-        self.host: torch.Tensor | None = None
-        self.copied: Any = None
+        self.host: torch.Tensor | None = None  # the bytes in CPU memory
+        self.copied: Any = None  # event after the copy of the bytes that is in flight
 
     @property
     def changed(self) -> bool:

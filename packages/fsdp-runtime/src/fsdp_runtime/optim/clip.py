@@ -89,33 +89,25 @@ def clip_grad_norm_(
 
 @dataclass(eq=False)
 class _Cut:
-    """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank.
+    """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank."""
 
-    Attributes:
-        groups: to reduce over, one after another, so that all of these ranks contribute: one if one group has them.
-        slices: plain tensors as backward left them, which may be adjacent in memory.
-        separate: gradients that backward did not leave in a shard.
-    """
-
+    # to reduce over, one after another, so that all of these ranks contribute: one if one group has them
     groups: list[dist.ProcessGroup]
+    # plain tensors as backward left them, which may be adjacent in memory
     slices: list[torch.Tensor] = field(default_factory=list)
+    # gradients that backward did not leave in a shard
     separate: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Gradients:
-    """This rank's part of the gradients of `params`.
-
-    Attributes:
-        cuts: by their ranks; in the same order on every rank, regardless of which gradients a rank has.
-        meshes: those of the parameters.
-        scaled: the tensors to multiply.
-        dtype: the norm's; of all gradients, also where this rank has no element of some.
-    """
+    """This rank's part of the gradients of `params`."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        # by their ranks; in the same order on every rank, regardless of which gradients a rank has
         self.cuts: dict[frozenset[int], _Cut] = {}
-        self.meshes: dict[int, DeviceMesh] = {}
-        self.scaled: list[torch.Tensor] = []
+        self.meshes: dict[int, DeviceMesh] = {}  # those of the parameters
+        self.scaled: list[torch.Tensor] = []  # the tensors to multiply
+        # the norm's; of all gradients, also where this rank has no element of some
         self.dtype = torch.float32
         self._device = params[0].device if params else CPU
         by_axes: dict[Any, _Cut] = {}

@@ -28,15 +28,10 @@ VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Entries(NamedTuple):
-    """Entries of one parameter in a state dict.
+    """Entries of one parameter in a state dict."""
 
-    Attributes:
-        codes: (*shape[:-1], bytes of a row); int8 where codes are integers, else uint8.
-        scales: fp32, (bands, tiles of a band).
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor  # (*shape[:-1], bytes of a row); int8 where codes are integers, else uint8
+    scales: torch.Tensor  # fp32, (bands, tiles of a band)
 
 
 def is_at_rest(param: torch.Tensor) -> bool:

@@ -53,13 +53,9 @@ class BlockGradsGroup(Group):
 
 
 class OnWireGroup(Group):
-    """Parameters are gathered as codes of blocks, and read back.
+    """Parameters are gathered as codes of blocks, and read back."""
 
-    Attributes:
-        form: the wire form.
-    """
-
-    form: ClassVar[type[BlocksOnWire | BlocksAtRest]] = BlocksOnWire
+    form: ClassVar[type[BlocksOnWire | BlocksAtRest]] = BlocksOnWire  # the wire form
 
     @classmethod
     def check(cls, param: ManagedParam[Any], request: Request) -> None:

@@ -153,16 +153,12 @@ def print_plan(config: RunConfig, asked_ranks: int | None) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations allocate inside it, until they are freed, also of fake and meta tensors.
-
-    Attributes:
-        peak: the most bytes after an operation, with the bytes of `pool`.
-    """
+    """Counts bytes of storages, of fake and meta tensors too, that operations inside it allocate until they end."""
 
     def __init__(self, pool: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self.pool = pool
-        self.peak = 0
+        self.peak = 0  # the most bytes after an operation, with the bytes of `pool`
         self._sizes: dict[int, int] = {}  # of live storages, by identity
 
     @property

@@ -69,14 +69,9 @@ class Block:
 
 @dataclass
 class Pools:
-    """Memory of a caching allocator: for each stream bytes in use, and their peak.
+    """Memory of a caching allocator: for each stream bytes in use, and their peak."""
 
-    Attributes:
-        used: by the name of the stream that memory was allocated on.
-        peak: of each.
-    """
-
-    used: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)  # by the name of the stream of the allocation
     peak: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -196,11 +191,6 @@ class SimulatedDevice(StreamLayer):
     Args:
         device: "cpu"; with an index ("cpu:0") shards on "cpu" are offloaded from it.
 
-    Attributes:
-        host: the clock of everything that the host has waited for.
-        pools: memory that a caching allocator would hold.
-        accesses: how many were checked.
-
     Raises:
         RaceError: inside, at the second of two accesses without an order, or where memory is given back. What happens
             where no error can be raised (a tensor dies) is raised at the next op, and at the end.
@@ -210,9 +200,9 @@ class SimulatedDevice(StreamLayer):
 
     def __init__(self, device: str = CPU.type) -> None:
         super().__init__(torch.device(device))
-        self.host: Clock = {}
-        self.pools = Pools()
-        self.accesses = 0
+        self.host: Clock = {}  # the clock of everything that the host has waited for
+        self.pools = Pools()  # memory that a caching allocator would hold
+        self.accesses = 0  # how many were checked
         self._numbers = itertools.count(1)
         self._default = self.new_stream()
         self._default.name = "the default stream"

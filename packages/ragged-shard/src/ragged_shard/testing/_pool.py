@@ -27,15 +27,11 @@ _GRACE = 3.0  # seconds that the other ranks get once one has failed
 
 
 class RankError(AssertionError):
-    """One or more ranks raised, died or hung. The message has each one's traceback or stack.
-
-    Attributes:
-        causes: the exceptions by rank, of the ranks that raised.
-    """
+    """One or more ranks raised, died or hung. The message has each one's traceback or stack."""
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
         super().__init__(message)
-        self.causes = causes or {}
+        self.causes = causes or {}  # the exceptions by rank, of the ranks that raised
 
 
 def run_ranks(

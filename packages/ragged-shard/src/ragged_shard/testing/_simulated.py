@@ -28,15 +28,11 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs do not allow for methods wit
 
 @dataclass(frozen=True)
 class Network:
-    """The time that a collective takes on a CUDA device.
+    """The time that a collective takes on a CUDA device."""
 
-    Attributes:
-        bandwidth: bytes per second into each rank; None: no delay, and `latency` is ignored.
-        latency: seconds per collective.
-    """
-
+    # bytes per second into each rank; None: no delay, and `latency` is ignored
     bandwidth: float | None = None
-    latency: float = 0.0
+    latency: float = 0.0  # seconds per collective
 
     def seconds(self, received: float) -> float:
         """Duration, in seconds, of a collective in which this rank receives `nbytes`."""
@@ -45,20 +41,13 @@ class Network:
 
 @dataclass
 class Simulation:
-    """The simulated world that `simulated_ranks` yields.
+    """The simulated world that `simulated_ranks` yields."""
 
-    Attributes:
-        world_size: ranks simulated.
-        rank: the one that this process stands for.
-        collectives: as for `simulated_ranks`.
-        network: may be exchanged at any time.
-        calls: the collectives so far: the process group's name, and the bytes received.
-    """
-
-    world_size: int
-    rank: int
-    collectives: Collectives
-    network: Network
+    world_size: int  # ranks simulated
+    rank: int  # the one that this process stands for
+    collectives: Collectives  # as for `simulated_ranks`
+    network: Network  # may be exchanged at any time
+    # the collectives so far: the process group's name, and the bytes received
     calls: list[tuple[str, float]] = field(default_factory=list)
     _streams: dict[DeviceLayer, tuple[Any, float]] = field(default_factory=dict, repr=False)
 

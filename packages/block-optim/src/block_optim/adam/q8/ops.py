@@ -33,26 +33,19 @@ BUFFERS = 4  # m, r and two for the update; two more are for copies
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors and divisors of one step; parameters with equal ones share a kernel call. Names as in torch's docs.
+    """Factors and divisors of one step; parameters with equal ones share a kernel call. Names as in torch's docs."""
 
-    Attributes:
-        decay: 1 - lr * weight_decay, or None for no decay.
-        first, second: 1 - beta1, negative to ascend, and 1 - beta2.
-        beta1, beta2, eps: as given.
-        step_size: lr / (1 - beta1^count).
-        root: sqrt(1 - beta2^count), which divides the root of the second moment.
-        count: number of the step, from 1.
-    """
-
-    decay: float | None
+    decay: float | None  # 1 - lr * weight_decay, or None for no decay
+    # beta1, beta2, eps: as given
     beta1: float
     beta2: float
+    # first, second: 1 - beta1, negative to ascend, and 1 - beta2
     first: float
     second: float
     eps: float
-    step_size: float
-    root: float
-    count: float
+    step_size: float  # lr / (1 - beta1^count)
+    root: float  # sqrt(1 - beta2^count), which divides the root of the second moment
+    count: float  # number of the step, from 1
 
 
 def rates_of(group: Group, count: float) -> Rates:
@@ -76,21 +69,13 @@ def fp32(value: float) -> float:
 
 @dataclass(frozen=True)
 class TileTensors:
-    """The memory of a matrix of tiles; gradients come with each step.
+    """The memory of a matrix of tiles; gradients come with each step."""
 
-    Attributes:
-        param: (rows, columns).
-        codes: of both moments, (rows, columns) uint8.
-        scales: of both moments, (bands of tiles, tiles in a band).
-        name: the parameter's, and
-        first_element: its index in the global tensor, for stochastic rounding.
-    """
-
-    param: Tensor
-    codes: tuple[Tensor, Tensor]
-    scales: tuple[Tensor, Tensor]
-    name: str
-    first_element: int
+    param: Tensor  # (rows, columns)
+    codes: tuple[Tensor, Tensor]  # of both moments, (rows, columns) uint8
+    scales: tuple[Tensor, Tensor]  # of both moments, (bands of tiles, tiles in a band)
+    name: str  # the parameter's, and
+    first_element: int  # its index in the global tensor, for stochastic rounding
 
 
 class TileStep:

@@ -37,20 +37,14 @@ class Types:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants.
-
-    Attributes:
-        per_program: tiles that one program works on.
-        elements: elements of one program, with the padding of tiles whose sides are no powers of two.
-        pieces: number of times that it runs through its loops.
-    """
+    """A kernel with its constants."""
 
     kernel: Any  # a function that Triton compiles
     constants: dict[str, Any]
     num_warps: int
-    per_program: int
-    elements: int
-    pieces: int = 1
+    per_program: int  # tiles that one program works on
+    elements: int  # elements of one program, with the padding of tiles whose sides are no powers of two
+    pieces: int = 1  # number of times that it runs through its loops
 
 
 def quantized_variant(tile: tuple[int, int], types: Types, aligned: bool, single: bool) -> Variant:

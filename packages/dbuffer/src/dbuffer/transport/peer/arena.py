@@ -86,16 +86,11 @@ class Ranges:
 class Arena:
     """The file of this process and its mapping.
 
-    Attributes:
-        fd: the file.
-        address, size: of the mapping, in bytes.
-        smallest: bytes; smaller memory is not worth a separate range.
-
     Raises:
         OSError: the platform has no such files, or refuses.
     """
 
-    smallest = 1 << 16
+    smallest = 1 << 16  # bytes; smaller memory is not worth a separate range
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -105,6 +100,7 @@ class Arena:
         try:
             os.ftruncate(self.fd, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            # address, size: of the mapping, in bytes
             self.address = _map(self.size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.fd)
         except OSError:
             os.close(self.fd)
@@ -250,14 +246,11 @@ def offset_of(address: int, nbytes: int) -> int | None:
 
 
 class PeerFile:
-    """Another process's file, mapped to be read. See `peer_file`.
-
-    Attributes:
-        address, size: of the mapping, in bytes.
-    """
+    """Another process's file, mapped to be read. See `peer_file`."""
 
     def __init__(self, fd: int) -> None:
         self.size = os.fstat(fd).st_size
+        # address, size: of the mapping, in bytes
         self.address = _map(self.size, mmap.PROT_READ, mmap.MAP_SHARED, fd)
         for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):  # a child would keep the memory of dead peers
             _libc().madvise(self.address, self.size, advice)

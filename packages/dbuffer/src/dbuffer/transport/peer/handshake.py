@@ -23,32 +23,22 @@ _ABSENT = "did not connect"
 
 @dataclass(frozen=True)
 class Peer:
-    """A connection to another rank's process.
+    """A connection to another rank's process."""
 
-    Attributes:
-        socket: AF_UNIX, SOCK_SEQPACKET: it keeps messages apart, and breaks when either process ends.
-        memory: the other's memory, where this process reads it.
-    """
-
+    # AF_UNIX, SOCK_SEQPACKET: it keeps messages apart, and breaks when either process ends
     socket: socket.socket
-    memory: PeerFile
+    memory: PeerFile  # the other's memory, where this process reads it
 
 
 @dataclass(frozen=True)
 class _Card:
-    """A rank's address and abilities, as sent to the others.
+    """A rank's address and abilities, as sent to the others."""
 
-    Attributes:
-        name: of its listening socket, in the abstract namespace: it ends with its process and needs no folder.
-        secret: by which it knows that a rank of the group calls.
-        machine: identifies its machine, where that is known.
-        trouble: why this rank cannot take part, or "".
-    """
-
+    # of its listening socket, in the abstract namespace: it ends with its process and needs no folder
     name: str
-    secret: bytes
-    machine: str
-    trouble: str
+    secret: bytes  # by which it knows that a rank of the group calls
+    machine: str  # identifies its machine, where that is known
+    trouble: str  # why this rank cannot take part, or ""
 
 
 def connect(group: dist.ProcessGroup) -> tuple[dict[int, Peer], str]:
