@@ -114,7 +114,6 @@ def test_the_peak_of_a_walk_is_shards_and_prefetch_depth_plus_one_gathered_buffe
 def test_after_the_first_step_nothing_is_allocated():
     *_, first, last, num_segments = run_ranks(3, walk, "planned", 1, torch.bfloat16)[0]
     assert first.allocations == last.allocations == 2 * num_segments
-    assert last.reuses > first.reuses
 
 
 class Small(Recycler):

@@ -187,12 +187,12 @@ ON_3: Table = {
            (changed(weight=((14, 6), Rows(1))), r"tensor weight is \((13|14), 6\) in blocks"),
            (changed(tiled=((16, 8), Tile(8, 8))), "tensor tiled is .* in blocks tile:"),
            (plan(SPECS[1:], 3), "tensor weight is only (here|there)"), (plan(SPECS, 3, align=16), "align is"),
-           (plan(SPECS[::-1], 3), "(in another order|at element)")))},
+           (plan(SPECS[::-1], 3), "(the order of tensors|at element)")))},
     **{f"places differ {number}": (partial(build, two(), other), ValueError, words)
        for number, (other, words) in enumerate((
            (two(offset=12), "tensor b is at element (8|12) of segment 0 here, at element (8|12) of segment 0 there"),
            (two(segments=2), "tensor b is at element 8 of segment (0|1) here, at element 8 of segment (0|1) there"),
-           (two(size=20), "segment 0 has shards of (16|20) elements here, (16|20) there")))},
+           (two(size=20), r"of a rank by segment is \[(16|20)\] here, \[(16|20)\] there")))},
     "dtypes differ": (lambda: build(layout_for(3), dtypes=(torch.float32, torch.bfloat16)), ValueError,
                       "dtype torch.(float32|bfloat16).* here, .* there"),
     "reductions differ": (lambda: make(reduction=BF16 if dist.get_rank() else None), ValueError,

@@ -10,14 +10,7 @@ from ._collectives import AllReduce, Gather, Handle, ReduceScatter
 from ._encoding import Encoder, ReductionForm, WireForm
 from ._order import CollectiveOrder, start_collective, watch_order
 from .memory.geometry import Geometry, TensorSlice, geometry_of
-from .memory.recycler import (
-    Recycler,
-    RecyclerStats,
-    Scratch,
-    ShardMemory,
-    hold_forever,
-    shared_recycler,
-)
+from .memory.recycler import Recycler, RecyclerStats, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
 
 __version__ = "0.2.0"

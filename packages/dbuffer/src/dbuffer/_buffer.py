@@ -27,7 +27,7 @@ from . import _torch_compat as compat
 from ._encoding import ReductionForm, WireForm
 from ._mesh import view_mesh
 from ._order import COMPARE_VARIABLE, compare_mode
-from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices_among
+from .memory.gathered import Flats, GatheredMemory, NeighborSlices, slices
 from .memory.geometry import alignment_problem, first_difference, geometry_of
 from .memory.recycler import Recycler, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Pairs, TransportChoice, arena_of, resolved
@@ -55,8 +55,8 @@ class DBuffer:
             `BlocksAtRest` the shard holds codes and scales of values in `dtype`.
         reduction: format of reductions, sent by one all-to-all, such as `CastReduction()`. None: the full dtype, by
             a reduce-scatter.
-        transport: "auto", "collectives", "own_stream", "peer_memory" (see `transport`), or a function that makes a
-            `Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
+        transport: "auto", "collectives", "peer_memory" (see `transport`), or a function that makes a `Transport` of a
+            process group. Defaults to the environment variable DBUFFER_TRANSPORT, else "auto".
         recycler: source of the gathered memory. Defaults to the one that all buffers of this device share.
         alias: with one rank and one dtype, let shard and full be the same memory. False: keep them separate.
         name: name of the group in errors. Defaults to its first tensor's.
@@ -123,7 +123,11 @@ class DBuffer:
         self.wire, self.reduction, self.transport = wire, reduction, resolved(transport)
         self.coded = wire is not None and wire.keeps_codes
         self.alike = True
-        self._check(in_common or {}, hint, compare_ranks=check_ranks)
+        problem = self._problem()
+        if check_ranks and view.size * view.num_replicas > 1:
+            self._compare(in_common or {}, hint, problem)
+        if problem is not None:
+            raise problem
         self.name = name or layout.tensors[0].name
         self.recycler = recycler or shared_recycler(layer.device)
         if self.recycler.device != layer.device:
@@ -153,15 +157,8 @@ class DBuffer:
         self._sent: Flats = ()  # in the last gather without one
         self._pairs: Pairs = []
 
-    def _check(self, in_common: Mapping[str, str], hint: str, *, compare_ranks: bool) -> None:
-        """Raise the errors that the class documents; with `compare_ranks`, on all ranks."""
-        problem = self._local_problem()
-        if compare_ranks and self.mesh_view.size * self.mesh_view.num_replicas > 1:
-            self._compare(in_common, hint, problem)
-        if problem is not None:
-            raise problem
-
-    def _local_problem(self) -> Exception | None:
+    def _problem(self) -> Exception | None:
+        """The error that the class documents, as far as this rank can see it."""
         layout, view, device = self.layout, self.mesh_view, self.device
         argument: object = layout
         if not isinstance(argument, Layout):
@@ -198,6 +195,7 @@ class DBuffer:
         return None if text is None else ValueError(text)
 
     def _compare(self, in_common: Mapping[str, str], hint: str, problem: Exception | None) -> None:
+        """Raise, on all ranks, the error of any rank, or of ranks that differ."""
         layout = self.layout if isinstance(self.layout, Layout) else None
         how = f"wire {_name(self.wire)}, reduction {_name(self.reduction)}, transport {_name(self.transport)}"
         how += f", {COMPARE_VARIABLE} {os.environ.get(COMPARE_VARIABLE)}"
@@ -420,8 +418,9 @@ class DBuffer:
                 f"{self.name}: cannot shrink to {group.size()} ranks, which does not divide {self.mesh_view.size}"
             )
         if not self.aliased:
-            slices = slices_among(self.gathered.raw, group)
-            self.neighbor = NeighborSlices(slices, group, self.layer.record())
+            own = slices(self.gathered.raw, group.rank(), group.size())
+            kept = tuple(flat.clone() for flat in own)
+            self.neighbor = NeighborSlices(kept, group, self.layer.record())
         self.release()
 
     def forget_encoding(self) -> None:

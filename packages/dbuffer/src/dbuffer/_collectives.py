@@ -39,21 +39,13 @@ class Handle:
     the collective's RuntimeError, the buffers count as busy; a signal handler's exception leaves the collective
     under way, and the next `wait` continues.
 
-    Args:
-        buffers: marked busy until the first `wait` returns.
-
     Attributes:
         completed: whether its result is there, or queued.
         title: kind and buffers; the same on all ranks.
         group: who takes part; None: this rank alone.
     """
 
-    def __init__(
-        self,
-        title: str,
-        buffers: Sequence[DBuffer],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, title: str, buffers: Sequence[DBuffer], group: dist.ProcessGroup | None) -> None:
         self.completed = False
         self.title, self.group = title, group
         self._buffers = buffers
@@ -410,15 +402,15 @@ class AllReduce:
 
     Args:
         buffers: on one mesh and device, of one dtype.
-        op, divide: as for `ReduceScatter`, over the replicas.
+        op: as for `ReduceScatter`, over the replicas.
 
     Raises:
         ValueError: the mesh has no replicate axis, or as for `ReduceScatter`.
     """
 
-    def __init__(self, buffers: Sequence[DBuffer], op: Op = "avg", divide: float | None = None) -> None:
+    def __init__(self, buffers: Sequence[DBuffer], op: Op = "avg") -> None:
         self._buffers = _checked(buffers, "all_reduce")
-        _check_reduction(buffers, op, divide)
+        _check_reduction(buffers, op, None)
         first = buffers[0]
         if first.mesh_view.replica_group is None:
             raise ValueError(
@@ -429,7 +421,7 @@ class AllReduce:
                 f"all_reduce of several buffers needs one dtype, found {[(m.name, m.dtype) for m in buffers]}; "
                 "call it once for each dtype"
             )
-        self._op, self._divide = op, divide
+        self._op: Op = op
 
     def start(self, *, stream: Any = None, after: Events | None = None) -> Handle:
         """Start reducing.
@@ -451,8 +443,6 @@ class AllReduce:
             return transport_of(group, first.transport).all_reduce(reduced, self._op, _label(self._buffers))
 
         def finish() -> None:
-            if self._divide is not None:
-                compat.scale(reduced, 1.0 / self._divide)
             if first.offloaded:
                 compat.copy(flats, reduced, non_blocking=True)
 

@@ -52,11 +52,7 @@ class DisagreementError(RuntimeError):
 
 
 def compare_mode() -> str:
-    """How titles are compared, from the environment.
-
-    Raises:
-        ValueError: an unknown mode.
-    """
+    """How titles are compared, from the environment. Raises ValueError: an unknown mode."""
     mode = os.environ.get(COMPARE_VARIABLE) or _MODES[0]
     if mode not in _MODES:
         raise ValueError(f"{COMPARE_VARIABLE} is {mode!r}; expected one of {', '.join(_MODES)}")

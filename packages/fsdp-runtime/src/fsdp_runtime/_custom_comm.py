@@ -21,11 +21,7 @@ _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 
 
 def checked(comm: Any, method: str) -> Any:
-    """The object, which must have FSDP2's protocol.
-
-    Raises:
-        TypeError: it has not.
-    """
+    """The object, which must have FSDP2's protocol. Raises TypeError: it has not."""
     if not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method} got {comm!r}; expected an object with allocate(size, *, dtype, device) and __call__, such as a "

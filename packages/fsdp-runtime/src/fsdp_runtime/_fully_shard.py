@@ -44,7 +44,7 @@ from .optim import stale
 _log = logging.getLogger(__name__)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-Slots = dict[str, torch.Tensor | None]
+Moved = list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]  # where to put it, a copy of a buffer
 
 
 class _Options(TypedDict, total=False):
@@ -115,9 +115,8 @@ def fully_shard(
         block_policy: `(name, parameter) -> block or None`: the runs of a parameter that must stay on one rank. See
             `fsdp_runtime.block_policies`.
         transport: how bytes get from rank to rank: "auto", "collectives" (on a GPU in this runtime's streams, as
-            FSDP2's), "own_stream" (in the process group's), "peer_memory", or a function that makes a
-            `dbuffer.Transport` of a process group. Defaults to the environment variable DBUFFER_TRANSPORT, else
-            "auto".
+            FSDP2's), "peer_memory", or a function that makes a `dbuffer.Transport` of a process group. Defaults to the
+            environment variable DBUFFER_TRANSPORT, else "auto".
         planner: packs the tensors of a group: `(tensors, world_size, *, align) -> layout_planner.Layout`.
         quantization_policy: what is quantized, and how: a `fsdp_runtime.QuantizationPolicy`. Defaults to nothing.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
@@ -143,7 +142,9 @@ def fully_shard(
     contents = _plan(modules, request, ignored_params, shard_placement_fn)
     options = UnitOptions(reshard_after_forward=keep, skippable=bool(skippable))
     unit = Unit(modules, request, options, streams, hooks.gradient_hook)
-    _commit(_allocate(Member(unit, Pass(streams)), contents))
+    groups, buffers = _allocate(unit, contents)
+    classes = [mixed_class(type(each)) for each in modules]  # may refuse, as all before
+    _commit(Member(unit, Pass(streams)), contents, groups, buffers, classes)
     return module
 
 
@@ -173,23 +174,19 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
 
 
 def _check_policies(precision: Any, offload: Any, blocks: Any, planner: Any, quantization: Any) -> None:
-    for name, value, expected in (
-        ("mp_policy", precision, MixedPrecisionPolicy),
-        ("offload_policy", offload, OffloadPolicy),
-    ):
-        if not isinstance(value, expected):
-            raise TypeError(f"{name} is {value!r}; expected a {expected.__name__} of torch.distributed.fsdp")
-    if blocks is not None and not callable(blocks):
-        raise TypeError(
-            f"block_policy is {blocks!r}; expected a function (name, parameter) -> block or None, such as one of "
-            "fsdp_runtime.block_policies"
-        )
-    if not callable(planner):
-        raise TypeError(f"planner is {planner!r}; expected a function such as layout_planner.plan")
-    if quantization is not None and not isinstance(quantization, Quantization):
-        raise TypeError(
-            f"quantization_policy is {quantization!r}; expected a fsdp_runtime.QuantizationPolicy"
-        )
+    def expect(fits: bool, name: str, value: Any, expected: str) -> None:
+        if not fits:
+            raise TypeError(f"{name} is {value!r}; expected {expected}")
+
+    functions = "a function (name, parameter) -> block or None, such as one of fsdp_runtime.block_policies"
+    quantizes = quantization is None or isinstance(quantization, Quantization)
+    expect(
+        isinstance(precision, MixedPrecisionPolicy), "mp_policy", precision, "torch's MixedPrecisionPolicy"
+    )
+    expect(isinstance(offload, OffloadPolicy), "offload_policy", offload, "torch's OffloadPolicy")
+    expect(blocks is None or callable(blocks), "block_policy", blocks, functions)
+    expect(callable(planner), "planner", planner, "a function such as layout_planner.plan")
+    expect(quantizes, "quantization_policy", quantization, "a fsdp_runtime.QuantizationPolicy")
 
 
 def _checked_reshard(value: Any, data: DataMesh) -> tuple[bool | None, int | None]:
@@ -235,18 +232,6 @@ class _Contents:
     managed: set[nn.Module]  # the modules whose buffers move
 
 
-@dataclass
-class _Ready:
-    """All memory and values that a call needs, before any module changes."""
-
-    member: Member
-    contents: _Contents
-    groups: list[Group]  # of the new unit
-    # copies of the modules' buffers on the device, and where to put them
-    buffers: list[tuple[Slots, str, torch.Tensor]]
-    classes: list[type[nn.Module]]  # of the modules, with `FSDPModule`
-
-
 def _plan(
     modules: tuple[nn.Module, ...],
     request: Request,
@@ -282,25 +267,24 @@ def _plan(
     return _Contents(params, values, tied, names, managed)
 
 
-def _allocate(member: Member, contents: _Contents) -> _Ready:
-    """Allocate and fill the groups of the unit. Modules do not change."""
-    unit = member.unit
+def _allocate(unit: Unit, contents: _Contents) -> tuple[list[Group], Moved]:
+    """Allocate and fill the groups of the unit, and copies of buffers that are elsewhere. Modules do not change."""
     for param in contents.params:
         if not param.data.single_process:
             param.digest = digest_of(contents.values[param.name])
     groups = unit.lay_out(contents.params, contents.values)
-    buffers = _moved_buffers(contents.managed, unit.data.device)
-    return _Ready(member, contents, groups, buffers, list(map(mixed_class, map(type, unit.modules))))
+    return groups, _moved_buffers(contents.managed, unit.data.device)
 
 
-def _commit(ready: _Ready) -> None:
+def _commit(
+    member: Member, contents: _Contents, groups: list[Group], buffers: Moved, classes: list[type[nn.Module]]
+) -> None:
     """Put the sharded parameters into the modules, and hook the unit in. Nothing is refused from here on."""
-    member, contents = ready.member, ready.contents
     unit = member.unit
-    unit.take(ready.groups)
+    unit.take(groups)
     for each in contents.tied:
         _tie(each, unit, contents.names)
-    for slots, name, buffer in ready.buffers:
+    for slots, name, buffer in buffers:
         slots[name] = buffer
     for inner in contents.managed:
         compat.mark_for_dynamo(inner)
@@ -310,7 +294,7 @@ def _commit(ready: _Ready) -> None:
     holders = [place.module for param in unit.params for place in param.places]
     state_dict.attach(unit, dict.fromkeys([*unit.modules, *holders]))
     stale.watch()
-    for module, mixed in zip(unit.modules, ready.classes, strict=True):
+    for module, mixed in zip(unit.modules, classes, strict=True):
         module.__class__ = mixed
     member.join()
 
@@ -453,11 +437,10 @@ def _check_neighbors(params: list[Param], count: int) -> None:
             )
 
 
-def _moved_buffers(modules: set[nn.Module], device: torch.device) -> list[tuple[Slots, str, torch.Tensor]]:
-    """Copies on this device of the modules' buffers that are elsewhere, and where to put them."""
-    moved: list[tuple[Slots, str, torch.Tensor]] = []
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                moved.append((module._buffers, name, buffer.to(device)))
-    return moved
+def _moved_buffers(modules: set[nn.Module], device: torch.device) -> Moved:
+    return [
+        (module._buffers, name, buffer.to(device))
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.device != device
+    ]

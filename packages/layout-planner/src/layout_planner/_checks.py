@@ -32,9 +32,5 @@ def check_integers(name: str, values: Iterable[object], least: int) -> None:
 
 
 def check_world_size(value: object) -> int:
-    """Return `value` if it is a number of ranks.
-
-    Raises:
-        ValueError: it is not an integer from 1 to `MOST_RANKS`.
-    """
+    """Return `value` if it is a number of ranks. Raises ValueError: it is not an integer from 1 to `MOST_RANKS`."""
     return check_integer("world_size", value, 1, MOST_RANKS)

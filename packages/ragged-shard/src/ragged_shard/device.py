@@ -173,11 +173,7 @@ _layers: dict[torch.device, DeviceLayer] = {}
 
 
 def device_layer(device: torch.device | str) -> DeviceLayer:
-    """The layer for a device, its index filled in.
-
-    Raises:
-        ValueError: neither cpu nor this machine's accelerator.
-    """
+    """The layer for a device, its index filled in. Raises ValueError: neither cpu nor this machine's accelerator."""
     device = torch.device(device)
     layer = _layers.get(device)
     if layer is not None:

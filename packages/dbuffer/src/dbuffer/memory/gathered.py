@@ -31,11 +31,7 @@ class GatheredMemory(Recycled):
             self.flats = self._flats(dtype)  # the gathered buffers, 1-D, one a segment
             # The same memory with separate version counters: a gather that writes there changes nothing for autograd.
             self.raw = self._flats(dtype)
-            own: list[torch.Tensor] = []
-            for raw in self.raw:
-                size = raw.numel() // layout.world_size
-                own.append(raw.narrow(0, geometry.rank * size, size))
-            self.own: Flats = tuple(own)  # this rank's slices of `raw`, one a segment
+            self.own = slices(self.raw, geometry.rank, layout.world_size)  # of `raw`, one a segment
         else:
             self.flats = self.raw = self.own = alias
             self.present = True
@@ -79,10 +75,7 @@ class NeighborSlices:
     ready: object  # the event after which they may be read
 
 
-def slices_among(flats: Flats, group: dist.ProcessGroup) -> Flats:
-    """Copies of this rank's slices of gathered memory, among the ranks of a smaller group."""
-    copied = []
-    for flat in flats:
-        size = flat.numel() // group.size()
-        copied.append(flat.narrow(0, group.rank() * size, size).clone())
-    return tuple(copied)
+def slices(flats: Flats, rank: int, size: int) -> Flats:
+    """A rank's slice of each flat tensor, which has equal slices of `size` ranks."""
+    lengths = [flat.numel() // size for flat in flats]
+    return tuple(flat.narrow(0, rank * n, n) for flat, n in zip(flats, lengths, strict=True))

@@ -154,28 +154,21 @@ def alignment_problem(layout: Layout, dtypes: tuple[torch.dtype, ...]) -> str | 
 
 def first_difference(local: Layout, other: Layout) -> str | None:
     """Describes the first difference of two layouts, by tensor or segment; None if they are equal."""
-    for what in ("world_size", "align"):
-        if getattr(local, what) != getattr(other, what):
-            return f"{what} is {getattr(local, what)} here, {getattr(other, what)} there"
-    names, others = [s.name for s in local.tensors], [s.name for s in other.tensors]
-    if odd := sorted(set(names) ^ set(others)):
-        return f"tensor {odd[0]} is only {'here' if odd[0] in names else 'there'}"
-    for spec in local.tensors:
-        if spec != (match := other.spec(spec.name)):
-            return (
-                f"tensor {spec.name} is {tuple(spec.shape)} in blocks {spec.block} here, "
-                f"{tuple(match.shape)} in blocks {match.block} there"
-            )
+    here, there = _facts(local), _facts(other)
+    for _, what in here.keys() ^ there.keys():
+        return f"{what} is only {'here' if (1, what) in here else 'there'}"
+    for key in here:
+        if here[key] != there[key]:
+            return f"{key[1]} is {here[key]} here, {there[key]} there"
+    return None
+
+
+def _facts(layout: Layout) -> dict[tuple[int, str], str]:
+    """All that makes a layout, by its name after a number: the most telling first."""
+    facts = {(0, "world_size"): str(layout.world_size), (0, "align"): str(layout.align)}
+    names = [spec.name for spec in layout.tensors]
+    facts |= {(1, f"tensor {s.name}"): f"{tuple(s.shape)} in blocks {s.block}" for s in layout.tensors}
     for name in names:
-        if _where(local, name) != _where(other, name):
-            return f"tensor {name} is {_where(local, name)} here, {_where(other, name)} there"
-    for index, (own, matching) in enumerate(zip(local.segments, other.segments, strict=True)):
-        if own.shard_size != matching.shard_size:
-            return (
-                f"segment {index} has shards of {own.shard_size} elements here, {matching.shard_size} there"
-            )
-    return None if names == others else f"the tensors are in another order: {names} here, {others} there"
-
-
-def _where(layout: Layout, name: str) -> str:
-    return f"at element {layout.offset(name)} of segment {layout.segment_of(name)}"
+        facts[2, f"tensor {name}"] = f"at element {layout.offset(name)} of segment {layout.segment_of(name)}"
+    facts[3, "the number of elements of a rank by segment"] = str([s.shard_size for s in layout.segments])
+    return facts | {(4, "the order of tensors"): str(names)}

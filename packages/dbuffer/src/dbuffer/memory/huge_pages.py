@@ -8,14 +8,12 @@ a peer reads them 1.3 to 1.6 times as fast. Linux gives them on request where
 import ctypes
 import functools
 import mmap
-import os
 from collections.abc import Callable
 
 import torch
 
 from ragged_shard.device import is_cpu
 
-VARIABLE = "DBUFFER_HUGE_PAGES"
 PAGE = 1 << 21
 SMALLEST = 2 * PAGE  # bytes: it holds at least one whole page, wherever it begins
 
@@ -36,10 +34,8 @@ def prefer_huge_pages(memory: torch.Tensor | torch.UntypedStorage) -> None:
 
 @functools.cache
 def _advise() -> Callable[[int, int, int], int] | None:
-    """The C library's `madvise`; None where it is not wanted, or not there."""
-    if os.environ.get(VARIABLE, "1") in ("", "0") or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    call = getattr(ctypes.CDLL(None), "madvise", None)
+    """The C library's `madvise`; None where it is not there."""
+    call = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
     if call is not None:
         call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         call.restype = ctypes.c_int

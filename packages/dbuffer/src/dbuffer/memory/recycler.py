@@ -46,7 +46,6 @@ class RecyclerStats:
         parked_bytes: kept for the next buffer that asks.
         peak_bytes: the most that allocated and parked bytes were together.
         allocations: how often memory came from torch's allocator.
-        reuses: how often a parked block was handed out again.
         quarantined_bytes: never to be used again, because a collective on them failed.
     """
 
@@ -54,7 +53,6 @@ class RecyclerStats:
     parked_bytes: int
     peak_bytes: int
     allocations: int
-    reuses: int
     quarantined_bytes: int
 
 
@@ -103,7 +101,7 @@ class Recycler:
         # The storages that have memory, and on a device its home.
         self._homes: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._spare: list[torch.UntypedStorage] = []  # empty storage objects, to park blocks in
-        self._parked_bytes = self._peak = self._allocations = self._reuses = self._quarantined = 0
+        self._parked_bytes = self._peak = self._allocations = self._quarantined = 0
         self._arena: HostArena | None = None
         _recyclers.add(self)
 
@@ -117,7 +115,7 @@ class Recycler:
     def stats(self) -> RecyclerStats:
         """The figures at this moment."""
         return RecyclerStats(
-            self._used(), self._parked_bytes, self._peak, self._allocations, self._reuses, self._quarantined
+            self._used(), self._parked_bytes, self._peak, self._allocations, self._quarantined
         )
 
     def _used(self) -> int:
@@ -148,7 +146,6 @@ class Recycler:
                 compat.swap_memory(storage, block)
                 self._spare.append(block)
                 self._homes[storage] = None
-                self._reuses += 1
                 return
             self.trim()  # so that there is never more memory than was in use at once
             if self._arena is not None and nbytes >= self._arena.smallest:

@@ -7,13 +7,7 @@
 Knows process groups and tensors; nothing of layouts or buffers.
 """
 
-from .choice import (
-    TRANSPORT_VARIABLE,
-    TransportChoice,
-    arena_of,
-    resolved,
-    transport_of,
-)
+from .choice import TRANSPORT_VARIABLE, TransportChoice, arena_of, resolved, transport_of
 from .collectives import Coalesced, Collectives
 from .protocol import Op, Pairs, Transport, Work
 

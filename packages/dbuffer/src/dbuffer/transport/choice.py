@@ -3,7 +3,6 @@
 "auto"          peer memory for large exchanges of a gloo group of 2 to 16 ranks, if they can map each other's memory;
                 else collectives
 "collectives"   torch.distributed's collectives for everything, on a GPU in the stream that they are called in
-"own_stream"    the same, on a GPU in the process group's own stream
 "peer_memory"   peer memory for large exchanges; ValueError where that is not possible
 a callable      called once with the process group, returns the caller's `Transport`
 """
@@ -29,7 +28,7 @@ TRANSPORT_VARIABLE = "DBUFFER_TRANSPORT"
 MAX_RANKS = 16  # largest group that "auto" connects; larger ones were not measured
 TransportChoice = str | Callable[[dist.ProcessGroup], Transport]
 
-_NAMES = ("auto", "collectives", "own_stream", "peer_memory")
+_NAMES = ("auto", "collectives", "peer_memory")
 _log = logging.getLogger("dbuffer.transport")
 _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportChoice, Transport]]" = (
     weakref.WeakKeyDictionary()
@@ -87,8 +86,8 @@ def _obstacle(group: dist.ProcessGroup, choice: TransportChoice) -> str:
 
 
 def _made(group: dist.ProcessGroup, choice: str) -> Transport:
-    if choice in ("collectives", "own_stream") or group.size() == 1:
-        return Collectives(group, own_stream=choice == "own_stream")
+    if choice == "collectives" or group.size() == 1:
+        return Collectives(group)
     obstacle = _obstacle(group, choice)
     if not obstacle:
         from .peer.direct import Direct

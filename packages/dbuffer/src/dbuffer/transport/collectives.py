@@ -1,7 +1,7 @@
 """torch.distributed's own collectives, on NCCL and gloo one coalesced call for any number of tensors.
 
-On a GPU they run on the stream that is current when they start, with its priority, as FSDP2's do; or on the process
-group's own stream, if that is asked for. On a CPU, and with gloo, there is no such stream: they are asynchronous.
+On a GPU they run on the stream that is current when they start, with its priority, as FSDP2's do. On a CPU, and with
+gloo, there is no such stream: they are asynchronous.
 """
 
 import weakref
@@ -36,20 +36,13 @@ class Coalesced:
 
 
 class Collectives:
-    """The transport that every process group has.
-
-    Args:
-        group: the process group.
-        own_stream: let collectives of a device run on the group's stream instead of the current one.
-    """
+    """The transport that every process group has."""
 
     name = "collectives"
 
-    def __init__(self, group: dist.ProcessGroup, *, own_stream: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # the registry of transports must not keep groups alive
-        self._own_stream = own_stream
-        self._queued: dict[torch.device, bool] = {}
-        self._coalesces: dict[torch.device, bool] = {}
+        self._known: dict[torch.device, tuple[bool, bool]] = {}  # by device: queued, coalesces
 
     def all_gather(self, pairs: Pairs, label: str) -> Work | None:
         """One all-gather."""
@@ -85,14 +78,14 @@ class Collectives:
     ) -> Work | None:
         group = self.group()
         device = calls[0][0].device
-        if device not in self._queued:
-            self._queued[device] = self._is_queued(group, device)
-            self._coalesces[device] = compat.coalesces(group, device)
-        asynchronous = not self._queued[device]
+        if device not in self._known:
+            self._known[device] = self._is_queued(group, device), compat.coalesces(group, device)
+        queued, coalesces = self._known[device]
+        asynchronous = not queued
         if len(calls) == 1:
             work: Work | None = call(*calls[0], group=group, async_op=asynchronous, **options)
             return work
-        if not self._coalesces[device]:
+        if not coalesces:
             started = [call(*tensors, group=group, async_op=asynchronous, **options) for tensors in calls]
             return Coalesced(started) if asynchronous else None
         with compat.coalescing(group=group, async_ops=asynchronous) as works:
@@ -104,8 +97,7 @@ class Collectives:
         """Whether there is nothing to wait for: calls are queued on the current stream, or move nothing."""
         if compat.is_fake(group):
             return True
-        on_streams = device_layer(device).asynchronous
-        return on_streams and not self._own_stream and not compat.is_gloo(group, device)
+        return device_layer(device).asynchronous and not compat.is_gloo(group, device)
 
 
 def _needs_bytes(pairs: Pairs) -> bool:

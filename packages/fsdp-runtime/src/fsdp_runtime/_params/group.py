@@ -24,16 +24,7 @@ from ragged_shard.dist import installed_versions, raise_on_all_ranks
 from .. import _torch_compat as compat
 from .._grads.buffer import GradBuffer
 from .._grads.scaling import ReduceOptions
-from .._plan.group import (
-    Dtypes,
-    GroupMemory,
-    GroupPlan,
-    ParamPlan,
-    Request,
-    as_sharded,
-    planned,
-    wrap_local,
-)
+from .._plan.group import Dtypes, GroupMemory, GroupPlan, ParamPlan, Request, as_sharded, planned, wrap_local
 from .._plan.param import MakeHook, ManagedParam, Settings, local_of, managed_of, refuse_patched
 from .._torch.streams import Streams
 from .._torch.tree import local_tensor

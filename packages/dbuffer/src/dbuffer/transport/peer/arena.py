@@ -115,11 +115,7 @@ class Arena:
         self._process = os.getpid()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory, uint8, at a page's begin.
-
-        Raises:
-            RuntimeError: there is no memory.
-        """
+        """Uninitialised memory, uint8, at a page's begin. Raises RuntimeError: there is no memory."""
         size = _whole_pages(nbytes)
         with self._lock:
             self._take_returned()
@@ -195,11 +191,7 @@ class Arena:
             self._count(begin - end)
 
     def _populate(self, begin: int, size: int) -> None:
-        """Allocate the pages of a range.
-
-        Raises:
-            RuntimeError: there is no memory.
-        """
+        """Allocate the pages of a range. Raises RuntimeError: there is no memory."""
         while _libc().madvise(self.address + begin, size, _POPULATE_WRITE):
             error = ctypes.get_errno()
             if error == errno.EINTR:

@@ -146,11 +146,7 @@ def _meet(
 
 
 def _exchange_memory(sockets: Mapping[int, socket.socket]) -> dict[int, Peer]:
-    """Pass this process's memory to all others, and map theirs.
-
-    Raises:
-        OSError: that is not possible, in words.
-    """
+    """Pass this process's memory to all others, and map theirs. Raises OSError: that is not possible, in words."""
     peers: dict[int, Peer] = {}
     for connection in sockets.values():
         socket.send_fds(connection, [b"!"], [arena().fd])

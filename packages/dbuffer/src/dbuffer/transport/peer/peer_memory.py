@@ -102,15 +102,8 @@ class PeerExchange:
     Attributes:
         number: counts the exchanges of this rank; 0 until the thread has begun it.
         label: name of the exchange.
-        given_digests, taken_digests: of what peers must have in common with this rank.
-        gives: where in this rank's memory the tensors for each peer are.
-        takes: where what each peer gives is to be, in this process.
-        total: what the tensors of peers are added to; None where they are copied into their places.
-        deadline: on the monotonic clock; the group's timeout after the start.
         untaken: peers whose tensors this rank has not read yet.
         unread: peers that have not read this rank's yet.
-        quiet: whether nothing reads or writes the tensors any more.
-        under_way: whether `wait` has not raised.
     """
 
     def __init__(
@@ -123,19 +116,24 @@ class PeerExchange:
         total: Sum | None = None,
     ) -> None:
         self._answering = answering
+        # what the tensors of peers are added to; None where they are copied into their places
         self.total = total
         shared = _in_shared_memory(gives)
         self._in_use: object = (shared, takes)  # alive as long as a peer, or the thread, may look at them
         self.number, self.label = 0, label
+        # given_digests, taken_digests: of what peers must have in common with this rank
         self.given_digests = {peer: _digest(label, tensors) for peer, tensors in gives.items()}
         self.taken_digests = {peer: _digest(label, tensors) for peer, tensors in takes.items()}
+        # where in this rank's memory the tensors for each peer are
         self.gives = {peer: _places(tensors) for peer, tensors in shared.items()}
+        # where what each peer gives is to be, in this process
         self.takes = {peer: [_Target.of(tensor) for tensor in tensors] for peer, tensors in takes.items()}
         self.untaken, self.unread = set(takes), set(gives)
         self._timeout = timeout
+        # on the monotonic clock; the group's timeout after the start
         self.deadline = time.monotonic() + timeout
-        self.quiet = False
-        self.under_way = True
+        self.quiet = False  # whether nothing reads or writes the tensors any more
+        self.under_way = True  # whether `wait` has not raised
         self._error: str | None = None
         # Not an Event: a signal that comes while one takes its inner lock leaves that locked, and the thread stuck.
         self._ended = threading.Lock()
@@ -196,9 +194,7 @@ def _offset(tensor: torch.Tensor) -> int | None:
     return offset_of(tensor.data_ptr(), tensor.nbytes)
 
 
-def _in_shared_memory(
-    gives: Mapping[int, Sequence[torch.Tensor]],
-) -> Mapping[int, Sequence[torch.Tensor]]:
+def _in_shared_memory(gives: Mapping[int, Sequence[torch.Tensor]]) -> Mapping[int, Sequence[torch.Tensor]]:
     """The tensors themselves where peers can read them, else copies, all in one block."""
     private = {
         (tensor.data_ptr(), tensor.nbytes): tensor
@@ -263,18 +259,13 @@ class _GiveUpError(Exception):
 
 
 class _Answering:
-    """The thread: sends peers the places of this rank's slices, reads theirs, and ends exchanges.
-
-    Attributes:
-        bell: rings the thread; when it is shut, the thread ends.
-        thread: it.
-    """
+    """The thread: sends peers the places of this rank's slices, reads theirs, and ends exchanges."""
 
     def __init__(self, peers: Mapping[int, Peer]) -> None:
         self._peers = peers
         self._number = 0
         self._started: deque[PeerExchange] = deque()
-        self.bell, self._heard = socket.socketpair()
+        self.bell, self._heard = socket.socketpair()  # wakes the thread; shut, it ends it
         self.bell.setblocking(False)
         self.thread = threading.Thread(target=self.run, name="dbuffer peers", daemon=True)
         self._under_way: dict[int, PeerExchange] = {}
