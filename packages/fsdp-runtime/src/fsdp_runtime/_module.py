@@ -12,7 +12,6 @@ import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import deprecated
 
 from . import _torch_compat as compat
 from ._grads.scaling import AllReduceHook
@@ -236,10 +235,8 @@ class FSDPModule(fsdp.FSDPModule):
             raise ValueError(f"gradient divide factor {factor}: expected a positive number")
         _change_reduction(_unit(self), divide_factor=float(factor))
 
-    @deprecated("Use `set_gradient_divide_factor` instead")
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's deprecated name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    # FSDP2's deprecated name of it.
+    set_reduce_scatter_divide_factor = fsdp.FSDPModule.set_reduce_scatter_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Send sums only, dividing afterwards: some of NCCL's fast paths know nothing else."""

@@ -61,15 +61,6 @@ class SubclassGather(Encoder, WireForm):
     Pre and post are called in every gather, under no_grad: pre on the stream that gathers, post on the one that waits.
     The first gather compares pre's results on all ranks: one object all-gather of a few bytes. A rank without rows
     still calls pre, with one row of zeros, so that collectives inside it match; the result is ignored.
-
-    Args:
-        name: of the group, for errors.
-        params: its parameters.
-        data: the mesh that cuts them.
-        precision: given to pre.
-        dtype: of the unsharded parameters, given to post.
-        layer: of the device that computes.
-        make_hook: makes the hooks of unsharded parameters.
     """
 
     def __init__(
@@ -77,8 +68,8 @@ class SubclassGather(Encoder, WireForm):
         name: str,
         params: Sequence[ManagedParam[Any]],
         data: DataMesh,
-        precision: MixedPrecisionPolicy,
-        dtype: torch.dtype,
+        precision: MixedPrecisionPolicy,  # given to pre
+        dtype: torch.dtype,  # of the unsharded parameters, given to post
         layer: DeviceLayer,
         make_hook: MakeHook,
     ) -> None:
@@ -175,12 +166,7 @@ class SubclassGather(Encoder, WireForm):
         return tuple(returned)
 
     def _plan(self, member: _Member, tensors: tuple[torch.Tensor, ...], by_rank: list[Any]) -> None:
-        """Make the planes of one parameter.
-
-        Args:
-            tensors: result of pre on this rank.
-            by_rank: shapes and dtypes of it on each rank.
-        """
+        """Make the planes of one parameter, of pre's result here, and its shapes and dtypes on each rank."""
         who = f"{member.param.name} in {self._name}: what {PRE} of {member.extension.kind.__name__} returned"
         for rank, specs in enumerate(by_rank):
             if [(shape[1:], dtype) for shape, dtype in specs] != [(s[1:], d) for s, d in by_rank[0]]:
