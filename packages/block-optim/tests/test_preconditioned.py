@@ -8,7 +8,7 @@ from runs import small
 from shampoo_helpers import gradients, parameter, train
 
 from block_optim import SOAP, Shampoo
-from block_optim.shampoo import batches, rule
+from block_optim.shampoo import batches, linalg, rule
 
 KINDS = pytest.mark.parametrize("kind", [Shampoo, SOAP])
 
@@ -113,7 +113,7 @@ def test_batches_that_are_filled_up_as_on_cuda_change_no_bit_and_no_count(kind, 
     for filled in (False, True):
         if filled:
             for module in (batches, rule):
-                monkeypatch.setattr(module, "capacity", lambda count, size, device: size)
+                monkeypatch.setattr(module, "capacity", lambda count, dim, device: linalg.chunk_size(dim))
         param = parameter((9, 6))
         optimizer = kind([param], **small(diagonal_above=8))
         train([param], [[torch.zeros(9, 6), *gradients((9, 6), 6)]], optimizer)

@@ -177,9 +177,7 @@ class Preconditioned(BlockOptimizer):
     def _apply(self, works: Iterable[TensorStep], move: Move) -> None:
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
 
-        Args:
-            works: the updates to apply.
-            move: updates local weights, flat and in the compute dtype, of works of one group.
+        `move` updates the local weights, flat and in the compute dtype, of works of one group.
         """
         for group, step, members in by_step(works):
             weights = [w.tensor.param.local.view(-1) for w in members]
@@ -219,8 +217,8 @@ class Preconditioned(BlockOptimizer):
         for exchange in self._exchanges():
             agreed = exchange.agree([n in result for n in exchange.numbers])
             taking = [n for n, there in zip(exchange.numbers, agreed, strict=True) if there]
-            local = {n: result[n] if n in result else _local_zeros(tensors[n]) for n in taking}
-            owned = {n: _zeros(tensors[n], tensors[n].owned_numel) for n in taking}
+            local = {n: result[n] if n in result else tensors[n].zeros() for n in taking}
+            owned = {n: tensors[n].zeros(tensors[n].owned_numel) for n in taking}
             exchange.gather(local, owned)
             result |= owned
         works = []
@@ -229,7 +227,7 @@ class Preconditioned(BlockOptimizer):
             counter = self.state[tensor.param.tensor]["step"]
             counter += 1
             update = torch.empty_like(grad)
-            local_update = _local_zeros(tensor) if tensor.moves else update
+            local_update = tensor.zeros() if tensor.moves else update
             works.append(TensorStep(tensor, int(counter), grad, update, local_update))
         for work in works:  # into the memory of the update, which is written later, block by block
             if work.grad.dtype == torch.float32:
@@ -261,12 +259,9 @@ def _set_identities(block: OwnedBlock) -> None:
             store_square([view], torch.eye(block.dim(side), dtype=view.dtype, device=view.device)[None])
 
 
-def _zeros(tensor: TensorPlan, numel: int) -> Tensor:
-    return torch.zeros(numel, dtype=tensor.compute, device=tensor.param.device)
-
-
-def _local_zeros(tensor: TensorPlan) -> Tensor:
-    return _zeros(tensor, tensor.param.local.numel())
+def flat_states(works: Iterable[TensorStep], name: str) -> list[Tensor]:
+    """This rank's elements of a state, 1-D, of the tensors that have it."""
+    return [state for w in works if (state := w.tensor.flat(name)) is not None]
 
 
 def by_step(works: Iterable[TensorStep]) -> list[tuple[Group, int, list[TensorStep]]]:

@@ -1,8 +1,9 @@
 """Batches of equal blocks, and their states as batched matrices."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,11 @@ class Batch:
 
     blocks: Sequence[OwnedBlock]
     capacity: int
-    rows: int
-    cols: int
-    compute: torch.dtype
-    device: torch.device
 
     def matrices(self, views: Iterable[Tensor]) -> Tensor:
         """(capacity, rows, cols) of views of that size, followed by zeros."""
-        return gather(list(views), self.capacity, self.rows, self.cols, self.compute)
+        first = self.blocks[0]
+        return gather(list(views), self.capacity, first.rows, first.cols, first.tensor.compute)
 
     def state(self, name: str) -> Tensor:
         """(capacity, rows, cols) of a state of the parameter's shape."""
@@ -36,18 +34,9 @@ class Batch:
         """Write a state of the parameter's shape back."""
         foreach_copy_([b.views[name] for b in self.blocks], list(values[: len(self.blocks)]))
 
-    def dim(self, side: str) -> int:
-        """Size along one side."""
-        return self.rows if side == ROWS else self.cols
-
-    def diagonal(self, side: str) -> bool:
-        """Whether the factors of a side are diagonal."""
-        return self.blocks[0].diagonal(side)
-
     def side(self, kind: str, side: str) -> Tensor:
         """Factors, roots or bases of one side: (capacity, d, d), or (capacity, d) where they are diagonal."""
-        views = [block.views[f"{kind}_{side}"] for block in self.blocks]
-        return load_square(views, self.dim(side), self.diagonal(side), self.capacity, self.compute)
+        return load_square([(block, side) for block in self.blocks], kind, self.capacity)
 
     def put_side(self, kind: str, side: str, values: Tensor) -> None:
         """Write them back."""
@@ -56,26 +45,21 @@ class Batch:
 
 def batches(blocks: Iterable[OwnedBlock]) -> list[Batch]:
     """All blocks in batches of equal ones: of one size, one kind of factors and one dtype."""
-    classes: dict[Hashable, list[OwnedBlock]] = defaultdict(list)
+    classes: dict[tuple[Any, ...], list[OwnedBlock]] = defaultdict(list)
     for block in blocks:
         kinds = (block.diagonal(ROWS), block.diagonal(COLS))
         tensor = block.tensor
         classes[block.rows, block.cols, kinds, tensor.compute, tensor.param.device].append(block)
     result: list[Batch] = []
-    for members in classes.values():
-        rows, cols, tensor = members[0].rows, members[0].cols, members[0].tensor
-        size = linalg.chunk_size(max(rows, cols), max(rows, cols))
-        device = tensor.param.device
-        result += [
-            Batch(chunk, capacity(len(chunk), size, device), rows, cols, tensor.compute, device)
-            for chunk in linalg.chunks(members, size)
-        ]
+    for (rows, cols, *_, device), members in classes.items():
+        dim = max(rows, cols)
+        result += [Batch(chunk, capacity(len(chunk), dim, device)) for chunk in linalg.chunks(members, dim)]
     return result
 
 
-def capacity(count: int, size: int, device: torch.device) -> int:
+def capacity(count: int, dim: int, device: torch.device) -> int:
     """Matrices in a batched operand: all that fit on an accelerator, where their number must not depend on owners."""
-    return count if is_cpu(device) else size
+    return count if is_cpu(device) else linalg.chunk_size(dim)
 
 
 def gather(views: Sequence[Tensor], count: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -86,11 +70,12 @@ def gather(views: Sequence[Tensor], count: int, rows: int, cols: int, dtype: tor
     return batch
 
 
-def load_square(
-    views: Sequence[Tensor], dim: int, diagonal: bool, count: int, compute: torch.dtype
-) -> Tensor:
-    """(count, d, d) of flat states that are matrices, or (count, d) of diagonal ones."""
-    if diagonal:
+def load_square(items: Sequence[tuple[OwnedBlock, str]], kind: str, count: int) -> Tensor:
+    """(count, d, d) of a state of equal sides, by its kind, or (count, d) where it is diagonal."""
+    block, side = items[0]
+    dim, compute = block.dim(side), block.tensor.compute
+    views = [block.views[f"{kind}_{side}"] for block, side in items]
+    if block.diagonal(side):
         return gather([v[None] for v in views], count, 1, dim, compute)[:, 0]
     return gather([v.view(dim, dim) for v in views], count, dim, dim, compute)
 

@@ -24,13 +24,14 @@ _ALIGN = 16  # elements of 4 bytes: one cache line
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def chunk_size(rows: int, cols: int) -> int:
+def chunk_size(dim: int) -> int:
     """How many matrices of this size are worked on at once: bounds temporary memory, and fixes the batch on CUDA."""
-    return max(1, min(64, _CHUNK_ELEMENTS // (rows * cols)))
+    return max(1, min(64, _CHUNK_ELEMENTS // dim**2))
 
 
-def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Consecutive items, at most `size` at a time."""
+def chunks(items: Sequence[T], dim: int) -> Iterator[Sequence[T]]:
+    """Consecutive items, each with a matrix of this size, as many as are worked on at once."""
+    size = chunk_size(dim)
     for begin in range(0, len(items), size):
         yield items[begin : begin + size]
 
@@ -72,14 +73,9 @@ def norms(batch: Tensor) -> Tensor:
     return result * scale
 
 
-def row_sums(batch: Tensor) -> Tensor:
-    """(k, m, n) -> (k, m)."""
-    return torch.stack([matrix.sum(1) for matrix in batch]) if is_cpu(batch.device) else batch.sum(2)
-
-
-def col_sums(batch: Tensor) -> Tensor:
-    """(k, m, n) -> (k, n)."""
-    return torch.stack([matrix.sum(0) for matrix in batch]) if is_cpu(batch.device) else batch.sum(1)
+def sums(batch: Tensor, dim: int) -> Tensor:
+    """The sums of each matrix of (k, m, n): over dim 1 (k, n), over dim 2 (k, m)."""
+    return torch.stack([m.sum(dim - 1) for m in batch]) if is_cpu(batch.device) else batch.sum(dim)
 
 
 def power(batch: Tensor, exponent: float) -> Tensor:

@@ -106,11 +106,16 @@ class TensorPlan:
                     self.blocks.append(OwnedBlock(self, *size, column, strip.start - base, counts[size]))
                 counts[size] += 1
 
+    def zeros(self, numel: int | None = None) -> Tensor:
+        """Zeros in the compute dtype, by default as many as this rank holds elements."""
+        numel = self.param.local.numel() if numel is None else numel
+        return torch.zeros(numel, dtype=self.compute, device=self.param.device)
+
     def add_owned(self, state: dict[str, Tensor], name: str) -> None:
         """Add a state of zeros of the parameter's shape, each strip on its owner; locally it may be taken flat."""
         if self.moves:
             assert self.assignment is not None
-            local = torch.zeros(self.owned_numel, dtype=self.compute, device=self.param.device)
+            local = self.zeros(self.owned_numel)
             state[name] = self.holding.state(local, self.param.shape, self.assignment.elements())
         else:
             state[name] = self.param.zeros(self.compute)
@@ -128,7 +133,7 @@ class TensorPlan:
             for index, owner in enumerate(self.assignment.owners):
                 rows = grid.strip(index).rows
                 lengths[owner] += sum(self._numel(side, rows, width) for _, width in grid.columns)
-            local = torch.zeros(lengths[self.holding.rank], dtype=self.compute, device=self.param.device)
+            local = self.zeros(lengths[self.holding.rank])
             state[f"{kind}_{side}"] = self.holding.state(local, (sum(lengths),), lengths)
             self._sides[f"{kind}_{side}"] = side
 

@@ -15,6 +15,7 @@ of (L + r)^-1/2 (Q'AQ + r) (L + r)^-1/2 - I. A result does not depend on the oth
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -67,27 +68,42 @@ def inverse_roots(factors: Tensor, epsilon: float, *, last: Tensor) -> Roots:
     zero, eye = scale.isfinite() & ~usable, linalg.identity_like(factors)
     roots, residual = _eigh_roots(unit, epsilon)
     good = usable & (residual <= TOLERANCE) & _finite(roots)  # a NaN residual is not <=
-    counts = RootCounts(computed=len(factors))
-    kept: list[int] = []
-    fates = torch.stack([usable, good, zero]).tolist()  # the only wait for the device
-    for index, (is_usable, is_good, is_zero) in enumerate(zip(*fates, strict=True)):
+    fates = usable, good, zero
+    result = _settled(roots, fates, last, lambda i: eye[i], lambda i: _exact_root(unit[i], epsilon))
+    scaled = usable.clone()
+    if result.kept:
+        scaled[result.kept] = False
+    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -EXPONENT)
+    return Roots(roots * sizes[:, :, None], result.counts, result.kept)
+
+
+def _settled(
+    results: Tensor,
+    fates: tuple[Tensor, Tensor, Tensor],
+    last: Tensor,
+    at_zero: Callable[[int], Tensor],
+    exact: Callable[[int], Tensor | None],
+) -> Roots:
+    """Results, with those that are not good replaced by the module's table, in place.
+
+    `fates` are of each matrix whether it is finite, its result good, and it zero; `exact` is None where fp64 fails too.
+    """
+    counts, kept = RootCounts(computed=len(results)), list[int]()
+    rows = torch.stack(fates).tolist()  # the only wait for the device
+    for index, (is_finite, is_good, is_zero) in enumerate(zip(*rows, strict=True)):
         if is_good:
             continue
         if is_zero:
             counts.zero += 1
-            roots[index] = eye[index]
-        elif is_usable and (exact := _exact_root(unit[index], epsilon)) is not None:
+            results[index] = at_zero(index)
+        elif is_finite and (better := exact(index)) is not None:
             counts.fell_back += 1
-            roots[index] = exact.to(roots.dtype)
+            results[index] = better.to(results.dtype)
         else:
             counts.kept += 1
             kept.append(index)
-            roots[index] = last[index]
-    scaled = usable.clone()
-    if kept:
-        scaled[kept] = False
-    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -EXPONENT)
-    return Roots(roots * sizes[:, :, None], counts, kept)
+            results[index] = last[index]
+    return Roots(results, counts, kept)
 
 
 def _normalised(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +134,7 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     """
     scale, usable, unit = _normalised(factors)
     moved = linalg.matmul(unit, last)
-    estimates = linalg.col_sums(last * moved)
+    estimates = linalg.sums(last * moved, 1)
     order = torch.sort(estimates, dim=1, descending=True, stable=True).indices
     bases = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
     result = _checked_bases(bases, unit, scale, last)
@@ -131,28 +147,16 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
 
 
 def _checked_bases(bases: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
-    counts = RootCounts(computed=len(bases))
-    kept: list[int] = []
-    zero = scale.isfinite() & (scale < TINY)
-    good = _finite(bases) & scale.isfinite() & ~zero
-    for index, (is_good, is_zero, is_finite) in enumerate(
-        zip(*torch.stack([good, zero, scale.isfinite()]).tolist(), strict=True)
-    ):
-        if is_good:
-            continue
-        if is_zero:  # keep the previous basis, or the identity if there is none
-            counts.zero += 1
-            bases[index] = last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
-            continue
-        _, exact = linalg.eigh(unit[index : index + 1].double()) if is_finite else (None, None)
-        if exact is not None and bool(exact.isfinite().all()):
-            counts.fell_back += 1
-            bases[index] = exact[0].flip(1).to(bases.dtype)
-        else:
-            counts.kept += 1
-            kept.append(index)
-            bases[index] = last[index]
-    return Roots(bases, counts, kept)
+    finite, zero = scale.isfinite(), scale.isfinite() & (scale < TINY)
+
+    def at_zero(index: int) -> Tensor:  # the last basis, or the identity if there is none
+        return last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
+
+    def exact(index: int) -> Tensor | None:
+        _, vectors = linalg.eigh(unit[index : index + 1].double())
+        return vectors[0].flip(1) if bool(vectors.isfinite().all()) else None
+
+    return _settled(bases, (finite, _finite(bases) & finite & ~zero, zero), last, at_zero, exact)
 
 
 def _eigh_roots(unit: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

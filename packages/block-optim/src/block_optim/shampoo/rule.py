@@ -12,8 +12,10 @@ When a block's turn comes, by its number, the step and the options, is the same 
                          ^ the first preconditioned step: every block has a root
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from block_optim.core._torch_compat import foreach_add_, foreach_sub_
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import StepBlocks, TensorStep, by_step
-from block_optim.shampoo.batches import Batch, capacity, load_square
+from block_optim.shampoo.batches import Batch, capacity, load_square, store_square
 from block_optim.shampoo.plan import COLS, ROWS, SIDES, OwnedBlock
 from block_optim.shampoo.roots import EXPONENT, TINY, RootCounts, Roots, inverse_roots
 
@@ -54,47 +56,40 @@ def is_due(group: Group, number: int, step: int) -> bool:
 
 @dataclass
 class RootJob:
-    """Roots of factors of one size and kind, of any tensors and sides."""
+    """Roots of factors of one size, kind, step and set of options, of any tensors and sides."""
 
-    group: Group  # a parameter group with their options
-    step: int  # their step number
-    dim: int  # size of the factors
-    diagonal: bool  # whether they are diagonal
-    items: Sequence[tuple[OwnedBlock, str]] = ()  # the blocks and sides
-
-    def views(self, kind: str) -> list[Tensor]:
-        """The blocks' states of a kind: "factor" or "root"."""
-        return [block.views[f"{kind}_{side}"] for block, side in self.items]
+    step: int
+    items: Sequence[tuple[OwnedBlock, str]]  # the blocks and sides
 
     def run(self) -> Roots:
-        """The roots of the corrected factors; where one cannot be computed, the last one."""
-        size = linalg.chunk_size(self.dim, self.dim)
-        count = capacity(len(self.items), size, self.views("factor")[0].device)
-        compute = self.items[0][0].tensor.compute
-        factors, last = (
-            load_square(self.views(kind), self.dim, self.diagonal, count, compute)
-            for kind in ("factor", "root")
+        """Store the roots of the corrected factors; where one cannot be computed, keep the last one."""
+        block, side = self.items[0]
+        group, count = (
+            block.tensor.group,
+            capacity(len(self.items), block.dim(side), block.tensor.param.device),
         )
-        if (beta := beta2(self.group)) < 1:
+        factors, last = (load_square(self.items, kind, count) for kind in ("factor", "root"))
+        if (beta := beta2(group)) < 1:
             factors /= 1 - beta**self.step
-        roots = diagonal_roots if self.diagonal else inverse_roots
-        return roots(factors, self.group["root_epsilon"], last=last).without(len(factors) - len(self.items))
+        roots = diagonal_roots if block.diagonal(side) else inverse_roots
+        result = roots(factors, group["root_epsilon"], last=last).without(count - len(self.items))
+        store_square([block.views[f"root_{side}"] for block, side in self.items], result.roots)
+        return result
 
 
 def root_jobs(works: Sequence[TensorStep]) -> list[RootJob]:
     """All roots whose turn it is, equal sizes together."""
-    classes: dict[Hashable, tuple[RootJob, list[tuple[OwnedBlock, str]]]] = {}
+    classes: dict[tuple[Any, ...], list[tuple[OwnedBlock, str]]] = defaultdict(list)
     for group, step, members in by_step(works):
         for block in StepBlocks(members).blocks:
             if is_due(group, block.number, step):
                 for side in SIDES:
-                    kind = step, block.dim(side), block.diagonal(side)
                     how = group["root_epsilon"], beta2(group), block.tensor.compute, block.tensor.param.device
-                    classes.setdefault((how, kind), (RootJob(group, *kind), []))[1].append((block, side))
+                    classes[step, block.dim(side), block.diagonal(side), how].append((block, side))
     return [
-        replace(job, items=chunk)
-        for job, items in classes.values()
-        for chunk in linalg.chunks(items, linalg.chunk_size(job.dim, job.dim))
+        RootJob(step, chunk)
+        for (step, dim, *_), items in classes.items()
+        for chunk in linalg.chunks(items, dim)
     ]
 
 
@@ -117,7 +112,7 @@ def outer(grads: Tensor, side: str, diagonal: bool) -> Tensor:
     """G G' or G'G, or its diagonal."""
     if diagonal:
         squares = grads * grads
-        return linalg.row_sums(squares) if side == ROWS else linalg.col_sums(squares)
+        return linalg.sums(squares, 2 if side == ROWS else 1)
     product = linalg.matmul(grads, grads.mT) if side == ROWS else linalg.matmul(grads.mT, grads)
     return product.tril() + product.tril(-1).mT  # exactly symmetric, which a product is not
 

@@ -29,8 +29,8 @@ from block_optim.core._torch_compat import (
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_mesh
 from block_optim.core.params import Group
-from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step
-from block_optim.shampoo.batches import Batch, batches, store_square
+from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, flat_states
+from block_optim.shampoo.batches import Batch, batches
 from block_optim.shampoo.plan import SIDES, TensorPlan
 from block_optim.shampoo.rule import (
     GRAFTING,
@@ -137,7 +137,6 @@ class Shampoo(Preconditioned):
             self._accumulate(group, members)
         for job in root_jobs(works):  # of the whole model together
             result = job.run()
-            store_square(job.views("root"), result.roots)
             self._count(result.counts, [job.items[i][0] for i in result.kept])
         for group, step, members in by_step(works):
             self._precondition(group, step, members)
@@ -146,10 +145,10 @@ class Shampoo(Preconditioned):
 
     def _accumulate(self, group: Group, works: Sequence[TensorStep]) -> None:
         """Advance the averages of whole runs, and the factors of blocks."""
-        if firsts := _flat(works, "exp_avg"):
+        if firsts := flat_states(works, "exp_avg"):
             foreach_lerp_(firsts, [w.grad for w in works], 1 - beta1(group))
         grafted = [w for w in works if w.tensor.grid is None or group["grafting"] != "none"]
-        if moments := _flat(grafted, "exp_avg_sq"):
+        if moments := flat_states(grafted, "exp_avg_sq"):
             grads, beta = [w.grad for w in grafted], second_beta(group)
             if beta < 1:
                 foreach_mul_(moments, beta)
@@ -177,18 +176,13 @@ class Shampoo(Preconditioned):
 def _advance_factors(beta: float, batch: Batch, grads: Tensor) -> None:
     """Advance both factors of a batch of blocks."""
     for side in SIDES:
-        gained = outer(grads, side, batch.diagonal(side))
+        gained = outer(grads, side, batch.blocks[0].diagonal(side))
         factor = batch.side("factor", side)
         if beta < 1:
             factor.mul_(beta).add_(gained, alpha=1 - beta)
         else:
             factor.add_(gained)
         batch.put_side("factor", side, factor)
-
-
-def _flat(works: Sequence[TensorStep], name: str) -> list[Tensor]:
-    """This rank's elements of a state, for the tensors that have it."""
-    return [state for w in works if (state := w.tensor.flat(name)) is not None]
 
 
 def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:

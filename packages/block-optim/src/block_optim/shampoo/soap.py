@@ -18,18 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.core._torch_compat import (
-    foreach_addcmul_,
-    foreach_copy_,
-    foreach_lerp_,
-    foreach_mul_,
-    local_of,
-)
+from block_optim.core._torch_compat import foreach_addcmul_, foreach_copy_, foreach_lerp_, foreach_mul_
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_mesh, check_range
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
-from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step
+from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, flat_states
 from block_optim.shampoo.batches import Batch, batches
 from block_optim.shampoo.plan import ROWS, SIDES, TensorPlan
 from block_optim.shampoo.roots import Roots, eigenbases, power_bases
@@ -138,9 +132,7 @@ class SOAP(Preconditioned):
             return
         if not works:
             return
-        states = [self.state[w.tensor.param.tensor] for w in works]
-        firsts = [local_of(s["exp_avg"]).view(-1) for s in states]
-        seconds = [local_of(s["exp_avg_sq"]).view(-1) for s in states]
+        firsts, seconds = (flat_states(works, name) for name in ("exp_avg", "exp_avg_sq"))
         grads = [w.grad for w in works]
         foreach_lerp_(firsts, grads, 1 - group["betas"][0])
         foreach_mul_(seconds, group["betas"][1])
@@ -192,7 +184,7 @@ def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> N
 
 def _turned(batch: Batch) -> list[str]:
     """The sides that have a basis."""
-    return [side for side in SIDES if not batch.diagonal(side)]
+    return [side for side in SIDES if not batch.blocks[0].diagonal(side)]
 
 
 def _adam(group: Group, updates: int, first: Tensor, second: Tensor) -> Tensor:

@@ -78,9 +78,7 @@ def assign_strips(
 ) -> list[StripAssignment]:
     """Owners of all strips of all tensors: the same on every rank, from global metadata alone.
 
-    Args:
-        tensors: in an order that all ranks share.
-        before: the work of each rank of each process group, by the group's name; is added to.
+    The tensors are in an order that all ranks share; to `before`, each rank's work by process group, theirs is added.
     """
     by_group: dict[str, list[tuple[int, Job]]] = defaultdict(list)
     for number, (grid, holding) in enumerate(tensors):
@@ -117,11 +115,7 @@ def _ascending(owners: Sequence[int], holders: Sequence[tuple[tuple[int, int], .
 class StripExchange:
     """The strips that travel over one process group in one dtype, the compute dtype, so that nothing is lost.
 
-    Args:
-        tensors: the assignment of each tensor that has moving strips, by its number; of copies, or none of them.
-        names: of the tensors.
-        dtype: what travels.
-        device: where the buffers are.
+    `tensors` are the assignments of those with moving strips, by their numbers: all of copies, or none of them.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class StripExchange:
     ) -> None:
         holding = next(iter(tensors.values())).holding
         assert holding.group is not None
-        self._tensors, self._rank = dict(tensors), holding.rank
+        self.numbers, self._tensors, self._rank = list(tensors), dict(tensors), holding.rank
         self.copies, self._lane = holding.copies, TransferStream(device)
         self._presence = GradientPresence(holding.group, len(tensors), device, names if self.copies else ())
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
@@ -150,11 +144,6 @@ class StripExchange:
         self._exchange = Exchange(*at, lengths, dtype, Scratch(device), "strips")
         self.bytes_per_step = 2 * travels(owners, lengths) * dtype.itemsize
 
-    @property
-    def numbers(self) -> list[int]:
-        """The tensors."""
-        return list(self._tensors)
-
     def agree(self, present: Sequence[bool]) -> list[bool]:
         """Find the tensors with a gradient on any rank: one all_reduce of a byte for each."""
         return self._presence.all_reduce(present)()
@@ -162,9 +151,7 @@ class StripExchange:
     def gather(self, local: Mapping[int, Tensor], owned: Mapping[int, Tensor]) -> None:
         """Bring gradients to their owners: one all_to_all_single; of copies, nothing is sent.
 
-        Args:
-            local: this rank's elements of each tensor that takes part, flat.
-            owned: the elements of the same tensors that this rank owns, flat; filled.
+        `local` are this rank's elements of each tensor that takes part, flat; `owned`, which are filled, those it owns.
         """
         for local_part, owned_part in self._kept(local, owned):
             owned_part.copy_(local_part)
