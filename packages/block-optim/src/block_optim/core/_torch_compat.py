@@ -100,11 +100,6 @@ def new_ordered_group(
     return result
 
 
-def load_pre_hooks(optimizer: Any) -> Iterable[Any]:
-    """The hooks of `register_load_state_dict_pre_hook`."""
-    return tuple(optimizer._optimizer_load_state_dict_pre_hooks.values())
-
-
-def load_post_hooks(optimizer: Any) -> Iterable[Any]:
-    """The hooks of `register_load_state_dict_post_hook`."""
-    return tuple(optimizer._optimizer_load_state_dict_post_hooks.values())
+def load_hooks(optimizer: Any, when: str) -> Iterable[Any]:
+    """The hooks of `register_load_state_dict_pre_hook` or, with "post", `.._post_hook`."""
+    return tuple(getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks").values())

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from block_optim.core._torch_compat import all_gather_single
+from block_optim.core.holding import Holding
 from block_optim.core.scratch import Scratch
 from ragged_shard.device import DeviceLayer, device_layer
 
@@ -40,53 +41,48 @@ class TransferStream:
         self._device = device
 
     @cached_property
-    def _layer(self) -> DeviceLayer:
-        return device_layer(self._device)
-
-    @cached_property
-    def _stream(self) -> Any:
-        return self._layer.new_stream()
+    def _layer_and_stream(self) -> tuple[DeviceLayer, Any]:
+        layer = device_layer(self._device)
+        return layer, layer.new_stream()
 
     def start(self, transfer: Callable[[], dist.Work | None]) -> Wait:
         """Start a transfer after the work that the current stream holds.
 
-        Returns:
-            makes the current stream wait for the transfer, on CPU the caller.
+        The result makes the current stream wait for the transfer, on CPU the caller.
         """
-        if not self._layer.asynchronous:
+        layer, stream = self._layer_and_stream
+        if not layer.asynchronous:
             work = transfer()
             return no_wait if work is None else work.wait
-        with self._layer.on(self._stream):
+        with layer.on(stream):
             work = transfer()
             if work is not None:
                 work.wait()
-            event = self._layer.record()
-        return partial(self._layer.wait, event)
+            event = layer.record()
+        return partial(layer.wait, event)
 
 
 class Exchange:
     """The transfers of some items (matrices, strips) between the ranks that hold parts of them and their owners.
 
     Args:
-        group: the process group; ranks are ranks in it.
-        rank: this rank's.
+        holding: of one of the items: the process group, whose ranks all numbers here are, and this rank in it.
         owners: the owner of each item.
         lengths: for each item, (rank, elements) of the ranks that hold some of it.
-        dtype: of the sent elements.
-        scratch: where the buffers come from.
         slot: name of the buffers; exchanges of one slot share memory, so they must not run at the same time.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        rank: int,
+        holding: Holding,
         owners: Sequence[int],
         lengths: Sequence[Sequence[tuple[int, int]]],
         dtype: torch.dtype,
         scratch: Scratch,
         slot: str,
     ) -> None:
+        group, rank = holding.group, holding.rank
+        assert group is not None
         self._move = partial(dist.all_to_all_single, group=group, async_op=True)
         outgoing: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         incoming: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
@@ -120,23 +116,21 @@ class CopyExchange:
     """The transfers of results between ranks that all hold every item, and its owner: the interface of `Exchange`.
 
     ``owned[i, rank]`` of an own item and ``parts[i]`` of another's are where it is in one buffer, which has a run for
-    each rank, as long as the longest. Items of one owner lie side by side in their order.
-
-    Args:
-        lengths: elements of each item.
-        group, rank, owners, dtype, scratch, slot: as in `Exchange`.
+    each rank, as long as the longest. Items of one owner lie side by side in their order. `lengths` are the items'
+    elements; the other arguments are as in `Exchange`.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        rank: int,
+        holding: Holding,
         owners: Sequence[int],
         lengths: Sequence[int],
         dtype: torch.dtype,
         scratch: Scratch,
         slot: str,
     ) -> None:
+        group, rank = holding.group, holding.rank
+        assert group is not None
         self._group = group
         filled, starts = [0] * group.size(), []
         for owner, length in zip(owners, lengths, strict=True):
@@ -164,20 +158,11 @@ class CopyExchange:
         )
 
 
-def travels(owners: Sequence[int], lengths: Sequence[Sequence[tuple[int, int]]]) -> int:
-    """Elements that an exchange moves one way, over all ranks; the same answer on every rank."""
-    return sum(n for o, shares in zip(owners, lengths, strict=True) for r, n in shares if r != o)
-
-
 class GradientPresence:
     """Finds the parameters with a gradient on any rank. Communicates one all_reduce of one byte per parameter.
 
-    Args:
-        group: the process group.
-        count: number of parameters, the same on every rank.
-        device: of the flags.
-        copies: the parameters' names where every rank holds all of them, so that all ranks or none must have a
-            gradient; a second byte for each says so, for which the host waits.
+    `copies` are the parameters' names where every rank holds all of them, so that all ranks or none must have a
+    gradient; a second byte for each tells, for which the host waits.
     """
 
     def __init__(

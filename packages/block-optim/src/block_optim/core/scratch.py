@@ -15,16 +15,10 @@ CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 24
 
 
 class Scratch:
-    """Buffers by name and dtype that grow to the largest request and stay.
+    """Buffers on a device, by name and dtype, that grow to the largest request and stay."""
 
-    Args:
-        device: where the buffers are.
-        least: how many elements a buffer has at least.
-    """
-
-    def __init__(self, device: torch.device, least: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._least = least
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -36,14 +30,11 @@ class Scratch:
         numel = math.prod(shape)
         result = self._buffers.get((name, dtype))
         if result is None or result.numel() < numel:
-            result = self._buffers[name, dtype] = self._empty(numel, dtype)
+            result = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self.device)
             for old in [key for key in self._views if key[0] == name and key[2] == dtype]:
                 del self._views[old]
         view = self._views[name, shape, dtype] = result[:numel].view(shape)
         return view
-
-    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(max(numel, self._least), dtype=dtype, device=self.device)
 
     def take_each(self, name: str, lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """1-D tensors of these lengths, one after another in one buffer."""

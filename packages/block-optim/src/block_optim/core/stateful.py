@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from block_optim.core._torch_compat import load_post_hooks, load_pre_hooks, local_of
+from block_optim.core._torch_compat import load_hooks, local_of
 from block_optim.core.algorithm import Algorithm
 from block_optim.core.options import EXECUTION_OPTIONS, check_lr, check_lr_value
 from block_optim.core.params import Group, Param, same_objects
@@ -240,7 +240,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             ValueError: groups, options, keys, shapes, placements or a format that do not fit; nothing was changed.
         """
         state_dict = state_dict.copy()
-        for hook in load_pre_hooks(self):
+        for hook in load_hooks(self, "pre"):
             state_dict = hook(self, state_dict) or state_dict
         self._sync()
         saved_groups = state_dict["param_groups"]
@@ -255,7 +255,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         self._sync_options()
-        for hook in load_post_hooks(self):
+        for hook in load_hooks(self, "post"):
             hook(self)
 
     def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:

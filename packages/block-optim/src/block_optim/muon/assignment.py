@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from block_optim.core.assign import Job, assign, digest, loads
+from block_optim.core.assign import Job, assign, digest
 from block_optim.core.scratch import packed
 from block_optim.muon.matrices import Matrix
 
@@ -40,6 +40,16 @@ class AssignedMatrix:
         """Elements that are not at the owner: they travel there, and as many back."""
         return sum(count for rank, count in self.holders if rank != self.owner)
 
+    def lengths(self) -> int | Sequence[tuple[int, int]]:
+        """Its lengths in an exchange: its holders, or of copies its elements."""
+        return self.matrix.numel if self.copies else self.holders
+
+    def side_lengths(self) -> int | Sequence[tuple[int, int]]:
+        """Its lengths in NorMuon's side exchange: a number for each row, and one for the matrix."""
+        if self.copies:
+            return self.matrix.rows + 1
+        return [(rank, count // self.matrix.columns + 1) for rank, count in self.holders]
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that all ranks together send for it in a step. Of copies, only updates travel, to each other rank."""
@@ -57,7 +67,10 @@ class DomainAssignment:
     @property
     def loads(self) -> tuple[int, ...]:
         """FLOPs of each rank in a step."""
-        return tuple(loads(self._jobs(), [m.owner for m in self.matrices], self.num_ranks))
+        result = [0] * self.num_ranks
+        for m in self.matrices:
+            result[m.owner] += m.flops
+        return tuple(result)
 
     @property
     def imbalance(self) -> float:
@@ -74,9 +87,6 @@ class DomainAssignment:
     def fingerprint(self) -> int:
         """Equal on ranks whose assignments are equal."""
         return digest(self.num_ranks, self.num_buckets, self.matrices)
-
-    def _jobs(self) -> list[Job]:
-        return [Job(m.flops, m.nbytes, m.holders) for m in self.matrices]
 
 
 @dataclass(frozen=True)

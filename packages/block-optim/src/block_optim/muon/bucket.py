@@ -24,14 +24,7 @@ LearningRate = float | torch.Tensor  # a tensor is on the CPU
 
 
 class Bucket:
-    """Matrices of one parameter group that are exchanged together.
-
-    Args:
-        layout: the bucket's memory.
-        group: the parameter group, whose options are read in every step.
-        orthogonalize: see `Muon.orthogonalize_`.
-        lane: where transfers run.
-    """
+    """Matrices of one parameter group, whose options are read in every step, that are exchanged together."""
 
     def __init__(
         self, layout: BucketLayout, group: Group, orthogonalize: Orthogonalize, lane: TransferStream
@@ -49,10 +42,7 @@ class Bucket:
     def send(self, active: frozenset[int]) -> Wait:
         """Begin a step of the parameters with these indices: pack the local runs, and send them to the owners.
 
-        Communicates: one all_to_all_single (with NorMuon a second, small one), unless nothing is exchanged.
-
-        Returns:
-            waits for this rank's own matrices.
+        One all_to_all_single (with NorMuon a second, small one), unless nothing is exchanged; the result waits for it.
         """
         self._active = active
         by_dtype: dict[torch.dtype, list[LocalRun]] = defaultdict(list)
@@ -79,12 +69,12 @@ class Bucket:
         """Round to bf16 the momentum, or with Nesterov the gradient moved towards it; runs are of one dtype."""
         mu, nesterov = self.group["momentum"], self.group["nesterov"]
         packed = [run.packed for run in runs]
-        momenta = [run.momentum for run in runs]
+        momenta = [run.of(run.param.momentum) for run in runs]
         if not nesterov:
             foreach_copy_(packed, momenta)
             return
         values = self._layout.buffers("pack", runs, runs[0].param.momentum.dtype)
-        foreach_copy_(values, [run.grad for run in runs])
+        foreach_copy_(values, [run.of(run.param.grad) for run in runs])
         foreach_lerp_(values, momenta, mu)
         foreach_copy_(packed, values)
 
@@ -120,16 +110,16 @@ class Bucket:
         for run in runs:
             m = self._layout.matrices[run.number].matrix
             ratio = lr_ratio(self.group["adjust_lr_fn"], m.rows, m.columns)
-            by_ratio[ratio, is_narrow(run.local.dtype)].append(run)
+            by_ratio[ratio, is_narrow(run.param.local.dtype)].append(run)
         for (ratio, narrow), members in by_ratio.items():
             alpha = float(-lr * ratio)
             self._apply(members, alpha, decay, narrow)
 
     def _apply(self, runs: Sequence[LocalRun], alpha: float, decay: LearningRate, narrow: bool) -> None:
-        weights = [run.local for run in runs]
+        weights = own = [run.of(run.param.local) for run in runs]
         if narrow:  # decayed and added to in fp32, and rounded once, wherever they are cut
             weights = self._layout.buffers("apply", runs, torch.float32)
-            foreach_copy_(weights, [run.local for run in runs])
+            foreach_copy_(weights, own)
         if self.group["cautious_weight_decay"]:
             self._decay_cautiously(runs, weights, float(decay))
         else:
@@ -141,9 +131,9 @@ class Bucket:
             updates = copies
         foreach_add_(weights, updates, alpha=alpha)
         if narrow:
-            for run, wide in zip(runs, weights, strict=True):
+            for run, wide, weight in zip(runs, weights, own, strict=True):
                 step = 0 if run.param.steps is None else int(run.param.steps)
-                self._write(run.param.param, wide, run.local, run.low, step)
+                self._write(run.param.param, wide, weight, run.low, step)
 
     def _decay_cautiously(self, runs: Sequence[LocalRun], weights: list[torch.Tensor], amount: float) -> None:
         """Decay only where the update shrinks the weight anyway (Chen et al., Cautious Weight Decay)."""
@@ -171,10 +161,7 @@ def lr_ratio(adjust: str | None, rows: int, columns: int) -> float:
 def run_pipeline(buckets: list[Bucket], active: frozenset[int], rates: Mapping[int, LearningRate]) -> None:
     """A step: the next bucket's transfer and the last one's return run during this one's Newton-Schulz.
 
-    Args:
-        buckets: in an order that all ranks share.
-        active: the indices of the parameters to update.
-        rates: the learning rate of each parameter group, by the id of its dict.
+    Buckets are in an order that all ranks share; `rates` are by the id of a parameter group.
     """
     if not buckets:
         return

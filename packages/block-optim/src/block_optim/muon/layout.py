@@ -14,10 +14,11 @@ All of it is laid out once, in scratch memory that buckets share.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from block_optim.core.exchange import CopyExchange, Exchange, travels
+from block_optim.core.exchange import CopyExchange, Exchange
 from block_optim.core.holding import Holding
 from block_optim.core.scratch import Scratch
 from block_optim.muon.assignment import AssignedMatrix
@@ -43,23 +44,9 @@ class LocalRun:
     row: int  # the run's first row in the matrix (NorMuon)
     side: int  # the run's first row among the sent rows of the side exchange (NorMuon)
 
-    @property
-    def local(self) -> torch.Tensor:
-        """The run's elements of the parameter."""
-        return self._shaped(self.param.local[self.low : self.high])
-
-    @property
-    def grad(self) -> torch.Tensor:
-        """The run's elements of the gradient."""
-        return self._shaped(self.param.grad[self.low : self.high])
-
-    @property
-    def momentum(self) -> torch.Tensor:
-        """The run's elements of the momentum."""
-        return self._shaped(self.param.momentum[self.low : self.high])
-
-    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat if self.packed.dim() == 1 else flat.view(self.packed.shape)
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The run's elements of the parameter, its gradient or its momentum: of a flat local tensor."""
+        return local[self.low : self.high].view(self.packed.shape)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -84,10 +71,9 @@ class BucketLayout:
     Args:
         matrices: the bucket's matrices, equal shapes side by side.
         params: this rank's parameters by index.
-        holding: of one of the parameters: the process group (None: nothing is exchanged), and this rank in it.
+        holding: of one of the parameters: the process group, and this rank in it.
         normuon: whether second moments of rows are exchanged, too.
-        number: the bucket's number, which selects the buffers that it shares with others.
-        scratch: the memory.
+        number: of the bucket; selects the buffers that it shares with others.
     """
 
     def __init__(
@@ -105,19 +91,13 @@ class BucketLayout:
         self.exchange: Exchange | CopyExchange | None = None
         self.side: Exchange | CopyExchange | None = None
         self.copies = holding.copies
-        owners, lengths = [m.owner for m in matrices], [m.holders for m in matrices]
-        slot = str(number % EXCHANGE_SLOTS)
-        if holding.group is not None and self.copies:
-            at = (holding.group, holding.rank, owners)
-            self.exchange = CopyExchange(*at, [m.matrix.numel for m in matrices], PACKED, scratch, slot)
+        kind: Any = CopyExchange if self.copies else Exchange
+        if any(m.bytes_sent for m in matrices):
+            owners, slot = [m.owner for m in matrices], str(number % EXCHANGE_SLOTS)
+            self.exchange = kind(holding, owners, [m.lengths() for m in matrices], PACKED, scratch, slot)
             if normuon:
-                rows = [m.matrix.rows + 1 for m in matrices]
-                self.side = CopyExchange(*at, rows, torch.float32, scratch, f"side {slot}")
-        elif holding.group is not None and travels(owners, lengths):
-            at = (holding.group, holding.rank, owners)
-            self.exchange = Exchange(*at, lengths, PACKED, scratch, slot)
-            if normuon:
-                self.side = Exchange(*at, side_lengths(matrices), torch.float32, scratch, f"side {slot}")
+                lengths = [m.side_lengths() for m in matrices]
+                self.side = kind(holding, owners, lengths, torch.float32, scratch, f"side {slot}")
         self.stacks: list[tuple[torch.Tensor, list[int]]] = []  # (matrices of one shape, their numbers)
         self.own: dict[int, torch.Tensor] = {}  # each of this rank's own matrices, 1-D, by number
         self._lay_out_stacks()
@@ -173,12 +153,4 @@ class BucketLayout:
     def buffers(self, name: str, runs: Sequence[LocalRun], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch memory in the shape of each run, contiguous over all of them."""
         flat = self.scratch.take_each(name, [run.high - run.low for run in runs], dtype)
-        return [
-            t if run.packed.dim() == 1 else t.view(run.packed.shape)
-            for t, run in zip(flat, runs, strict=True)
-        ]
-
-
-def side_lengths(matrices: Sequence[AssignedMatrix]) -> list[list[tuple[int, int]]]:
-    """Lengths of NorMuon's side exchange: a number for each row, and one for the matrix."""
-    return [[(rank, count // m.matrix.columns + 1) for rank, count in m.holders] for m in matrices]
+        return [t.view(run.packed.shape) for t, run in zip(flat, runs, strict=True)]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from block_optim.core.assign import Job, assign, loads
-from block_optim.core.exchange import CopyExchange, Exchange, GradientPresence, TransferStream, travels
+from block_optim.core.exchange import CopyExchange, Exchange, GradientPresence, TransferStream
 from block_optim.core.holding import Holding, Range
 from block_optim.core.pieces import Piece
 from block_optim.core.scratch import Scratch
@@ -132,17 +132,17 @@ class StripExchange:
         self._presence = GradientPresence(holding.group, len(tensors), device, names if self.copies else ())
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]
         owners = [tensors[number].owners[index] for number, index in self._strips]
-        at = (holding.group, self._rank, owners)
         self._exchange: Exchange | CopyExchange
         if self.copies:
             strips = [tensors[number].grid.strip(index) for number, index in self._strips]
             numels = [strip.stop - strip.start for strip in strips]
-            self._exchange = CopyExchange(*at, numels, dtype, Scratch(device), "strips")
+            self._exchange = CopyExchange(holding, owners, numels, dtype, Scratch(device), "strips")
             self.bytes_per_step = (holding.num_ranks - 1) * sum(numels) * dtype.itemsize
             return
-        lengths = [tensors[number].holders[index] for number, index in self._strips]
-        self._exchange = Exchange(*at, lengths, dtype, Scratch(device), "strips")
-        self.bytes_per_step = 2 * travels(owners, lengths) * dtype.itemsize
+        holders = [tensors[number].holders[index] for number, index in self._strips]
+        self._exchange = Exchange(holding, owners, holders, dtype, Scratch(device), "strips")
+        moved = sum(n for o, ranks in zip(owners, holders, strict=True) for rank, n in ranks if rank != o)
+        self.bytes_per_step = 2 * moved * dtype.itemsize
 
     def agree(self, present: Sequence[bool]) -> list[bool]:
         """Find the tensors with a gradient on any rank: one all_reduce of a byte for each."""
