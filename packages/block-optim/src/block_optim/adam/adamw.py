@@ -206,9 +206,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def check_adamw_options(group: Group) -> None:
     """Raise ValueError if an AdamW option is out of range."""
-    beta1, beta2 = check_betas(group["betas"])
-    check_range("betas[0]", beta1, 0, 1)
-    check_range("betas[1]", beta2, 0, 1)
+    check_betas(group["betas"])
     check_range("eps", group["eps"], 0)
     check_range("weight_decay", group["weight_decay"], 0)
     if group["maximize"] is None:  # as torch's optimizers take it

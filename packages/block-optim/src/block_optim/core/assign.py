@@ -38,12 +38,9 @@ class Job:
 
 
 def assign(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> tuple[int, ...]:
-    """An owner for each job. See the module for the rules and their guarantees. Time O(jobs log ranks).
+    """An owner for each job, which are in an order that all ranks share. Time O(jobs log ranks).
 
-    Args:
-        jobs: in an order that all ranks share.
-        num_ranks: owners are 0 to this, less one.
-        before: FLOPs of each rank from earlier assignments.
+    `before` are each rank's FLOPs from earlier assignments. See the module for the rules and their guarantees.
     """
     start = list(before) or [0] * num_ranks
     order = sorted(

@@ -102,10 +102,7 @@ def block_for(param: Param, block: Block | int | str = AUTO) -> Elements | Tile:
 
     Where torch's Shard cuts another dimension than the first, or a vector, that may not fit. "auto" then takes blocks
     inside a row and, if rows are cut, of as many columns as divide every rank's share: up to 256 if at least 16, else
-    up to 4096. It looks at global metadata only.
-
-    Raises:
-        ValueError: no such number.
+    up to 4096; raises ValueError if there is no such number. It looks at global metadata only.
     """
     if block != AUTO:
         return check_block(block)
@@ -133,11 +130,7 @@ def _divisor(number: int) -> int | None:
 
 
 def check_block(block: Block | int | str) -> Elements | Tile:
-    """``block`` if it is one that states can have; also from its text, or a number of elements.
-
-    Raises:
-        ValueError: another kind of block.
-    """
+    """``block`` if states can have it, also from its text or a number of elements; ValueError for another kind."""
     if isinstance(block, str):
         block = parse_block(block)
     elif isinstance(block, int) and not isinstance(block, bool) and block > 0:

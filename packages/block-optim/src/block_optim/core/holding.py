@@ -162,18 +162,10 @@ def holding_of(
     placements: Sequence[Placement],
     units: Sequence[Sequence[Range]] | None = None,
 ) -> Holding:
-    """The Holding of a tensor, the same on all of its ranks.
+    """The Holding of a tensor of this global shape, the same on all of its ranks.
 
-    Args:
-        name: for messages.
-        shape: of the global tensor.
-        mesh: None for a plain tensor.
-        placements: one for each mesh axis.
-        units: units that the caller needs whole, each by its ranges of elements: axes that leave all of them on one of
-            their ranks are left out. None: no axis is.
-
-    Raises:
-        ValueError: placements outside the module's table.
+    `units` are those that the caller needs whole, each by its ranges of elements: axes that leave all of them on one of
+    their ranks are left out; without units none is. ValueError for placements outside the module's table.
     """
     axes = cutting_axes(mesh, placements)
     if mesh is None or not axes:

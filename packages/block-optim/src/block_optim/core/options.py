@@ -42,11 +42,7 @@ def check_execution(foreach: Any, fused: Any, **others: Any) -> None:
 
 
 def check_lr(lr: Any) -> float | torch.Tensor:
-    """Return ``lr`` as a float, or unchanged if it is a tensor of one element.
-
-    Raises:
-        ValueError: it is neither, or not >= 0.
-    """
+    """Return ``lr`` as a float, or a tensor of one element as it is; raise ValueError unless it is one, and >= 0."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or lr.is_complex():
             raise ValueError(f"lr: expected one number, got a {lr.dtype} tensor of shape {tuple(lr.shape)}")
@@ -75,13 +71,14 @@ def check_range(name: str, value: Any, low: float, high: float = math.inf) -> No
         raise ValueError(f"{name}={value!r}: expected a number {wanted}{hint}")
 
 
-def check_betas(betas: Any) -> tuple[Any, Any]:
-    """Raise ValueError unless two values; returns them."""
+def check_betas(betas: Any, below: float = 1) -> None:
+    """Raise unless two numbers in [0, 1); the second may also be less than ``below``."""
     try:
         beta1, beta2 = betas
     except (TypeError, ValueError):
         raise ValueError(f"betas={betas!r}: expected two numbers") from None
-    return beta1, beta2
+    check_range("betas[0]", beta1, 0, 1)
+    check_range("betas[1]", beta2, 0, below)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -97,12 +94,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_mesh(name: str, value: Any) -> DeviceMesh | None:
-    """Return a mesh in which this rank is, or None.
-
-    Raises:
-        TypeError: neither of them.
-        ValueError: a mesh of other ranks.
-    """
+    """Return a mesh in which this rank is, or None; raise TypeError if it is neither, ValueError for other ranks'."""
     if value is None:
         return None
     if not isinstance(value, DeviceMesh):

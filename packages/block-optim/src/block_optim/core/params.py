@@ -51,21 +51,6 @@ class Param:
         replicas: the mesh whose ranks divide the work on it where each of them holds all of it; None: they do not.
     """
 
-    __slots__ = (
-        "_holding",
-        "_layout",
-        "group",
-        "local_shape",
-        "mesh",
-        "name",
-        "placements",
-        "replicas",
-        "shape",
-        "start",
-        "states",
-        "tensor",
-    )
-
     def __init__(
         self, tensor: torch.Tensor, name: str, group: Group | None = None, replicas: DeviceMesh | None = None
     ) -> None:

@@ -96,9 +96,7 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """The pieces of boxes, (offsets, sizes), of a tensor; what continues the piece before is part of that.
 
-    Args:
-        boxes: in the order of the local memory, none empty.
-        shape: of the tensor.
+    Boxes are in the order of the local memory, and none is empty.
     """
     result: list[Piece] = []
     local = 0

@@ -36,14 +36,7 @@ def make_policy(
 ) -> Policy:
     """The policy that grants requests: all of them or, with units, those within the allowance of padding.
 
-    Args:
-        request: of a parameter, by its name in its unit.
-        units: the modules that are given to `fully_shard`, inner ones first; None grants everything.
-        world_size: ranks over which a unit is sharded; needed with units.
-        max_padding: padding that optional blocks may add, as a share of a unit's elements.
-
-    Raises:
-        ValueError: units without world_size.
+    The arguments are those of `BlockOptimizer.block_policy`, and the request of a parameter by its name in its unit.
     """
     if units is None:
         return lambda name, param: request(name, param).block

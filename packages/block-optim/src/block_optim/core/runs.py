@@ -40,11 +40,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def find_runs(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None = None) -> list[Run]:
-    """The runs that some tensors make, in the order of their first member; empty tensors are in none.
+    """The runs that plain, dense tensors make, in the order of their first member; empty tensors are in none.
 
-    Args:
-        tensors: plain, dense; any storages, dtypes and devices (tensors of one run agree in all three).
-        keys: tensors of different keys are not in one run.
+    Tensors of one run agree in storage, dtype, device and key.
     """
 
     def place(i: int) -> tuple[str, int, int, int]:
@@ -81,10 +79,6 @@ class FlatSpace:
                 self.offsets[i] = end + offset_of(tensors[i]) - base
             end += -(-run.numel // _ALIGN) * _ALIGN
         self.numel = end  # elements of a buffer over the whole space
-
-    def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer over the space."""
-        return torch.zeros(self.numel, dtype=dtype, device=device)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's elements of a buffer, in its own shape and strides."""

@@ -35,10 +35,8 @@ class _Domain:
 class MuonEngine:
     """Built from all parameters and their options; built again when either changes.
 
-    Building it communicates one all_reduce of 16 bytes for each process group, which compares the ranks' assignments.
-
-    Raises:
-        ValueError: ranks have different assignments.
+    Building it communicates one all_reduce of 16 bytes for each process group, and raises ValueError on ranks whose
+    assignments differ.
     """
 
     def __init__(self, params: Sequence[Param], bucket_bytes: int, orthogonalize: Orthogonalize) -> None:

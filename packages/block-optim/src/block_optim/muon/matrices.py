@@ -69,7 +69,7 @@ def matrices_of(name: str, shape: tuple[int, ...], how: How) -> tuple[Matrix, ..
 
 
 def check_how(how: object) -> How:
-    """``how`` with rows as a tuple. Raises ValueError: neither "auto" nor "flatten" nor positive numbers of rows."""
+    """``how`` with rows as a tuple; ValueError unless "auto", "flatten" or positive numbers of rows."""
     if isinstance(how, (tuple, list)) and how and all(type(size) is int and size > 0 for size in how):
         return tuple(how)
     if how not in ("auto", "flatten"):

@@ -183,9 +183,7 @@ def _rule(
 ) -> tuple[str, str, dict[str, Any]]:
     """(algorithm, reason, options) for a parameter under its names and in the modules that have it.
 
-    Args:
-        inside: whether it is in a repeated block.
-        shaped: whether it is a Linear's weight with the shape of an embedding.
+    `inside`: it is in a repeated block; `shaped`: it is a Linear's weight with the shape of an embedding.
     """
     is_vector = param.ndim < 2 or sum(size > 1 for size in param.shape) < 2
     if is_vector or any(_VECTORS_NAME.search(name) for name in names):

@@ -94,8 +94,7 @@ class Preconditioned(BlockOptimizer):
             check_count(name, group[name])
         if group["max_preconditioner_dim"] < 2:
             raise ValueError("max_preconditioner_dim=1 leaves nothing to precondition: use AdamW")
-        for name, beta in zip(("betas[0]", "betas[1]"), check_betas(group["betas"]), strict=True):
-            check_range(name, beta, 0.0, 1.0 + 1e-12 if name == "betas[1]" else 1.0)
+        check_betas(group["betas"], 1.0 + 1e-12)
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 

@@ -57,12 +57,9 @@ class Roots:
 
 
 def inverse_roots(factors: Tensor, epsilon: float, *, last: Tensor) -> Roots:
-    """Inverse roots of (k, d, d) symmetric positive semidefinite matrices, fp32 or fp64.
+    """Inverse roots of (k, d, d) symmetric positive semidefinite matrices, fp32 or fp64; `last` where there is none.
 
-    Args:
-        factors: the matrices.
-        epsilon: the ridge, relative to the Frobenius norm of a factor.
-        last: (k, d, d), kept where no root can be computed.
+    The ridge `epsilon` is relative to the Frobenius norm of a matrix.
     """
     scale, usable, unit = _normalised(factors)
     zero, eye = scale.isfinite() & ~usable, linalg.identity_like(factors)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from block_optim.core._torch_compat import foreach_addcmul_, foreach_copy_, foreach_lerp_, foreach_mul_
 from block_optim.core.gradients import StepGradients
-from block_optim.core.options import check_mesh, check_range
+from block_optim.core.options import check_betas, check_mesh, check_range
 from block_optim.core.params import Group
 from block_optim.shampoo import linalg
 from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, flat_states
@@ -82,7 +82,7 @@ class SOAP(Preconditioned):
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
-        check_range("betas[1]", group["betas"][1], 0.0, 1.0)
+        check_betas(group["betas"])
         if group["shampoo_beta"] is not None:
             check_range("shampoo_beta", group["shampoo_beta"], 0.0, 1.0)
 

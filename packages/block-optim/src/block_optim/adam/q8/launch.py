@@ -57,9 +57,7 @@ def scalar_table(rates: Sequence[Rates], device: torch.device) -> torch.Tensor:
 class Launch:
     """One launch over some rows of the same types, on their device even if another one is current.
 
-    Args:
-        rows: all `Row.aligned` if the first variant asks for that.
-        variants: the kernel if all gradients are at multiples of `ALIGNMENT` bytes, and the one if not.
+    Of the variants the first runs if all gradients are at multiples of `ALIGNMENT` bytes; it may need `Row.aligned`.
     """
 
     def __init__(self, rows: Sequence[Row], variants: tuple[Variant, Variant]) -> None:
@@ -89,13 +87,7 @@ class Launch:
         return self._made[per_program]
 
     def __call__(self, grads: list[torch.Tensor], rates: torch.Tensor, counts: torch.Tensor) -> None:
-        """One step of all rows.
-
-        Args:
-            grads: the local gradients.
-            rates: of `scalar_table`.
-            counts: the step number of each class, fp32.
-        """
+        """One step of all rows by their local gradients, `scalar_table` and the fp32 step number of each class."""
         addresses = []
         for row in self.rows:
             first = grads[row.run.members[0]]

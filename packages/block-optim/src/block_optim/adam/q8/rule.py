@@ -67,7 +67,7 @@ class QuantizedRule:
     def _init_on(self, device: torch.device, params: list[Param], state: dict[torch.Tensor, Any]) -> None:
         layouts = [scale_layout(p, block_for(p, p.group["block"])) for p in params]
         space = FlatSpace([p.local for p in params])
-        codes = [space.views(space.zeros(torch.uint8, device)) for _ in range(2)]
+        codes = [space.views(torch.zeros(space.numel, dtype=torch.uint8, device=device)) for _ in range(2)]
         # Scales in the order of memory, so that scales of neighbors are neighbors.
         counts = [layout.num_scales for layout in layouts]
         starts, end = [0] * len(params), 0
@@ -109,19 +109,9 @@ class QuantizedRule:
         plan.step(active)
 
 
-def _rounding_of(groups: Sequence[Group]) -> list[bool]:
+def _rounding_of(groups: Mapping[int, Group]) -> list[bool]:
     """The option of groups for which calls are prepared."""
-    return [group["stochastic_rounding"] for group in groups]
-
-
-@dataclass
-class _Call:
-    """A tile step, the stretch of the run from which its gradients are taken, and its class."""
-
-    tiles: TileStep
-    run: Run
-    stretch: Stretch
-    kind: int
+    return [group["stochastic_rounding"] for group in groups.values()]
 
 
 class _Plan:
@@ -132,20 +122,17 @@ class _Plan:
 
     def __init__(self, entries: list[Codes], active: StepGradients) -> None:
         self.version, self.entries, self.locals = active.version, entries, active.locals
-        self.groups = list({id(e.group): e.group for e in entries}.values())
+        self.groups = {id(e.group): e.group for e in entries}
         self.rounding = _rounding_of(self.groups)
-        self.odd = self._odd_gradients(active)
-        self.classes: list[int] | None = None  # of each entry
-        self.calls: list[_Call] = []
-        self.launches: list[tuple[torch.device, list[Launch]]] = []
-
-    def _odd_gradients(self, active: StepGradients) -> list[tuple[int, torch.Tensor]]:
-        """Gradients whose memory is in another order than their parameter's, with a buffer in the right one."""
-        return [
+        # Gradients whose memory is in another order than their parameter's, with a buffer in the right one.
+        self.odd = [
             (i, torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device))
             for i, (grad, local) in enumerate(zip(active.grads, self.locals, strict=True))
             if grad.stride() != local.stride() and not (grad.is_contiguous() and local.is_contiguous())
         ]
+        self.classes: list[int] | None = None  # of each entry
+        self.calls: list[tuple[Row, TileStep]] = []
+        self.launches: list[tuple[torch.device, list[Launch]]] = []
 
     def step(self, active: StepGradients) -> None:
         """Count, and update."""
@@ -156,8 +143,7 @@ class _Plan:
             grads[i] = buffer.copy_(grads[i])
         foreach_add_([e.step for e in self.entries], 1)
         keys = [(id(e.group), float(e.step)) for e in self.entries]
-        groups = {id(group): group for group in self.groups}
-        known = {key: rates_of(groups[key[0]], key[1]) for key in set(keys)}
+        known = {key: rates_of(self.groups[key[0]], key[1]) for key in set(keys)}
         own = [known[key] for key in keys]
         numbers = {rates: i for i, rates in enumerate(dict.fromkeys(own))}
         classes = [numbers[rates] for rates in own]
@@ -165,8 +151,8 @@ class _Plan:
             self._build(classes, grads)
             self.classes = classes
         rates = list(numbers)
-        for call in self.calls:
-            call.tiles(call.stretch.matrix(grads[call.run.members[0]]), rates[call.kind])
+        for row, tiles in self.calls:
+            tiles(row.stretch.matrix(grads[row.run.members[0]]), rates[row.kind])
         for device, launches in self.launches:
             table = scalar_table(rates, device)
             steps = torch.tensor([r.count for r in rates], dtype=torch.float32, device=device)
@@ -175,10 +161,10 @@ class _Plan:
 
     def _build(self, classes: list[int], grads: list[torch.Tensor]) -> None:
         lists = [self.locals, grads, *([e.codes[i] for e in self.entries] for i in range(2))]
-        own = [self._own(i, e) for i, e in enumerate(self.entries)]
+        # Parameters share a run if these match; one whose bf16 is rounded at random is alone.
         kinds = [
-            (key, e.scale_memory, format_key)
-            for key, e, format_key in zip(classes, self.entries, own, strict=True)
+            (key, e.scale_memory, str(e.layout.grid.block), i if self._rounds(i) else None)
+            for i, (key, e) in enumerate(zip(classes, self.entries, strict=True))
         ]
         result: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
         for run in joint_runs(lists, kinds):
@@ -193,10 +179,6 @@ class _Plan:
                 self.launches.append((device, self._launches(stretches, grads)))
             else:
                 self.calls += self._tile_steps(device, stretches)
-
-    def _own(self, i: int, entry: Codes) -> tuple[str, int | None]:
-        """Keys that must match for parameters to share a run: block format, and the rounding of bf16 parameters."""
-        return str(entry.layout.grid.block), i if self._rounds(i) else None
 
     def _rounds(self, i: int) -> bool:
         """Whether the entry's parameter is rounded at random."""
@@ -242,7 +224,9 @@ class _Plan:
             result.append(Launch(chosen, (best, scalar)))
         return result
 
-    def _tile_steps(self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]) -> list[_Call]:
+    def _tile_steps(
+        self, device: torch.device, stretches: list[tuple[Run, int, Stretch]]
+    ) -> list[tuple[Row, TileStep]]:
         limit = per_device(device, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
         pieces = [(run, kind, piece) for run, kind, whole in stretches for piece in whole.pieces(limit)]
         size = max(TileScratch.size(piece) for _, _, piece in pieces)
@@ -251,7 +235,6 @@ class _Plan:
             rounder = Rounder(size, device)
         for run, kind, piece in pieces:
             i = run.members[0]
-            own = rounder if self._rounds(i) else None
-            tiles = TileStep(self._tensors(i, piece), piece, scratch, own)
-            calls.append(_Call(tiles, run, piece, kind))
+            row = Row(self._tensors(i, piece), piece, run, kind)
+            calls.append((row, TileStep(row.tensors, piece, scratch, rounder if self._rounds(i) else None)))
         return calls
