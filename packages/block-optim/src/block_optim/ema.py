@@ -10,6 +10,7 @@ An element's numbers do not depend on where its tensor is cut. Nothing here comm
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -66,9 +67,7 @@ class EMA:
         self._rounders: dict[torch.device, Rounder] = {}
         self._follow()
         if not self._params and self._module is None:
-            raise ValueError(
-                f"EMA: none of the {len(self._given)} tensors that it was given requires a gradient"
-            )
+            raise ValueError(f"EMA: none of the {len(self._given)} given tensors requires a gradient")
 
     @torch.no_grad()
     def update(self) -> None:
@@ -85,14 +84,12 @@ class EMA:
         self._follow()
         self.updates += 1
         pairs = [(param, param.local, local_of(self._averages[name])) for name, param in self._params.items()]
-        kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         for param, weight, average in pairs:
             if average.dtype == torch.bfloat16:
                 self._update_narrow(param, average, weight, share)
             else:
-                kinds.setdefault((average.dtype, average.device), []).append(
-                    (average, weight.to(average.dtype))
-                )
+                kinds[average.dtype, average.device].append((average, weight.to(average.dtype)))
         for same in kinds.values():
             foreach_lerp_([average for average, _ in same], [weight for _, weight in same], share)
 

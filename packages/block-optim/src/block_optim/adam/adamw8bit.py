@@ -112,9 +112,7 @@ class AdamW8bit(BlockOptimizer):
         if id(group) not in self.known_options:
             self._rules[id(group)] = group.pop("quantize", self.defaults["quantize"])
         elif "quantize" in group:
-            raise ValueError(
-                "quantize: which tensors have 8-bit states was chosen when their group was added"
-            )
+            raise ValueError("quantize: which tensors have 8-bit states is chosen when a group is added")
         least = group["min_8bit_numel"]
         if least != 0:
             check_count("min_8bit_numel", least)
@@ -133,8 +131,7 @@ class AdamW8bit(BlockOptimizer):
                 if new and earlier is None and rule is matrices_but_embeddings and "param_names" not in group:
                     _log_unnamed()
             if self._chosen[param.tensor]:
-                _check_quantizable(param)
-                _check_fits(param, group["block"])
+                _check_quantizable(param, group["block"])
 
     @override
     def check_blocks(self, params: list[Param]) -> None:
@@ -179,7 +176,10 @@ def is_quantized(name: str, param: torch.Tensor, least: int, rule: QuantizeRule 
     return param.numel() >= max(least, 1) and bool(rule(name, param))
 
 
-def _check_fits(param: Param, chosen: Block | str) -> None:
+def _check_quantizable(param: Param, chosen: Block | str) -> None:
+    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{param.name}: 8-bit states are for fp32, bf16 and fp16, not {param.dtype}")
+    param.check_row_major()
     try:
         scale_layout(param, block_for(param, chosen))
     except ValueError as error:
@@ -187,14 +187,3 @@ def _check_fits(param: Param, chosen: Block | str) -> None:
             f"{error}; choose a block that fits between the cuts, or keep its states in fp32 with quantize=False in "
             "its group"
         ) from None
-
-
-def _check_quantizable(param: Param) -> None:
-    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"{param.name}: 8-bit states are for fp32, bf16 and fp16 parameters, not {param.dtype}"
-        )
-    if not param.local.is_contiguous():
-        raise ValueError(
-            f"{param.name}: 8-bit states need a contiguous parameter, its stride is {param.local.stride()}"
-        )

@@ -32,9 +32,7 @@ foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
 foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
 
 # Its name from torch 2.13 on, and the one before.
-all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,9 +67,8 @@ def share_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _inside(tensor: Any) -> torch.Tensor:
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    same = [
-        t for t in [getattr(tensor, n) for n in names] if t.shape == tensor.shape and t.dtype == tensor.dtype
-    ]
+    inner = [getattr(tensor, name) for name in names]
+    same = [t for t in inner if t.shape == tensor.shape and t.dtype == tensor.dtype]
     result: torch.Tensor = same[0] if len(same) == 1 else tensor
     return result
 

@@ -20,13 +20,7 @@ from ragged_shard.dist import DISTRIBUTED
 
 
 class Algorithm:
-    """The methods and attributes that a subclass of `BlockOptimizer` may define; those attributes are described there.
-
-    Attributes:
-        members: the algorithm's parameters, in the groups' order.
-        trained: the parameters with states: they require gradients, or have had one.
-        known_options: the groups' options when they were last checked, by the group's id.
-    """
+    """The methods and attributes that a subclass of `BlockOptimizer` may define; the attributes are described there."""
 
     format_options: ClassVar[tuple[str, ...]] = ()
     shared_options: ClassVar[tuple[str, ...]] = ()
@@ -37,9 +31,9 @@ class Algorithm:
     state: Any  # the states of the optimizer's parameters
 
     def _reset(self) -> None:
-        self.members: list[Param] = []
-        self.trained: list[Param] = []
-        self.known_options: dict[int, Group] = {}
+        self.members: list[Param] = []  # the algorithm's parameters, in the groups' order
+        self.trained: list[Param] = []  # those with states: they require gradients, or have had one
+        self.known_options: dict[int, Group] = {}  # when groups were last checked, by the group's id
         self.setup()
 
     # ---------------------------------------------------------------- methods that a subclass may define
@@ -132,15 +126,9 @@ class Algorithm:
 
     @classmethod
     def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The constructor's options: these, and the defaults of the others.
-
-        Raises:
-            TypeError: an option that the constructor does not have.
-        """
-        parameters = inspect.signature(cls).parameters.values()
-        defaults = {
-            p.name: p.default for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD
-        }
+        """The constructor's options: these, and the defaults of the others. Raises TypeError for one that it lacks."""
+        args = inspect.signature(cls).parameters.values()
+        defaults = {a.name: a.default for a in args if a.name != "params" and a.kind is not a.VAR_KEYWORD}
         if unknown := sorted(options.keys() - defaults.keys()):
             raise TypeError(f"{cls.__name__} has no option {', '.join(map(repr, unknown))}")
         return {**defaults, **options}
@@ -185,11 +173,7 @@ class Algorithm:
         return mesh
 
     def make_states(self, group: Group, params: list[Param]) -> None:
-        """Make the states of parameters of one group, and check them.
-
-        Raises:
-            ValueError: a parameter that does not fit, or a state that is not placed as it is.
-        """
+        """Make the states of parameters of one group; ValueError for a parameter or a placement that does not fit."""
         if self.requires_blocks:
             self.check_blocks(params)
         self.init_states(group, params)

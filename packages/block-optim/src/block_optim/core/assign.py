@@ -43,10 +43,8 @@ def assign(jobs: Sequence[Job], num_ranks: int, before: Sequence[int] = ()) -> t
     `before` are each rank's FLOPs from earlier assignments. See the module for the rules and their guarantees.
     """
     start = list(before) or [0] * num_ranks
-    order = sorted(
-        (i for i, job in enumerate(jobs) if job.holder is None),
-        key=lambda i: (-jobs[i].flops, -jobs[i].nbytes, i),
-    )
+    shared = [i for i, job in enumerate(jobs) if job.holder is None]
+    order = sorted(shared, key=lambda i: (-jobs[i].flops, -jobs[i].nbytes, i))
     best = _place(jobs, start, order, None)
     if not order:
         return best

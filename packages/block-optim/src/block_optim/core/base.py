@@ -80,8 +80,6 @@ class BlockOptimizer(Stateful):
         self._cut_groups = None
         super()._bind()
 
-    # ---------------------------------------------------------------- step
-
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because of non-finite gradients, since construction."""

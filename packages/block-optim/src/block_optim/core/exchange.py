@@ -46,10 +46,7 @@ class TransferStream:
         return layer, layer.new_stream()
 
     def start(self, transfer: Callable[[], dist.Work | None]) -> Wait:
-        """Start a transfer after the work that the current stream holds.
-
-        The result makes the current stream wait for the transfer, on CPU the caller.
-        """
+        """Start a transfer after the current stream's work; the result makes it, or the caller on CPU, wait."""
         layer, stream = self._layer_and_stream
         if not layer.asynchronous:
             work = transfer()
@@ -131,13 +128,13 @@ class CopyExchange:
     ) -> None:
         group, rank = holding.group, holding.rank
         assert group is not None
-        self._group = group
         filled, starts = [0] * group.size(), []
         for owner, length in zip(owners, lengths, strict=True):
             starts.append(filled[owner])
             filled[owner] += length
         self._all = scratch.take(f"copies {slot}", (group.size(), max(filled)), dtype)
         self.own = self._all[rank]  # this rank's run
+        self._move = partial(all_gather_single, self._all.view(-1), self.own, group=group, async_op=True)
         self.parts: dict[int, torch.Tensor] = {}
         self.owned: dict[tuple[int, int], torch.Tensor] = {}
         for i, (owner, start, length) in enumerate(zip(owners, starts, lengths, strict=True)):
@@ -153,16 +150,14 @@ class CopyExchange:
 
     def back(self, lane: TransferStream) -> Wait:
         """Start bringing every rank's `owned` into the others' `parts`; the result waits. One all_gather, in place."""
-        return lane.start(
-            lambda: all_gather_single(self._all.view(-1), self.own, group=self._group, async_op=True)
-        )
+        return lane.start(self._move)
 
 
 class GradientPresence:
     """Finds the parameters with a gradient on any rank. Communicates one all_reduce of one byte per parameter.
 
     `copies` are the parameters' names where every rank holds all of them, so that all ranks or none must have a
-    gradient; a second byte for each tells, for which the host waits.
+    gradient; a second byte for each shows that, and the host waits for it.
     """
 
     def __init__(
@@ -190,20 +185,17 @@ class GradientPresence:
         def result() -> list[bool]:
             if work is not None:
                 work.wait()
-            if self._copies:
-                self._check(self._flags)
+            count = self._count
+            both = (self._flags[:count] & self._flags[count:]).tolist() if self._copies else []
+            if names := [name for name, differs in zip(self._copies, both, strict=True) if differs]:
+                raise ValueError(
+                    f"{', '.join(names[:5])}: some ranks have a gradient and others none, although every rank holds "
+                    "the whole parameter. Average gradients over the ranks before the step (DistributedDataParallel "
+                    "does, with find_unused_parameters=True also of parameters that some ranks do not use)"
+                )
             if all(present):
                 return [True] * len(present)
-            any_rank: list[bool] = (self._flags[: self._count] != 0).tolist()
+            any_rank: list[bool] = (self._flags[:count] != 0).tolist()
             return any_rank
 
         return result
-
-    def _check(self, flags: torch.Tensor) -> None:
-        both = (flags[: self._count] & flags[self._count :]).tolist()
-        if names := [name for name, differs in zip(self._copies, both, strict=True) if differs]:
-            raise ValueError(
-                f"{', '.join(names[:5])}: some ranks have a gradient and others none, although every rank holds the "
-                "whole parameter. Average gradients over the ranks before the step (DistributedDataParallel does, with "
-                "find_unused_parameters=True also of parameters that some ranks do not use)"
-            )

@@ -27,13 +27,10 @@ def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
     """The process groups over whose ranks some parameter, or the work on it, is cut, in a fixed order."""
     result: dict[str, dist.ProcessGroup] = {}
     for param in params:
-        for axis in cutting_axes(param.mesh, param.placements):
-            assert param.mesh is not None
-            group = param.mesh.get_group(axis)
-            result.setdefault(group.group_name, group)
-        mesh = param.replicas
-        if mesh is not None and not cutting_axes(param.mesh, param.placements):
-            groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        axes = cutting_axes(param.mesh, param.placements)
+        mesh = param.mesh if axes else param.replicas
+        if mesh is not None:
+            groups = [mesh.get_group(axis) for axis in axes or range(mesh.ndim) if mesh.size(axis) > 1]
             result.update({group.group_name: group for group in groups})
     return list(result.values())
 

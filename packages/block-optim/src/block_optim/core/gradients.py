@@ -59,16 +59,14 @@ class Collector:
         addresses = list(map(torch.Tensor.data_ptr, own))
         empty = [t for t, address in zip(own, addresses, strict=True) if not address]
         if addresses != self._addresses or not same_objects(empty, self._empty):
-            self._addresses = (
-                None  # until all fit: on every rank of a parameter, with or without elements of it
-            )
+            # None until all fit: on every rank of a parameter, with or without elements of it.
+            self._addresses = None
             for param in params:
                 param.check_layout()
             self._addresses, self._empty, self._layout = addresses, empty, None
         present = [i for i, g in enumerate(grads) if g is not None]
         active = [params[i] for i in present]
-        present_grads = [g for g in grads if g is not None]
-        local_grads = [param.local_grad(grad) for param, grad in zip(active, present_grads, strict=True)]
+        local_grads = [p.local_grad(g) for p, g in zip(params, grads, strict=True) if g is not None]
         local_grads = [g.detach() if g.requires_grad else g for g in local_grads]
         layout = (present, _places(local_grads))
         if layout != self._layout:

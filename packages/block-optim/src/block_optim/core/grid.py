@@ -30,6 +30,8 @@ from block_optim.core.pieces import pieces_of
 from layout_planner import Block, Elements, Tile, parse_block
 from ragged_shard import RaggedShard, StridedRaggedShard, held_boxes
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -60,9 +62,7 @@ class Grid:
         bands, width = self.scale_shape[-2:]
         return (matrix * bands + row // self.block.rows) * width
 
-    def scales_of(
-        self, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def scales_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
         """(offsets, sizes) of the scales of a box of elements; None where the box cuts blocks, or is not theirs."""
         if isinstance(self.block, Elements):
             pieces = pieces_of([(offsets, sizes)], self.shape)
@@ -149,15 +149,8 @@ class ScaleLayout:
     # start, stop: this rank's elements of the flattened slab
     start: int
     stop: int
+    num_scales: int  # one for each block on this rank
     placements: tuple[Placement, ...]  # of the tensor of scales
-
-    @property
-    def num_scales(self) -> int:
-        """Number of scales: one for each block on this rank."""
-        first, after = self.slab.scales_before(self.start), self.slab.scales_before(self.stop)
-        assert first is not None
-        assert after is not None
-        return after - first
 
     def wrap(self, param: Param, local: torch.Tensor) -> torch.Tensor:
         """The scales' global tensor around this rank's scales, flat."""
@@ -173,16 +166,15 @@ class ScaleLayout:
 def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     """The grid of a parameter and the placements of its scales' tensor, which follow the parameter's.
 
-    Raises:
-        ValueError: some rank's elements begin inside a block, or are no run of a slab of blocks; the same on all ranks.
+    Raises ValueError, on all ranks, if some rank's elements begin inside a block, or are no run of a slab of blocks.
     """
     if isinstance(block, Tile) and len(param.shape) < 2:
         raise ValueError(f"{param.name}: {block} needs rows and columns, the shape is {tuple(param.shape)}")
     grid, mesh = Grid(tuple(param.shape), block), param.mesh
     cutting = cutting_axes(mesh, param.placements)
     if mesh is None or not cutting:
-        numel = math.prod(grid.shape)
-        return ScaleLayout(grid, grid, 0, numel, (Replicate(),) * len(param.placements))
+        replicas = (Replicate(),) * len(param.placements)
+        return ScaleLayout(grid, grid, 0, math.prod(grid.shape), math.prod(grid.scale_shape), replicas)
     _ = param.holding  # refuses other placements
     along = [a for a in cutting if isinstance(param.placements[a], RaggedShard)]
     along = along or [a for a in cutting if type(param.placements[a]) is TorchStridedShard][:1]
@@ -195,19 +187,17 @@ def scale_layout(param: Param, block: Elements | Tile) -> ScaleLayout:
     own = mesh.get_coordinate()
     assert own is not None
     placements = _scale_placements(param, grid, along, units.pop().local_units if units else (1,))
+    chunk = [Replicate() if a in along or isinstance(p, RaggedShard) else p for a, p in enumerate(placements)]
     for where, slab in result.items():
-        chunk = [
-            Replicate() if a in along or isinstance(p, RaggedShard) else p for a, p in enumerate(placements)
-        ]
         if held_boxes(grid.scale_shape, mesh.shape, chunk, where) != slab.scales:
             raise _refusal(
                 param, f"its axes cut through blocks of {block}, or leave ranks other ones than their share"
             )
     own_slab = result[tuple(0 if a in along else own[a] for a in range(mesh.ndim))]
     rank = own[along[0]] if along else 0
-    return ScaleLayout(
-        grid, Grid(own_slab.shape, block), own_slab.cuts[rank], own_slab.cuts[rank + 1], placements
-    )
+    start, stop = own_slab.cuts[rank : rank + 2]
+    own_grid = Grid(own_slab.shape, block)
+    return ScaleLayout(grid, own_grid, start, stop, own_slab.lengths[rank], placements)
 
 
 @dataclass(frozen=True)
@@ -219,7 +209,7 @@ class _Slab:
     cuts: tuple[int, ...]
     lengths: tuple[int, ...]  # how many scales each of these ranks has
     # (offsets, sizes) of the box of scales; none where the slab is empty
-    scales: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    scales: tuple[Box, ...]
 
 
 def _slab_at(param: Param, grid: Grid, along: Sequence[int], where: tuple[int, ...]) -> _Slab:

@@ -34,6 +34,7 @@ from ragged_shard import RaggedDTensor, RaggedShard, held_boxes
 from ragged_shard.dist import DISTRIBUTED
 
 Range = tuple[int, int]  # elements [start, stop)
+Placements = Sequence[Placement]  # one for each mesh axis
 
 # Joint meshes by rank tuple, cached for each process group, as long as it exists.
 _JOINT: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], DeviceMesh]]" = (
@@ -148,7 +149,7 @@ class Holding:
         return wrap_local(local, self.mesh, placements, shape, ragged=bool(self.axes))
 
 
-def cutting_axes(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> list[int]:
+def cutting_axes(mesh: DeviceMesh | None, placements: Placements) -> list[int]:
     """The mesh axes whose ranks hold different elements."""
     if mesh is None:
         return []
@@ -159,7 +160,7 @@ def holding_of(
     name: str,
     shape: Sequence[int],
     mesh: DeviceMesh | None,
-    placements: Sequence[Placement],
+    placements: Placements,
     units: Sequence[Sequence[Range]] | None = None,
 ) -> Holding:
     """The Holding of a tensor of this global shape, the same on all of its ranks.
@@ -194,9 +195,7 @@ def copies_on(mesh: DeviceMesh | None, holding: Holding) -> Holding:
     return Holding(mesh, tuple(axes), tuple(ranks), rank, by_rank, copies=True)
 
 
-def _over(
-    axes: Sequence[int], shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
-) -> Holding:
+def _over(axes: Sequence[int], shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> Holding:
     own = mesh.get_coordinate()
     assert own is not None, "an optimizer is built by ranks of its parameters' meshes"
     # An axis of size 1 cuts nothing, also if its placement refers to other axes.
@@ -208,10 +207,9 @@ def _over(
             coordinate[axis] = index
         pieces.append(pieces_of(held_boxes(shape, mesh.shape, plain, coordinate), shape))
         rank = number if coordinate == list(own) else rank
-    ranks = (
-        mesh.mesh[tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))].flatten().tolist()
-    )
-    return Holding(mesh, tuple(axes), tuple(ranks), rank, tuple(pieces))
+    line = tuple(slice(None) if a in axes else own[a] for a in range(mesh.ndim))
+    ranks = tuple(mesh.mesh[line].flatten().tolist())
+    return Holding(mesh, tuple(axes), ranks, rank, tuple(pieces))
 
 
 def _splits(holding: Holding, position: int, units: Sequence[Sequence[Range]]) -> bool:
@@ -237,11 +235,7 @@ def first_element(tensor: Any) -> int | None:
 
 
 def wrap_local(
-    local: torch.Tensor,
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    ragged: bool,
+    local: torch.Tensor, mesh: DeviceMesh | None, placements: Placements, shape: Sequence[int], ragged: bool
 ) -> torch.Tensor:
     """A global tensor of this shape around this rank's elements; these themselves where there is no mesh."""
     if mesh is None:

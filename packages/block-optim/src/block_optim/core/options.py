@@ -103,9 +103,7 @@ def check_mesh(name: str, value: Any) -> DeviceMesh | None:
             "DeviceMesh.from_group(group, device_type) the mesh of a process group"
         )
     if value.get_coordinate() is None:
-        raise ValueError(
-            f"{name}: rank {value.get_rank()} is not in {value}; give each rank the mesh that it is in"
-        )
+        raise ValueError(f"{name}: rank {value.get_rank()} is not in {value}; give each rank its own mesh")
     return value
 
 

@@ -94,11 +94,7 @@ class Param:
 
     @property
     def holding(self) -> Holding:
-        """The elements of each rank, over all axes that cut the parameter.
-
-        Raises:
-            ValueError: placements other than Ragged, Shard and Replicate.
-        """
+        """Each rank's elements, over all axes that cut it; ValueError unless these are Ragged, Shard and Replicate."""
         if self._holding is None:
             self._holding = holding_of(self.name, self.shape, self.mesh, self.placements)
         return self._holding

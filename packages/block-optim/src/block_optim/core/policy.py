@@ -41,9 +41,7 @@ def make_policy(
     if units is None:
         return lambda name, param: request(name, param).block
     if world_size is None or world_size < 1:
-        raise ValueError(
-            f"a block policy for units needs world_size, a positive number of ranks; got {world_size!r}"
-        )
+        raise ValueError(f"a block policy for units needs world_size, at least 1 rank; got {world_size!r}")
     # Weak keys: units keep the policy, which must not keep the unsharded parameters.
     blocks: Any = WeakTensorKeyDictionary()
     for unit in units:

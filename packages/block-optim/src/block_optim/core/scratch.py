@@ -36,10 +36,6 @@ class Scratch:
         view = self._views[name, shape, dtype] = result[:numel].view(shape)
         return view
 
-    def take_each(self, name: str, lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """1-D tensors of these lengths, one after another in one buffer."""
-        return list(self.take(name, (sum(lengths),), dtype).split(lengths))
-
     def reserve(self, other: "Scratch") -> None:
         """Make every buffer as large as the other scratch has it, so that none grows later."""
         for (name, dtype), buffer in other._buffers.items():

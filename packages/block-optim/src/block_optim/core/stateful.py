@@ -48,10 +48,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         Raises:
             ValueError: an option or a parameter that does not fit, named; the optimizer is as it was.
         """
-        self._add_group(param_group)
-
-    def _add_group(self, group: Group) -> None:
-        super().add_param_group(group)
+        super().add_param_group(param_group)
         try:
             self._read_groups()
             self._read_states()
@@ -63,10 +60,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             raise
 
     def _read_groups(self) -> None:
-        """Take over the groups' parameters, among them added, moved and removed ones.
-
-        Raises before it changes anything.
-        """
+        """Take over the groups' parameters, also added, moved and removed ones. Raises before it changes anything."""
         params: dict[torch.Tensor, Param] = {}
         moved: list[tuple[Param, Group]] = []
         for group in self.param_groups:
@@ -121,12 +115,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     # ---------------------------------------------------------------- each step
 
     def _sync(self) -> None:
-        """Read the groups and states, which the user may have edited since the last step.
-
-        Raises:
-            KeyError: an option was removed from a group.
-            ValueError: an option, a parameter or a state that does not fit.
-        """
+        """Read groups and states, which the user may have edited; KeyError or ValueError where they do not fit."""
         self._sync_options()
         state: Any = self.state  # torch's is a defaultdict; the user may have assigned another mapping
         self.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)
@@ -161,9 +150,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
     def _read_states(self) -> None:
         """Make the states of parameters that begin to train, and of those whose states were assigned or removed."""
         changed = self._changed()
-        self._make_states(
-            [p for p in self.members if _trains(p.tensor) and (p.states is None or p.tensor in changed)]
-        )
+        begin = [p for p in self.members if _trains(p.tensor) and (p.states is None or p.tensor in changed)]
+        self._make_states(begin)
         for param in self.members:
             if param.tensor in changed and not _trains(param.tensor):
                 param.states = None
@@ -217,11 +205,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         for param in self.members:  # an update may have added states
             for key, value in self.state.get(param.tensor, {}).items():
                 param.check_state(key, value)
-        left = {
-            t: self.state.pop(t)
-            for t in list(self.state)
-            if isinstance(t, torch.Tensor) and t not in self._params
-        }
+        gone = [t for t in self.state if isinstance(t, torch.Tensor) and t not in self._params]
+        left = {tensor: self.state.pop(tensor) for tensor in gone}
         try:
             return super().state_dict()
         finally:
@@ -248,10 +233,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         saved_ids = chain.from_iterable(g["params"] for g in saved_groups)
         own_params = chain.from_iterable(g["params"] for g in self.param_groups)
         ids = dict(zip(saved_ids, own_params, strict=True))
-        self._load_states({ids[key]: entry for key, entry in state_dict["state"].items() if key in ids})
-        self.state.update(
-            (key, deepcopy(value)) for key, value in state_dict["state"].items() if key not in ids
-        )
+        saved = state_dict["state"]
+        self._load_states({ids[key]: entry for key, entry in saved.items() if key in ids})
+        self.state.update((key, deepcopy(entry)) for key, entry in saved.items() if key not in ids)
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         self._sync_options()
@@ -316,7 +300,7 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self.param_groups, self.state = [], defaultdict(dict)
         self._reset()
         for group in groups:
-            self._add_group(group)
+            Stateful.add_param_group(self, group)  # without the checks of subclasses, which it has passed
         self._load_states(dict(values), strict=False)
         self.state.update((key, value) for key, value in values.items() if key not in self._params)
 
@@ -335,11 +319,9 @@ def own_values(
     """Select this rank's elements of each entry of an assigned state or, with ``saved``, of a loaded one.
 
     An entry of a loaded state that lies on other ranks of the same mesh is redistributed, on all ranks: which rank
-    keeps the state of a whole matrix depends on the parameters that were trained when the optimizer was made.
-
-    Raises:
-        ValueError: a key is missing (or, if loaded, too many), or a shape or placement differs; the parameter and the
-            key are named.
+    keeps the state of a whole matrix depends on the parameters that were trained when the optimizer was made. Raises
+    ValueError, naming parameter and key, for a key that is missing (or, if loaded, too much), and for another shape or
+    placement.
     """
     if saved and set(values) != set(own):
         raise ValueError(
@@ -377,9 +359,7 @@ def _own_elements(target: torch.Tensor, value: Any, what: str, *, move: bool) ->
     if tuple(value.shape) != tuple(target.shape):
         raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
     if value.dtype in (torch.uint8, torch.int8) and target.is_floating_point():
-        raise ValueError(
-            f"{what} is {value.dtype}, expected {target.dtype}: 8-bit codes cannot be loaded as values"
-        )
+        raise ValueError(f"{what} is {value.dtype}, expected {target.dtype}: 8-bit codes are not values")
     if not isinstance(value, DISTRIBUTED):
         return local_of(distribute_like(value, target, src_data_rank=None))
     distributed: Any = target if isinstance(target, DISTRIBUTED) else None

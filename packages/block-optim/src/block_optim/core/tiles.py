@@ -1,7 +1,7 @@
 """Blocks in memory: matrices of tiles, cut to the size of the scratch, and the scratch with views of the tiles."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,10 +65,8 @@ class Stretch:
         """``count`` bands of tiles from the ``first`` on."""
         top = first * self.tile[0]
         rows = min(count * self.tile[0], self.rows - top)
-        width = -(-self.columns // self.tile[1])
-        return Stretch(
-            self.start + top * self.columns, rows, self.columns, self.tile, self.scale + first * width
-        )
+        start, scale = self.start + top * self.columns, self.scale + first * self.grid[1]
+        return replace(self, start=start, rows=rows, scale=scale)
 
 
 def stretches_of(layout: ScaleLayout, start: int, scale: int) -> list[Stretch]:
@@ -103,7 +101,7 @@ def merged(stretches: list[Stretch]) -> list[Stretch]:
     for stretch in stretches:
         if result and result[-1].joins(stretch):
             last = result.pop()
-            stretch = Stretch(last.start, last.rows + stretch.rows, last.columns, last.tile, last.scale)
+            stretch = replace(last, rows=last.rows + stretch.rows)
         result.append(stretch)
     return result
 

@@ -122,8 +122,5 @@ def assign_domain(matrices: Sequence[AssignedMatrix], num_ranks: int, bucket_byt
                     buckets[i] = bucket
                 used = max(used, bucket)
         first = used + 1
-    result = (
-        replace(m, owner=owner, bucket=bucket)
-        for m, owner, bucket in zip(matrices, owners, buckets, strict=True)
-    )
+    result = [replace(m, owner=o, bucket=b) for m, o, b in zip(matrices, owners, buckets, strict=True)]
     return DomainAssignment(num_ranks, tuple(result), first)

@@ -37,8 +37,6 @@ class Bucket:
         self._exchanges = [e for e in (layout.side, layout.exchange) if e is not None]
         self._active: frozenset[int] = frozenset()
 
-    # ------------------------------------------------------------- transfers
-
     def send(self, active: frozenset[int]) -> Wait:
         """Begin a step of the parameters with these indices: pack the local runs, and send them to the owners.
 
@@ -78,8 +76,6 @@ class Bucket:
         foreach_lerp_(values, momenta, mu)
         foreach_copy_(packed, values)
 
-    # ------------------------------------------------------------- compute
-
     def compute(self) -> None:
         """Orthogonalise this rank's own matrices. Communicates nothing."""
         arrived = [run for run in self._layout.remote_runs if self._is_active(run.number)]
@@ -97,8 +93,6 @@ class Bucket:
 
     def _is_active(self, number: int) -> bool:
         return self._layout.matrices[number].param in self._active
-
-    # ------------------------------------------------------------- apply
 
     def apply(self, own: bool, lr: LearningRate) -> None:
         """Decay weights and add the updates: of this rank's own matrices, or of the others'. Communicates nothing."""

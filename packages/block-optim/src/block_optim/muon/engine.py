@@ -92,10 +92,7 @@ class MuonEngine:
         return list(domains.values())
 
     def _make_buckets(
-        self,
-        domains: list[_Domain],
-        assigned: list[DomainAssignment],
-        scratches: Mapping[torch.device, Scratch],
+        self, domains: list[_Domain], assigned: list[DomainAssignment], scratches: dict[torch.device, Scratch]
     ) -> list[Bucket]:
         buckets: list[Bucket] = []
         for domain, assignment in zip(domains, assigned, strict=True):
@@ -143,16 +140,16 @@ class MuonEngine:
             by_group.setdefault(id(local.param.group), []).append(local)
         for some in by_group.values():
             update_momenta(some, some[0].param.group["momentum"])
-        rates = {id(g): _on_host(g["lr"]) for g in self._groups}
+        # Tensors are copied to the CPU, so that the host waits once; arithmetic stays in their dtype, as in torch.
+        rates = {id(g): g["lr"] for g in self._groups}
+        rates |= {key: lr.detach().cpu() for key, lr in rates.items() if isinstance(lr, torch.Tensor)}
         run_pipeline(self._buckets, active, rates)
         for i in active:  # release the gradients
             self._locals[i].grad = self._locals[i].local
 
     def _agree(self, grads: Mapping[int, torch.Tensor]) -> frozenset[int]:
         """The parameters to update: those with a gradient on this rank, or, if exchanged, on any rank."""
-        results = [
-            (presence.all_reduce([i in grads for i in params]), params) for presence, params in self._presence
-        ]
+        results = [(flag.all_reduce([i in grads for i in params]), params) for flag, params in self._presence]
         active = set(grads)
         for result, params in results:
             active.update(i for i, exists in zip(params, result(), strict=True) if exists)
@@ -163,11 +160,6 @@ def _steps(params: Sequence[Param]) -> list[Any]:
     """Copies of the options on which the owners depend, of each group."""
     groups = {id(p.group): p.group for p in params}.values()
     return [deepcopy([group["ns_coefficients"], group["ns_steps"]]) for group in groups]
-
-
-def _on_host(lr: float | torch.Tensor) -> float | torch.Tensor:
-    """Copy a tensor to the CPU, so that the host waits once; arithmetic stays in its dtype, as in torch."""
-    return lr.detach().cpu() if isinstance(lr, torch.Tensor) else lr
 
 
 def _options(groups: list[Group]) -> list[str]:

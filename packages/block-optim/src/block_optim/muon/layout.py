@@ -152,5 +152,6 @@ class BucketLayout:
 
     def buffers(self, name: str, runs: Sequence[LocalRun], dtype: torch.dtype) -> list[torch.Tensor]:
         """Scratch memory in the shape of each run, contiguous over all of them."""
-        flat = self.scratch.take_each(name, [run.high - run.low for run in runs], dtype)
+        lengths = [run.high - run.low for run in runs]
+        flat = self.scratch.take(name, (sum(lengths),), dtype).split(lengths)
         return [t.view(run.packed.shape) for t, run in zip(flat, runs, strict=True)]

@@ -12,29 +12,21 @@ from ragged_shard import RaggedShard, StridedRaggedShard
 
 
 class LocalParam:
-    """One parameter's memory on this rank.
-
-    Attributes:
-        index: in the optimizer.
-        holding: the elements on each rank that exchanges it.
-        momentum: the buffer, 1-D.
-        steps: number of its updates, with stochastic rounding; else None.
-    """
+    """One parameter's memory on this rank; `holding` has the elements on each rank that exchanges it."""
 
     def __init__(self, index: int, param: Param, holding: Holding) -> None:
         self.index, self.param, self.holding = index, param, holding
         matrices = matrices_in(param)
         self.columns = matrices[0].columns if matrices else 1  # of its matrices
         self.local = param.local.view(-1)  # this rank's elements of it, 1-D
-        # this step's gradient, 1-D, in the buffer's dtype
-        self.grad: torch.Tensor = self.local  # set in every step
+        self.grad: torch.Tensor = self.local  # in a step its gradient, 1-D, in the buffer's dtype
         self.bind()
 
     def bind(self) -> None:
         """Use the memory that the states have now."""
         state = self.param.states
         self.momentum = local_of(state["momentum_buffer"]).view(-1)
-        self.steps: torch.Tensor | None = state.get("step")
+        self.steps: torch.Tensor | None = state.get("step")  # number of updates, with stochastic rounding
         self._rows = local_of(state["second_moment"]).view(-1) if "second_moment" in state else None
 
     def refresh(self) -> None:
@@ -69,11 +61,7 @@ def muon_state(param: Param) -> dict[str, torch.Tensor]:
 
 
 def _row_state(param: Param) -> torch.Tensor:
-    """A zero fp32 state with one number for each row of a parameter's matrices, placed like the parameter.
-
-    Raises:
-        ValueError: the elements of a rank end inside a row.
-    """
+    """A zero fp32 state with a number for each row of the matrices; ValueError if a rank's elements end inside one."""
     matrices = matrices_in(param)
     columns = matrices[0].columns if matrices else max(int(param.shape[-1]), 1)
     flat = columns != param.shape[-1]  # flattened: rows are the first dimension alone

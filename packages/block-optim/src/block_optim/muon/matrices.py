@@ -44,11 +44,7 @@ class Matrix:
 
 @lru_cache(maxsize=4096)
 def matrices_of(name: str, shape: tuple[int, ...], how: How) -> tuple[Matrix, ...]:
-    """The matrices of a tensor, in the order of their first elements; none in a tensor without elements.
-
-    Raises:
-        ValueError: fewer than two dimensions, or rows that do not fit the shape; names the tensor.
-    """
+    """The matrices of a tensor in order, none without elements; ValueError, naming it, if shape or rows do not fit."""
     if len(shape) < 2:
         raise ValueError(
             f"{name}: shape {shape} is not a matrix, which Muon needs; give it to AdamW (mixed_optimizer_for does)"
@@ -73,9 +69,7 @@ def check_how(how: object) -> How:
     if isinstance(how, (tuple, list)) and how and all(type(size) is int and size > 0 for size in how):
         return tuple(how)
     if how not in ("auto", "flatten"):
-        raise ValueError(
-            f'matrices={how!r}: expected "auto", "flatten" or numbers of rows such as (64, 16, 16)'
-        )
+        raise ValueError(f'matrices={how!r}: expected "auto", "flatten" or rows such as (64, 16, 16)')
     return str(how)
 
 

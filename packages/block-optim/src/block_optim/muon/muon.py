@@ -104,8 +104,6 @@ class Muon(BlockOptimizer):
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:
         return block_of_matrices(name, tuple(param.shape), options["matrices"])
 
-    # ---------------------------------------------------------------- construction
-
     @override
     def setup(self) -> None:
         self._engine: MuonEngine | None = None
@@ -157,8 +155,6 @@ class Muon(BlockOptimizer):
     def init_states(self, group: Group, params: list[Param]) -> None:
         for param in params:
             self.state[param.tensor] = muon_state(param)
-
-    # ---------------------------------------------------------------- inspection
 
     @property
     def assignment(self) -> Assignment:

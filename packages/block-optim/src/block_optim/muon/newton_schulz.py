@@ -54,12 +54,8 @@ SETS: dict[str, tuple[Triple, ...]] = {
 def steps_of(coefficients: Coefficients, steps: int | None = None) -> tuple[Triple, ...]:
     """A triple (a, b, c) for each step.
 
-    Args:
-        coefficients: a name from the table above, a list of triples, or one triple for every step.
-        steps: number of steps. Defaults to the number of triples, or to 5 of a single one.
-
-    Raises:
-        ValueError: an unknown name, another number of steps than of triples, triples that are none.
+    Coefficients are a name from the table above, a list of triples, or one triple for every step, of which 5 is the
+    default. Raises ValueError for an unknown name, another number of steps than of triples, and triples that are none.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100):
         raise ValueError(f"ns_steps is {steps!r}: expected None or an integer from 1 to 99")

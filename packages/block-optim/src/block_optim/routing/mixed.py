@@ -128,8 +128,9 @@ class Mixed(BlockOptimizer):
         algorithm = group.get("algorithm")
         kind = self._kinds.get(algorithm) if isinstance(algorithm, str) else kind_of(algorithm)
         if kind is None:
+            names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
             raise ValueError(
-                f"a group of {len(group['params'])} parameters (first: {_first_of(group)}) has "
+                f"a group of {len(group['params'])} parameters (first: {names[0] if names else 'none'}) has "
                 f"algorithm={algorithm!r}: expected one of {', '.join(self._kinds)}, or a subclass of BlockOptimizer"
             )
         name = algorithm if isinstance(algorithm, str) else name_of(kind)
@@ -197,9 +198,3 @@ class Mixed(BlockOptimizer):
     def copied_attributes(self) -> dict[str, Any]:
         parts = {name: algorithm.copied_attributes() for name, algorithm in self._algorithms.items()}
         return {"routes": self.routes, "_kinds": self._kinds, "_kept": parts}
-
-
-def _first_of(group: Group) -> object:
-    """Name of a group's first parameter for messages."""
-    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"][:1]]
-    return names[0] if names else "none"

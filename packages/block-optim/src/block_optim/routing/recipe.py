@@ -25,9 +25,7 @@ class Recipe:
     Args:
         kind: a class of optimizer, or a model that is not sharded yet: matrices to Muon, the rest to AdamW, as
             `mixed_optimizer_for` does; ``recipe(model)`` then builds the optimizer.
-        units: see `BlockOptimizer.block_policy`.
-        world_size: see there.
-        max_padding: see there.
+        units, world_size, max_padding: as in `BlockOptimizer.block_policy`.
         options: of the optimizer, or of `mixed_optimizer_for`.
 
     Raises:

@@ -121,12 +121,6 @@ class Preconditioned(BlockOptimizer):
             self._links = None
         self._bound = False
 
-    def _bind_blocks(self) -> None:
-        """Point the blocks' views to the memory of the states."""
-        for param in self.trained:
-            self._plan.tensors[param.tensor].bind(param.states)
-        self._bound = True
-
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         """States of one tensor, zero."""
         raise NotImplementedError
@@ -168,10 +162,8 @@ class Preconditioned(BlockOptimizer):
         by_number = {w.tensor.number: w for w in works}
         for exchange in self._exchanges():
             members = [by_number[n] for n in exchange.numbers if n in by_number]
-            exchange.scatter(
-                {w.tensor.number: w.update for w in members},
-                {w.tensor.number: w.local_update for w in members},
-            )
+            updates = {w.tensor.number: w.update for w in members}
+            exchange.scatter(updates, {w.tensor.number: w.local_update for w in members})
 
     def _apply(self, works: Iterable[TensorStep], move: Move) -> None:
         """Move the parameters by `work.local_update`; narrow ones in fp32 copies, rounded once.
@@ -206,8 +198,10 @@ class Preconditioned(BlockOptimizer):
 
     def _gather(self, active: StepGradients) -> list[TensorStep]:
         """The owned runs of all gradients; of a parameter that is exchanged, if any rank has a gradient."""
-        if not self._bound:
-            self._bind_blocks()
+        if not self._bound:  # point the blocks' views to the memory of the states
+            for param in self.trained:
+                self._plan.tensors[param.tensor].bind(param.states)
+            self._bound = True
         tensors = {t.number: t for t in self._plan.tensors.values()}
         result: dict[int, Tensor] = {}
         for param, grad in active:

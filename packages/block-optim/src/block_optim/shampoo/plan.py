@@ -55,18 +55,15 @@ class OwnedBlock:
 
 
 class TensorPlan:
-    """One parameter: its grid, the strips of it that this rank owns, and their blocks.
-
-    Attributes:
-        grid: its blocks, or None where it goes element by element (it is then cut anywhere, and nothing of it moves).
-        compute: the dtype that everything is computed in: fp32, or fp64 for fp64 parameters.
-    """
+    """One parameter: its grid, the strips of it that this rank owns, and their blocks."""
 
     def __init__(self, param: Param, number: int, grid: Grid | None, holding: Holding) -> None:
+        # Without a grid it goes element by element: it is cut anywhere, and nothing of it moves.
         self.param, self.number, self.grid, self.holding = param, number, grid, holding
         self.assignment: StripAssignment | None = None
         self.blocks: list[OwnedBlock] = []
         self._sides: dict[str, str | None] = {}  # of each state; None: it has the parameter's shape
+        # the dtype of all arithmetic
         self.compute = torch.float64 if param.dtype == torch.float64 else torch.float32
 
     @property
@@ -181,7 +178,10 @@ class Plan:
             if param.tensor in self.tensors:
                 continue
             grid = grid_of(tuple(param.shape), param.group)
-            holding = _elementwise_holding(param) if grid is None else param.work_holding().in_order()
+            if grid is not None:
+                holding = param.work_holding().in_order()
+            else:  # each rank works on its elements
+                holding = Holding(param.mesh, (), (), 0, (run(0, param.local.numel()),))
             result.append(TensorPlan(param, self._added, grid, holding))
             self._added += 1
         gridded = [t for t in result if t.grid is not None]
@@ -197,8 +197,3 @@ class Plan:
                     counts[size] += 1
         self.tensors.update((t.param.tensor, t) for t in result)
         return [self.tensors[param.tensor] for param in params]
-
-
-def _elementwise_holding(param: Param) -> Holding:
-    """Holding of a tensor that is updated element by element: each rank works on its elements."""
-    return Holding(param.mesh, (), (), 0, (run(0, param.local.numel()),))

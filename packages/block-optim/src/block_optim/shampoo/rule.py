@@ -64,10 +64,8 @@ class RootJob:
     def run(self) -> Roots:
         """Store the roots of the corrected factors; where one cannot be computed, keep the last one."""
         block, side = self.items[0]
-        group, count = (
-            block.tensor.group,
-            capacity(len(self.items), block.dim(side), block.tensor.param.device),
-        )
+        group, device = block.tensor.group, block.tensor.param.device
+        count = capacity(len(self.items), block.dim(side), device)
         factors, last = (load_square(self.items, kind, count) for kind in ("factor", "root"))
         if (beta := beta2(group)) < 1:
             factors /= 1 - beta**self.step

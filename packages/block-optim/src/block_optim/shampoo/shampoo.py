@@ -19,30 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from block_optim.core._torch_compat import (
-    foreach_add_,
-    foreach_addcmul_,
-    foreach_copy_,
-    foreach_lerp_,
-    foreach_mul_,
-)
+from block_optim.core import _torch_compat as compat
 from block_optim.core.gradients import StepGradients
 from block_optim.core.options import check_choice, check_mesh
 from block_optim.core.params import Group
+from block_optim.shampoo import rule
 from block_optim.shampoo.base import Preconditioned, StepBlocks, TensorStep, by_step, flat_states
 from block_optim.shampoo.batches import Batch, batches
 from block_optim.shampoo.plan import SIDES, TensorPlan
-from block_optim.shampoo.rule import (
-    GRAFTING,
-    beta1,
-    beta2,
-    direction,
-    elementwise_direction,
-    outer,
-    root_jobs,
-    second_beta,
-    take,
-)
 
 
 class Shampoo(Preconditioned):
@@ -99,12 +83,10 @@ class Shampoo(Preconditioned):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    # ---------------------------------------------------------------- options and states
-
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
-        check_choice("grafting", group["grafting"], GRAFTING)
+        check_choice("grafting", group["grafting"], rule.GRAFTING)
         if not 0 < group["root_epsilon"] < 1:
             raise ValueError(
                 f"root_epsilon={group['root_epsilon']!r}: expected 0 < root_epsilon < 1, relative to a factor's norm; "
@@ -119,7 +101,7 @@ class Shampoo(Preconditioned):
     def _make_state(self, tensor: TensorPlan) -> dict[str, Tensor]:
         group = tensor.group
         state = {"step": torch.zeros((), dtype=torch.float32)}
-        if beta1(group) > 0:
+        if rule.beta1(group) > 0:
             tensor.add_owned(state, "exp_avg")
         if tensor.grid is None or group["grafting"] != "none":
             tensor.add_owned(state, "exp_avg_sq")
@@ -128,14 +110,12 @@ class Shampoo(Preconditioned):
                 tensor.add_sides(state, kind)
         return state
 
-    # ---------------------------------------------------------------- the step
-
     @override
     def update(self, active: StepGradients) -> None:
         works = self._gather(active)
         for group, _, members in by_step(works):
             self._accumulate(group, members)
-        for job in root_jobs(works):  # of the whole model together
+        for job in rule.root_jobs(works):  # of the whole model together
             result = job.run()
             self._count(result.counts, [job.items[i][0] for i in result.kept])
         for group, step, members in by_step(works):
@@ -146,16 +126,16 @@ class Shampoo(Preconditioned):
     def _accumulate(self, group: Group, works: Sequence[TensorStep]) -> None:
         """Advance the averages of whole runs, and the factors of blocks."""
         if firsts := flat_states(works, "exp_avg"):
-            foreach_lerp_(firsts, [w.grad for w in works], 1 - beta1(group))
+            compat.foreach_lerp_(firsts, [w.grad for w in works], 1 - rule.beta1(group))
         grafted = [w for w in works if w.tensor.grid is None or group["grafting"] != "none"]
         if moments := flat_states(grafted, "exp_avg_sq"):
-            grads, beta = [w.grad for w in grafted], second_beta(group)
+            grads, beta = [w.grad for w in grafted], rule.second_beta(group)
             if beta < 1:
-                foreach_mul_(moments, beta)
-            foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
+                compat.foreach_mul_(moments, beta)
+            compat.foreach_addcmul_(moments, grads, grads, 1 - beta if beta < 1 else 1.0)
         own = StepBlocks(works)
         for batch in batches(own.blocks):
-            _advance_factors(beta2(group), batch, batch.matrices(own.grads(batch)))
+            _advance_factors(rule.beta2(group), batch, batch.matrices(own.grads(batch)))
 
     def _precondition(self, group: Group, step: int, works: Sequence[TensorStep]) -> None:
         """Write the updates of works with these options and this step number."""
@@ -164,19 +144,19 @@ class Shampoo(Preconditioned):
                 first, second = work.tensor.flat("exp_avg"), work.tensor.flat("exp_avg_sq")
                 assert second is not None
                 filtered = work.grad if first is None else first
-                work.update.copy_(elementwise_direction(group, step, filtered, second))
+                work.update.copy_(rule.elementwise_direction(group, step, filtered, second))
         own = StepBlocks(works)
         for batch in batches(own.blocks):
             has_average = "exp_avg" in batch.blocks[0].views
             filtered = batch.state("exp_avg") if has_average else batch.matrices(own.grads(batch))
             targets = own.updates(batch)
-            foreach_copy_(targets, list(direction(group, step, batch, filtered)[: len(targets)]))
+            compat.foreach_copy_(targets, list(rule.direction(group, step, batch, filtered)[: len(targets)]))
 
 
 def _advance_factors(beta: float, batch: Batch, grads: Tensor) -> None:
     """Advance both factors of a batch of blocks."""
     for side in SIDES:
-        gained = outer(grads, side, batch.blocks[0].diagonal(side))
+        gained = rule.outer(grads, side, batch.blocks[0].diagonal(side))
         factor = batch.side("factor", side)
         if beta < 1:
             factor.mul_(beta).add_(gained, alpha=1 - beta)
@@ -188,5 +168,5 @@ def _advance_factors(beta: float, batch: Batch, grads: Tensor) -> None:
 def _move(group: Group, works: Sequence[TensorStep], weights: list[Tensor]) -> None:
     updates = [w.local_update for w in works]
     if group["weight_decay"]:
-        foreach_add_(updates, weights, alpha=group["weight_decay"])
-    take(weights, updates, group["lr"])
+        compat.foreach_add_(updates, weights, alpha=group["weight_decay"])
+    rule.take(weights, updates, group["lr"])

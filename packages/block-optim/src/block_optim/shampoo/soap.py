@@ -77,8 +77,6 @@ class SOAP(Preconditioned):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    # ---------------------------------------------------------------- options and states
-
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
@@ -94,8 +92,6 @@ class SOAP(Preconditioned):
             for kind in ("factor", "basis"):
                 tensor.add_sides(state, kind, diagonal=False)
         return state
-
-    # ---------------------------------------------------------------- the step
 
     @override
     def update(self, active: StepGradients) -> None:
@@ -146,8 +142,6 @@ class SOAP(Preconditioned):
             factor = batch.side("factor", side)
             factor.mul_(beta).add_(outer(grads, side, False), alpha=1 - beta)
             batch.put_side("factor", side, factor)
-
-    # ---------------------------------------------------------------- bases
 
     def _first_bases(self, group: Group, batch: Batch) -> None:
         for side in _turned(batch):

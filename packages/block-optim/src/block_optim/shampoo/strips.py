@@ -119,15 +119,11 @@ class StripExchange:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[int, StripAssignment],
-        names: Sequence[str],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, tensors: dict[int, StripAssignment], names: list[str], dtype: torch.dtype, device: torch.device
     ) -> None:
         holding = next(iter(tensors.values())).holding
         assert holding.group is not None
-        self.numbers, self._tensors, self._rank = list(tensors), dict(tensors), holding.rank
+        self.numbers, self._tensors, self._rank = list(tensors), tensors, holding.rank
         self.copies, self._lane = holding.copies, TransferStream(device)
         self._presence = GradientPresence(holding.group, len(tensors), device, names if self.copies else ())
         self._strips = [(number, index) for number, t in tensors.items() for index in t.moving]

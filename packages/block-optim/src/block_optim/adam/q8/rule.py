@@ -7,6 +7,7 @@
 On CPU (and on CUDA without Triton) a tile step is a list of torch ops; on CUDA all stretches are one Triton launch.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,13 +167,10 @@ class _Plan:
             (key, e.scale_memory, str(e.layout.grid.block), i if self._rounds(i) else None)
             for i, (key, e) in enumerate(zip(classes, self.entries, strict=True))
         ]
-        result: dict[torch.device, list[tuple[Run, int, Stretch]]] = {}
+        result: dict[torch.device, list[tuple[Run, int, Stretch]]] = defaultdict(list)
         for run in joint_runs(lists, kinds):
             first = run.members[0]
-            kind = classes[first]
-            result.setdefault(self.locals[first].device, []).extend(
-                (run, kind, s) for s in self._stretches(run)
-            )
+            result[self.locals[first].device] += [(run, classes[first], s) for s in self._stretches(run)]
         self.calls, self.launches = [], []
         for device, stretches in result.items():
             if has_triton(device):
@@ -211,13 +209,13 @@ class _Plan:
         )
 
     def _launches(self, stretches: list[tuple[Run, int, Stretch]], grads: list[torch.Tensor]) -> list[Launch]:
-        rows: dict[tuple[Any, ...], list[Row]] = {}
+        rows: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
         for run, kind, s in stretches:
             i = run.members[0]
             rounds = self.entries[i].group["stochastic_rounding"]
             types = Types(self.locals[i].dtype, grads[i].dtype, rounds)
             row = Row(self._tensors(i, s), s, run, kind)
-            rows.setdefault((s.tile, types, row.aligned, row.single), []).append(row)
+            rows[s.tile, types, row.aligned, row.single].append(row)
         result: list[Launch] = []
         for (tile, types, aligned, single), chosen in rows.items():
             best, scalar = (quantized_variant(tile, types, vectors, single) for vectors in (aligned, False))
