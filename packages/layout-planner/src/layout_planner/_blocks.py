@@ -15,16 +15,19 @@ from layout_planner._checks import check_integer
 
 
 @dataclass(frozen=True)
-class Rows:
-    """`count` consecutive rows; a row is one run of the innermost dimension (one element of a 1-D tensor)."""
-
+class _Counted:
     count: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("Rows: count", self.count, 1)
+        check_integer(f"{type(self).__name__}: count", self.count, 1)
 
     def __str__(self) -> str:
-        return f"rows:{self.count}"
+        return f"{type(self).__name__.lower()}:{self.count}"
+
+
+@dataclass(frozen=True)
+class Rows(_Counted):
+    """`count` consecutive rows; a row is one run of the innermost dimension (one element of a 1-D tensor)."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Elements:
+class Elements(_Counted):
     """`count` consecutive elements, for any shape."""
-
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        check_integer("Elements: count", self.count, 1)
-
-    def __str__(self) -> str:
-        return f"elements:{self.count}"
 
 
 Block = Rows | Tile | Whole | Elements
@@ -142,18 +137,11 @@ class BlockGrid:
 
     def is_cut(self, offset: int) -> bool:
         """Whether a shard may end `offset` elements into the tensor. Both ends of the tensor are cut points."""
-        return (
-            0 <= offset <= self.numel and (offset % self.period) % self.block == 0
-        ) or offset == self.numel
+        return (0 <= offset <= self.numel and offset % self.period % self.block == 0) or offset == self.numel
 
 
 def grid_of(name: str, shape: tuple[int, ...], block: Block) -> BlockGrid:
-    """The cut points that `block` leaves in a tensor of this shape.
-
-    Raises:
-        ValueError: the block does not apply to the shape; names the tensor.
-        TypeError: `block` is not a block.
-    """
+    """The cut points that `block` leaves in a tensor; ValueError for another shape, TypeError if it is no block."""
     numel = math.prod(shape)
     width = shape[-1] if len(shape) > 1 else 1
     period = numel

@@ -12,11 +12,7 @@ def shortened(text: object) -> str:
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
-    """Return `value` if it is an integer of at least `least` and at most `most`.
-
-    Raises:
-        ValueError: it is anything else (a bool, a float, out of range); the message names the argument.
-    """
+    """Return an integer of at least `least` and at most `most`; ValueError, with its name, for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
     if most is not None and value > most:
@@ -32,5 +28,5 @@ def check_integers(name: str, values: Iterable[object], least: int) -> None:
 
 
 def check_world_size(value: object) -> int:
-    """Return `value` if it is a number of ranks. Raises ValueError: it is not an integer from 1 to `MOST_RANKS`."""
+    """Return `value` if it is a number of ranks, from 1 to `MOST_RANKS`; else raise ValueError."""
     return check_integer("world_size", value, 1, MOST_RANKS)

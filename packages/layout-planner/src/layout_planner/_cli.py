@@ -28,9 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.run(args):
             print(line, flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # keeps the flush at exit from failing too
+        # Keeps the flush at exit from failing too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, ImportError, OSError) as error:
         print(f"layout-planner: error: {_one_line(error)}", file=sys.stderr)
@@ -68,34 +67,22 @@ def _parser() -> _Parser:
         added.set_defaults(run=run)
         which = added.add_mutually_exclusive_group(required=True)
         which.add_argument("--model", help="a well-known model, see below")
-        which.add_argument(
-            "--checkpoint", metavar="PATH", help="a safetensors file, index or folder (headers are read)"
-        )
+        headers = "a safetensors file, index or folder (headers are read)"
+        which.add_argument("--checkpoint", metavar="PATH", help=headers)
         add = added.add_argument
         if many:
-            sizes = "8..1024 (doubling) or 8,12"
-            add("--world-size", type=_shown(world_sizes), required=True, help=sizes)
+            add("--world-size", type=_shown(world_sizes), required=True, help="8..1024 (doubling) or 8,12")
             blocks = "one or more, separated by commas (default: rows:1)"
             add("--block", type=_listed(parse_block), default=(Rows(1),), help=blocks)
         else:
             add("--world-size", type=_shown(number), required=True, help="ranks that share each parameter")
-            add(
-                "--block",
-                type=_shown(parse_block),
-                default=Rows(1),
-                help="block that stays on one rank (default: rows:1)",
-            )
+            block = "block that stays on one rank (default: rows:1)"
+            add("--block", type=_shown(parse_block), default=Rows(1), help=block)
         aligned = "elements that offsets are multiples of (default: 8)"
         add("--align", type=_shown(number), default=8, help=aligned)
-        add(
-            "--segments",
-            type=_shown(number),
-            default=4,
-            help="the most segments to split a group into (default: 4)",
-        )
-        stacked = (
-            "one tensor for all experts of a layer, or separate tensors for each expert (default: stacked)"
-        )
+        segments = "the most segments to split a group into (default: 4)"
+        add("--segments", type=_shown(number), default=4, help=segments)
+        stacked = "one tensor for all experts of a layer, or one for each expert (default: stacked)"
         add("--experts", choices=("stacked", "separate"), default="stacked", help=stacked)
         if run is not _draw:
             add("--json", action="store_true", help="print JSON instead of tables")
@@ -105,12 +92,8 @@ def _parser() -> _Parser:
     command("sweep", _sweep, "padding over world sizes and blocks", many=True)
     draw = command("draw", _draw, "draw one group's layout as SVG")
     draw.add_argument("-o", "--output", required=True, help="the SVG file to write; - is standard output")
-    draw.add_argument(
-        "--group", help="group to draw (default: the one with the most parameters in the model)"
-    )
-    draw.add_argument(
-        "--ranks", type=_shown(ranks), help="ranks to draw, such as 0..15 (default: the first 16)"
-    )
+    draw.add_argument("--group", help="group to draw (default: the one with the most parameters)")
+    draw.add_argument("--ranks", type=_shown(ranks), help="ranks to draw: 3 or 0..15 (default: the first 16)")
     return top
 
 
@@ -152,9 +135,7 @@ def world_sizes(text: str) -> tuple[int, ...]:
 def ranks(text: str) -> range:
     """`3` or `0..15`, both ends included."""
     if not re.fullmatch(r"[0-9]+(\.\.[0-9]+)?", text):
-        raise ValueError(
-            f"{text!r} is not a rank or a range of ranks; write one rank or a range such as 0..15"
-        )
+        raise ValueError(f"{text!r} is not a rank or a range of ranks; write 3, or a range such as 0..15")
     start, stop = _ends(text, int)
     return range(start, stop + 1)
 

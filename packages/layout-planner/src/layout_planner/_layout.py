@@ -51,9 +51,7 @@ class Layout:
             raise ValueError("there is nothing to lay out: the group has no tensors")
         placed = sorted([name for segment in self.segments for name in segment.names])
         if placed != sorted(self._by_name) or len(self._by_name) < len(self.tensors):
-            raise ValueError(
-                f"the segments hold {placed}, the group {sorted([s.name for s in self.tensors])}"
-            )
+            raise ValueError(f"the segments hold {placed}, the group {sorted(s.name for s in self.tensors)}")
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment)
 
@@ -193,12 +191,9 @@ class Layout:
             "format": _FORMAT,
             "world_size": self.world_size,
             "align": self.align,
-            "tensors": [
-                {"name": spec.name, "shape": spec.shape, "block": str(spec.block)} for spec in self.tensors
-            ],
+            "tensors": [{"name": s.name, "shape": s.shape, "block": str(s.block)} for s in self.tensors],
             "segments": [
-                {"shard_size": segment.shard_size, "names": segment.names, "offsets": segment.offsets}
-                for segment in self.segments
+                {"shard_size": s.shard_size, "names": s.names, "offsets": s.offsets} for s in self.segments
             ],
         }
         return json.dumps(content, separators=(",", ":"), sort_keys=True)
@@ -215,12 +210,10 @@ class Layout:
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
             tensors = tuple(
-                TensorSpec(spec["name"], tuple(spec["shape"]), parse_block(spec["block"]))
-                for spec in content["tensors"]
+                TensorSpec(s["name"], tuple(s["shape"]), parse_block(s["block"])) for s in content["tensors"]
             )
             segments = tuple(
-                Segment(segment["shard_size"], tuple(segment["names"]), tuple(segment["offsets"]))
-                for segment in content["segments"]
+                Segment(s["shard_size"], tuple(s["names"]), tuple(s["offsets"])) for s in content["segments"]
             )
             return cls(tensors, content["world_size"], content["align"], segments)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

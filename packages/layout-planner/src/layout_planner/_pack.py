@@ -45,20 +45,17 @@ class Packing:
 def pack(items: Sequence[Item], world_size: int, align: int, *, thorough: bool) -> Packing:
     """Pack the items into one buffer of equal shards with the least shard size that the search finds.
 
-    Args:
-        items: in the order to keep unless another one pads less.
-        world_size: shards.
-        align: elements that the shard size and offsets are multiples of.
-        thorough: also search for orders, exactly or locally; otherwise only the fixed orders are tried.
+    Items are in the order to keep unless another one pads less. Unless `thorough`, which searches for orders exactly or
+    locally, only the fixed orders are tried.
     """
-    in_order = sorted(items, key=attrgetter("index"))
-    if packed := _at_once(in_order, world_size, align):
+    by_index = sorted(items, key=attrgetter("index"))
+    if packed := _at_once(by_index, world_size, align):
         return packed
     start = blocks_bound([item.spec for item in items], world_size, align)
     best, failed = _quick(items, world_size, align, start)
     if thorough:
         best = _improve(items, world_size, best, failed)
-    return _in_order(in_order, best.shard, world_size) or best
+    return in_order(by_index, best.shard, world_size) or best
 
 
 def _at_once(items: Sequence[Item], world_size: int, align: int) -> Packing | None:
@@ -73,7 +70,7 @@ def _at_once(items: Sequence[Item], world_size: int, align: int) -> Packing | No
         if item.step and item.spec.numel > 2 * share:
             step, shortest = math.lcm(step, item.step), min(shortest, item.spec.numel)
     shard = -(-share // step) * step
-    return _in_order(items, shard, world_size) if shortest > 2 * shard else None
+    return in_order(items, shard, world_size) if shortest > 2 * shard else None
 
 
 def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tuple[Packing, list[int]]:
@@ -85,7 +82,7 @@ def _quick(items: Sequence[Item], world_size: int, align: int, start: int) -> tu
     def first_fit(sizes: Iterable[int]) -> Packing | None:
         for shard in sizes:
             for order in orders:
-                if packed := _in_order(order, shard, world_size):
+                if packed := in_order(order, shard, world_size):
                     return packed
             failed.append(shard)
         return None
@@ -118,27 +115,21 @@ def _improve(items: Sequence[Item], world_size: int, best: Packing, failed: list
 
 def _fixed_orders(items: Sequence[Item]) -> list[list[Item]]:
     """The given order first; then by block, by size, and large tensors with small ones as fillers in between."""
-    in_order = sorted(items, key=lambda item: item.index)
-    by_block = sorted(in_order, key=lambda item: (-(item.step or item.spec.grid.period), -item.size))
-    by_size = sorted(in_order, key=lambda item: -item.size)
+    by_index = sorted(items, key=lambda item: item.index)
+    by_block = sorted(by_index, key=lambda item: (-(item.step or item.spec.grid.period), -item.size))
+    by_size = sorted(by_index, key=lambda item: -item.size)
     large, small = by_size[: (len(by_size) + 1) // 2], by_size[(len(by_size) + 1) // 2 :]
     filled = [item for pair in zip(large, small, strict=False) for item in pair] + large[len(small) :]
-    orders = {
-        tuple(item.index for item in order): order
-        for order in (filled, by_size[::-1], by_size, by_block, in_order)
-    }
+    tried = (filled, by_size[::-1], by_size, by_block, by_index)
+    orders = {tuple(item.index for item in order): order for order in tried}
     return list(orders.values())[::-1]
 
 
 def _placers(items: Iterable[Item], shard: int) -> dict[tuple[int, int, int], Placer]:
-    placers: dict[tuple[int, int, int], Placer] = {}
-    for item in items:
-        if item.kind not in placers:
-            placers[item.kind] = placer(item, shard)
-    return placers
+    return {kind: placer(item, shard) for kind, item in {item.kind: item for item in items}.items()}
 
 
-def _in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | None:
+def in_order(order: Sequence[Item], shard: int, world_size: int) -> Packing | None:
     """The packing of this order with this shard size, or None if it does not fit."""
     placers, end, limit = _placers(order, shard), 0, world_size * shard
     offsets = []
@@ -185,7 +176,7 @@ def _exact(items: Sequence[Item], shard: int, world_size: int) -> Packing | None
         weight, radix, _, _ = kinds[came[state]]
         order.append(members_of[came[state]][state // weight % radix - 1])
         state -= weight
-    return _in_order(order[::-1], shard, world_size)
+    return in_order(order[::-1], shard, world_size)
 
 
 def _local(items: Sequence[Item], shard: int, world_size: int) -> Packing | None:
@@ -208,5 +199,5 @@ def _local(items: Sequence[Item], shard: int, world_size: int) -> Packing | None
         positions = range(0, len(order), -(-len(order) // width))
         order = min(([*rest[:at], item, *rest[at:]] for at in positions), key=end_of)
         if end_of(order) <= limit:
-            return _in_order(order, shard, world_size)
+            return in_order(order, shard, world_size)
     return None

@@ -50,8 +50,5 @@ def plan(
         seen.add(spec.name)
     items = [Item.of(index, spec, align) for index, spec in enumerate(tensors)]
     packings = split(items, world_size, align, segment_cost, max_segments)
-    segments = [
-        Segment(packing.shard, tuple(map(attrgetter("spec.name"), packing.items)), packing.offsets)
-        for packing in packings
-    ]
+    segments = [Segment(p.shard, tuple(map(attrgetter("spec.name"), p.items)), p.offsets) for p in packings]
     return Layout(tensors, world_size, align, tuple(segments))

@@ -39,18 +39,10 @@ def draw(
     title: str = "",
     ranks: range | None = None,
 ) -> str:
-    """A layout as an SVG document.
+    """A layout of tensors, by name, as an SVG document.
 
-    Args:
-        segments: the buffers.
-        specs: the tensors in them, by name.
-        world_size: shards of each buffer.
-        figures: labels and values to print above the picture.
-        title: a line above the picture.
-        ranks: the ranks to draw, one row each. None: the first 16.
-
-    Raises:
-        ValueError: `ranks` is empty or reaches outside the world size.
+    Prints figures, labels and values, above the picture. Draws one row for each of `ranks`, by default the first 16;
+    raises ValueError if there are none or they reach outside the world size.
     """
     if ranks is None:
         ranks = range(min(world_size, _DEFAULT_RANKS))
@@ -111,9 +103,8 @@ class _Picture:
         """One row per rank, the segments side by side, and above them their shard sizes."""
         tops = [top + 24 + place * (_ROW + _ROW_GAP) for place in range(len(self.ranks))]
         x: float = _MARGIN + _GUTTER
-        for index, (segment, width) in enumerate(
-            zip(self.segments, _segment_widths(self.segments), strict=True)
-        ):
+        widths = _segment_widths(self.segments)
+        for index, (segment, width) in enumerate(zip(self.segments, widths, strict=True)):
             label = f"S{index if len(self.segments) > 1 else ''} = {segment.shard_size:,}"
             if text_width(label, 11) <= width:
                 yield _text(x, top + 12, label)

@@ -54,11 +54,7 @@ class Measure:
 
 
 def plan_group(group: GroupShape, world_size: int, block: Block, options: Options) -> Layout:
-    """The layout of one layer of the group.
-
-    Raises:
-        ValueError: as `plan` and `GroupShape.specs`; the message names the tensor or the argument.
-    """
+    """The layout of one layer of the group; raises as `plan` and `GroupShape.specs` do."""
     specs = group.specs(block)
     return plan(specs, world_size, align=options.align, max_segments=options.max_segments)
 

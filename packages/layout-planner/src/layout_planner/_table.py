@@ -10,10 +10,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     left = [header.startswith("<") for header in headers]
     names = [header.removeprefix("<") for header in headers]
     widths = [max(3, *map(len, column)) for column in zip(names, *rows, strict=True)]
-    rules = [
-        "-" * width if to_left else "-" * (width - 1) + ":"
-        for width, to_left in zip(widths, left, strict=True)
-    ]
+    rules = ["-" * w if to_left else "-" * (w - 1) + ":" for w, to_left in zip(widths, left, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         places = zip(cells, widths, left, strict=True)

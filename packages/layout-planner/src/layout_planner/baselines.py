@@ -15,7 +15,8 @@ from itertools import count
 
 from layout_planner._checks import check_integer, check_world_size
 from layout_planner._layout import Layout
-from layout_planner._place import Item, placer
+from layout_planner._pack import in_order
+from layout_planner._place import Item
 from layout_planner._spec import Segment, TensorSpec
 
 
@@ -78,23 +79,12 @@ def in_given_order(
     else:
         step = max(items, key=lambda item: item.spec.numel).step or align
     total = sum(item.size for item in items)
-    sizes = count(-(-total // (world_size * step)) * step, step)
-    tried = ((size, _offsets(items, size, world_size)) for size in sizes)
-    shard, offsets = next((size, placed) for size, placed in tried if placed is not None)
-    segment = Segment(shard, tuple(spec.name for spec in tensors), offsets)
+    tried = (
+        in_order(items, size, world_size) for size in count(-(-total // (world_size * step)) * step, step)
+    )
+    packing = next(filter(None, tried))  # with all of them in one shard they always fit
+    segment = Segment(packing.shard, tuple(spec.name for spec in tensors), packing.offsets)
     return Layout(tuple(tensors), world_size, align, (segment,))
-
-
-def _offsets(items: Sequence[Item], shard: int, world_size: int) -> tuple[int, ...] | None:
-    """Start of each item, or None if they do not fit; with all of them in one shard they always do."""
-    offsets, end = [], 0
-    for item in items:
-        start = placer(item, shard)(end)
-        if start < 0 or start + item.spec.numel > world_size * shard:
-            return None
-        offsets.append(start)
-        end = start + item.size
-    return tuple(offsets)
 
 
 def _slices(spec: TensorSpec) -> int:

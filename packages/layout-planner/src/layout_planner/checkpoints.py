@@ -75,9 +75,7 @@ def _read_index(index: Path) -> dict[str, Shape]:
         ) from None
     entries = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
-        raise ValueError(
-            f"{index}: has no weight_map from tensor names to file names; a safetensors index has one"
-        )
+        raise ValueError(f"{index}: has no weight_map from tensors to files, as a safetensors index has")
     shapes: dict[str, Shape] = {}
     for name in sorted(set(entries.values())):
         if len(name) > 255 or not name.isprintable():

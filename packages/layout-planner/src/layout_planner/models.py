@@ -117,9 +117,7 @@ def separate_experts(model: ModelShape) -> ModelShape:
     stacked = [entry for group in model.groups for entry in group.tensors if entry.experts > 1]
     if not stacked or any(entry.name.endswith("_bias") for entry in stacked):
         why = "has its experts stacked in its checkpoint too" if stacked else "has no stacked experts"
-        raise ValueError(
-            f"{model.name} {why}; separate experts are for models that store each one separately"
-        )
+        raise ValueError(f"{model.name} {why}; separate experts are for models that store each separately")
     groups = tuple(
         replace(group, tensors=tuple(single for entry in group.tensors for single in _unstacked(entry)))
         for group in model.groups
@@ -193,9 +191,7 @@ def _qwen3_moe(config: Config) -> Iterator[GroupShape]:
 
 
 def _gpt_oss(config: Config) -> Iterator[GroupShape]:
-    hidden, inner, experts = (
-        config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
-    )
+    hidden, inner, experts = (config[k] for k in ("hidden_size", "intermediate_size", "num_local_experts"))
     sinks = ShapeEntry("self_attn.sinks", (config["num_attention_heads"],))
     moe = [
         ShapeEntry("mlp.router.weight", (experts, hidden)),
@@ -210,9 +206,7 @@ def _gpt_oss(config: Config) -> Iterator[GroupShape]:
 
 
 def _deepseek_v3(config: Config) -> Iterator[GroupShape]:
-    dense, layers, hidden = (
-        config[key] for key in ("first_k_dense_replace", "num_hidden_layers", "hidden_size")
-    )
+    dense, layers, hidden = (config[k] for k in ("first_k_dense_replace", "num_hidden_layers", "hidden_size"))
     experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
     mlp = _gated_mlp("mlp", hidden, config["intermediate_size"])
     yield _layers(0, dense, _latent_attention(config), _norms(config), mlp)
