@@ -277,6 +277,6 @@ def test_states_of_frozen_parameters_that_do_not_fit_leave_the_optimizer_alone()
     module.uneven.requires_grad_(False)
     optimizers = trained(module, adamw)
     optimizers[0].state.pop(module.uneven)
-    with pytest.raises(ValueError, match=r"uneven.exp_avg: a tensor of shape \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"uneven.exp_avg: expected shape \(6, 4\), got \(4, 6\)"):
         load_full_optimizer_state_dict(module, optimizers, full)
     assert module.uneven not in optimizers[0].state

@@ -19,9 +19,8 @@ def gradient_sharding(sharding: Sharding) -> Sharding:
     """The sharding of the gradient of a tensor with this sharding."""
     if not sharding.partial:
         return sharding
-    return sharding.with_placements(
-        tuple(Replicate() if isinstance(p, Partial) else p for p in sharding.placements)
-    )
+    placements = [Replicate() if isinstance(p, Partial) else p for p in sharding.placements]
+    return sharding.with_placements(placements)
 
 
 def local_and_sharding(tensor: Any) -> tuple[torch.Tensor, Sharding]:
@@ -33,9 +32,8 @@ def local_and_sharding(tensor: Any) -> tuple[torch.Tensor, Sharding]:
         with torch.no_grad():
             local = tensor.to_local()
         wait = getattr(local, "wait", None)
-        return (wait() if wait is not None else local), sharding_of(
-            tensor.device_mesh, tensor.placements, tensor.shape
-        )
+        sharding = sharding_of(tensor.device_mesh, tensor.placements, tensor.shape)
+        return (wait() if wait is not None else local), sharding
     raise TypeError(f"expected a RaggedDTensor or DTensor gradient, got a plain {type(tensor).__name__}")
 
 
@@ -52,11 +50,7 @@ def _average_factor(source: Sharding, target: Sharding) -> float:
 def _redistributed(grad: Any, sharding: Sharding | None, target: Sharding, tensor_class: Any) -> Any:
     """A gradient with another sharding. Differentiable, for second derivatives, if it requires grad itself.
 
-    Args:
-        grad: a RaggedDTensor, a DTensor, or a plain local tensor.
-        sharding: of a plain one; None for the others.
-        target: the sharding wanted.
-        tensor_class: RaggedDTensor.
+    It is a distributed tensor or, with its ``sharding``, a plain local one.
     """
     recorded = torch.is_grad_enabled() and grad.requires_grad
     if sharding is None:

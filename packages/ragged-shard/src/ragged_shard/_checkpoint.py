@@ -19,9 +19,7 @@ from ragged_shard._sharding import Sharding
 def _boxes(sharding: Sharding) -> tuple[Box, ...]:
     """The boxes that this rank reads and writes; a tensor without elements is one empty box, so that it is recorded."""
     if sharding.partial:
-        raise ValueError(
-            f"a tensor with a pending reduction cannot be saved or loaded: {sharding}; redistribute it"
-        )
+        raise ValueError(f"cannot save or load a pending reduction: {sharding}; redistribute it")
     if sharding.region is None:
         raise NotImplementedError(
             f"cannot save or load {sharding}: redistribute it to Ragged, Shard or Replicate first"
@@ -57,9 +55,7 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     wanted = None if index.offset is None else tuple(index.offset)
     matching = [i for i, box in enumerate(boxes) if wanted in (None, box.offsets)]
     if len(matching) != 1:
-        raise ValueError(
-            f"{index} is not exactly one of this rank's chunks, which are at {[b.offsets for b in boxes]}"
-        )
+        raise ValueError(f"{index} is not exactly one of this rank's chunks, at {[b.offsets for b in boxes]}")
     local: torch.Tensor = tensor._local_tensor.detach()
     if not sharding.shape.numel():
         return local.new_empty(sharding.shape)

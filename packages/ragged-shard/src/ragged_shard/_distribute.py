@@ -111,9 +111,7 @@ def distribute_like(tensor: Tensor, like: Tensor, *, src_data_rank: int | None =
         ValueError: the shapes differ, or as `distribute_tensor` does.
     """
     if tensor.shape != like.shape:
-        raise ValueError(
-            f"distribute_like: a tensor of shape {tuple(tensor.shape)} like one of {tuple(like.shape)}"
-        )
+        raise ValueError(f"distribute_like: shape {tuple(tensor.shape)} like one of {tuple(like.shape)}")
     if isinstance(like, RaggedDTensor) and like._sharding.axis is not None:
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=src_data_rank)
     if isinstance(like, DISTRIBUTED):

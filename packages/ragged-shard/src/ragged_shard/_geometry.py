@@ -91,9 +91,7 @@ class Region:
             return ()
         rest = self.box.sizes[self.prefix :]
         boxes = range_boxes(self.box.sizes[: self.prefix], self.start, self.stop)
-        return tuple(
-            Box(box.offsets + (0,) * len(rest), box.sizes + rest).moved(self.box.offsets) for box in boxes
-        )
+        return tuple(Box(b.offsets + (0,) * len(rest), b.sizes + rest).moved(self.box.offsets) for b in boxes)
 
 
 def range_boxes(sizes: Ints, start: int, stop: int) -> tuple[Box, ...]:
@@ -264,12 +262,8 @@ def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
 def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:
     """Raise if the placements do not fit the mesh or the tensor. Reads global metadata only, so all ranks agree.
 
-    Args:
-        axis: the (first) ragged mesh axis, or None.
-
-    Raises:
-        ValueError: wrong number of placements or shares, shares that do not divide, a cut through a Shard's dimension.
-        NotImplementedError: two ragged axes, or a placement that cannot be combined with a ragged one.
+    ValueError: wrong number of placements or shares, shares that do not divide, a cut through a Shard's dimension.
+    NotImplementedError: two ragged axes, or a placement that cannot be combined with `axis`, the (first) ragged one.
     """
     try:
         if len(placements) != len(mesh_shape):

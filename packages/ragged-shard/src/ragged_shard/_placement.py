@@ -119,21 +119,11 @@ class RaggedShard(Shard):
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int, **_: Any
     ) -> tuple[int, int]:
-        """A rank's rows, for torch's functions that slice a full tensor.
-
-        Raises:
-            NotImplementedError: ranks do not hold one run of whole rows each.
-        """
+        """A rank's rows, for torch's functions that slice full tensors; raises if they are no run of whole rows."""
         rows, rest = divmod(curr_local_size, self.total_units)
-        if (
-            self.dims != (0,)
-            or isinstance(self, StridedRaggedShard)
-            or rest
-            or num_chunks != len(self.local_units)
-        ):
-            raise self._refusal(
-                "a rank does not hold one run of whole rows, and torch slices full tensors so"
-            )
+        of_rows = self.dims == (0,) and not isinstance(self, StridedRaggedShard)
+        if not of_rows or rest or num_chunks != len(self.local_units):
+            raise self._refusal("a rank does not hold one run of whole rows, as torch slices full tensors")
         start, stop = self.unit_range(rank)
         return (stop - start) * rows, start * rows
 

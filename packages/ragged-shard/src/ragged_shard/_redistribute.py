@@ -189,9 +189,7 @@ def _scatter_sum(
 ) -> Pending:
     """Partial -> Ragged: the traffic of a reduce-scatter."""
     if local.dtype == torch.bool or (partial.reduce_op == "avg" and not local.is_floating_point()):
-        raise TypeError(
-            f"{partial} of dtype {local.dtype} is not defined: it takes numbers (avg: floating point)"
-        )
+        raise TypeError(f"{partial} of {local.dtype} is not defined: it takes numbers (avg: floating point)")
     counts = _lengths(wanted)
     flat = local.contiguous().view(-1)
     num_ranks, own = len(counts), counts[rank]
@@ -317,13 +315,10 @@ def _other_axis_step(local: Tensor, source: Sharding, target: Sharding, axis: in
 def _torch_redistribute(
     local: Tensor, mesh: DeviceMesh, before: list[Placement], after: list[Placement], shape: torch.Size
 ) -> Tensor:
-    dtensor = DTensor.from_local(
-        local, mesh, before, run_check=False, shape=shape, stride=contiguous_stride(shape)
-    )
+    stride = contiguous_stride(shape)
+    dtensor = DTensor.from_local(local, mesh, before, run_check=False, shape=shape, stride=stride)
     moved = dtensor.redistribute(mesh, after).to_local()
     wait = getattr(moved, "wait", None)  # torch may return a tensor that is still being received
-    moved = wait() if wait is not None else moved
-    moved = moved.contiguous()
-    return (
-        moved.clone() if moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else moved
-    )
+    moved = (wait() if wait is not None else moved).contiguous()
+    shared = moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return moved.clone() if shared else moved

@@ -27,22 +27,6 @@ class Sharding:
     Made by `sharding_of`, which returns the same object for equal arguments: comparing is mostly an identity test.
     """
 
-    __slots__ = (
-        "_specs",
-        "axis",
-        "coordinate",
-        "cut_axes",
-        "local_shape",
-        "mesh",
-        "ordinary",
-        "partial",
-        "placements",
-        "region",
-        "replicate",
-        "shape",
-        "stride",
-    )
-
     def __init__(self, mesh: DeviceMesh, placements: geo.Placements, shape: torch.Size) -> None:
         mesh_shape = tuple(mesh.shape)
         self.axis = geo.ragged_axis(placements)  # the ragged mesh axis, or None
@@ -75,9 +59,8 @@ class Sharding:
         """The DTensorSpec of a tensor of this sharding and dtype (cached)."""
         spec = self._specs.get(dtype)
         if spec is None:
-            spec = make_spec(
-                self.mesh, self.placements, self.shape, self.stride, dtype, ragged=self.axis is not None
-            )
+            ragged = self.axis is not None
+            spec = make_spec(self.mesh, self.placements, self.shape, self.stride, dtype, ragged=ragged)
             self._specs[dtype] = spec
         return spec
 

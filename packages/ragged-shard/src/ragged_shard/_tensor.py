@@ -66,9 +66,7 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
     local: torch.Tensor = property(operator.attrgetter("_local_tensor"))  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError(
-            "use RaggedDTensor.from_local or ragged_shard.distribute_tensor to make a RaggedDTensor"
-        )
+        raise TypeError("use RaggedDTensor.from_local or ragged_shard.distribute_tensor to make one")
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> "RaggedDTensor":
@@ -337,9 +335,8 @@ class RaggedDTensor(BASE_CLASS, metaclass=EqualToDTensor):
         placements, meta, third, requires_grad = flat
         mesh, local = inner.get("device_mesh", third), inner["_local_tensor"]
         sharding = sharding_of(mesh, placements, meta.shape)
-        spec = make_spec(
-            mesh, placements, outer_size, outer_stride, local.dtype, ragged=sharding.axis is not None
-        )
+        ragged = sharding.axis is not None
+        spec = make_spec(mesh, placements, outer_size, outer_stride, local.dtype, ragged=ragged)
         wrapper: RaggedDTensor = new_wrapper(RaggedDTensor, local, spec, requires_grad=requires_grad)
         wrapper._sharding = sharding
         return wrapper
@@ -397,9 +394,8 @@ class RedistributeHandle:
             if torch.is_grad_enabled() and self._tensor.requires_grad:
                 self._result = gathered = Redistribute.apply(self._tensor, self._target, self._pending)
                 if self._target.replicate and self._tensor._sharding.axis is not None:
-                    gathered._refusal = next(
-                        filter(None, (why(self._tensor) for why in RaggedDTensor.refusals)), ""
-                    )
+                    reasons = (why(self._tensor) for why in RaggedDTensor.refusals)
+                    gathered._refusal = next(filter(None, reasons), "")
             else:
                 self._result = RaggedDTensor._wrap(self._pending.wait(), self._target)
             self._tensor = None

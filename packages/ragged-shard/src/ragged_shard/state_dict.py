@@ -150,9 +150,7 @@ def load_full_optimizer_state_dict(
     if fresh:
         _make_states(every, fresh)
         sharded, params = _states_and_params(module, every)
-    state = {
-        name: own for name, own in sharded["state"].items() if name in saved or params[name].requires_grad
-    }
+    state = {n: own for n, own in sharded["state"].items() if n in saved or params[n].requires_grad}
     own = _leaves(state)
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     leaves: dict[str, Any] = {}
@@ -336,9 +334,7 @@ def _check_storage(tensors: _Tensors) -> None:
     """Raise ValueError if a tensor is on the meta device."""
     names = [name for name, tensor in tensors.items() if tensor.is_meta]
     if names:
-        raise ValueError(
-            f"{names} are on the meta device; allocate them first, as in module.to_empty(device='cpu')"
-        )
+        raise ValueError(f"{names} are on the meta device; allocate them by module.to_empty(device='cpu')")
 
 
 def check_full_tensor(name: str, target: torch.Tensor, value: Any) -> None:
@@ -351,9 +347,7 @@ def check_full_tensor(name: str, target: torch.Tensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or isinstance(value, DISTRIBUTED):
         raise TypeError(f"{name}: expected a full plain tensor, got {type(value).__name__}")
     if value.shape != target.shape:
-        raise ValueError(
-            f"{name}: a tensor of shape {tuple(value.shape)} for one of shape {tuple(target.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape {tuple(target.shape)}, got {tuple(value.shape)}")
     if value.is_floating_point() != target.is_floating_point():
         raise TypeError(f"{name}: a tensor of {value.dtype} for one of {target.dtype}; cast it first")
 

@@ -120,9 +120,7 @@ def _scalar(value: Any, func: Op) -> Any:
         local, sharding = local_and_sharding(value)
         if sharding.replicate and local.numel() == 1:
             return local
-    raise ValueError(
-        f"{func}: expected one number for all positions, a plain or Replicate 0-d tensor, got {value}"
-    )
+    raise ValueError(f"{func}: expected one number for all positions, plain or Replicate, got {value}")
 
 
 def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,9 +175,7 @@ def _check_position(
 ) -> None:
     assert target is not None
     first = args[0][i]
-    if func._schema.name.endswith("_") and not (
-        isinstance(first, RaggedDTensor) and first._sharding == target
-    ):
+    if func._schema.name.endswith("_") and getattr(first, "_sharding", None) != target:
         raise ValueError(
             f"{func} writes tensor {i} of its first list, which is not distributed as {target}; {_AS_THE_OTHER}"
         )

@@ -114,10 +114,8 @@ def _values(locals_: list[torch.Tensor], order: float, dtype: torch.dtype | None
 def stack(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms, or other tensors that are replicas over the same ranks, whichever meshes these are; others as torch does.
 
-    Of a DTensor with a pending norm the total is taken first: one all-reduce for each axis that cuts it.
-
-    Raises:
-        NotImplementedError: replicas over different ranks: the values of ranks outside are not known.
+    Of a DTensor with a pending norm the total is taken first: one all-reduce for each axis that cuts it. Raises
+    NotImplementedError for replicas over different ranks: the values of ranks outside are not known.
     """
     tensors = list(args[0])
     first = getattr(tensors[0], "_sharding", None) if tensors else None

@@ -41,11 +41,9 @@ def ragged_sharding(values: Iterable[object]) -> Sharding | None:
 def to_local(value: Any, target: Sharding, func: Op, *, moves: bool = False) -> Any:
     """The local form of one operand of an op on tensors of sharding ``target``.
 
-    With ``moves`` a DTensor that torch's `distribute_tensor` made of the target's placements is redistributed.
-
-    Raises:
-        ValueError: a distributed operand with another sharding, or of a shape that does not broadcast; a plain
-            tensor that is not 0-d.
+    With ``moves`` a DTensor that torch's `distribute_tensor` made of the target's placements is redistributed. Raises
+    ValueError for a distributed operand with another sharding, or of a shape that does not broadcast, and a plain
+    tensor that is not 0-d.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -108,9 +106,8 @@ def _broadcasts(sharding: Sharding, target: Sharding) -> bool:
 
 def _covers(first: Sharding, second: Sharding) -> bool:
     """Whether the first one's mesh has all ranks of the second one's."""
-    return ranks_along(first.mesh, range(first.mesh.ndim)) >= ranks_along(
-        second.mesh, range(second.mesh.ndim)
-    )
+    own = ranks_along(second.mesh, range(second.mesh.ndim))
+    return own <= ranks_along(first.mesh, range(first.mesh.ndim))
 
 
 def number_of(value: Any) -> Any:
@@ -161,9 +158,7 @@ def check_linear(func: Op, target: Sharding, operands: list[Any], kwargs: dict[s
     if name == "_to_copy" and kwargs.get("dtype") is not None and not kwargs["dtype"].is_floating_point:
         fits = False
     if not fits:
-        reason = (
-            f"it takes {rule}" if rule else "it is not linear, so applying it to the summands would be wrong"
-        )
+        reason = f"it takes {rule}" if rule else "it is not linear, so its results for summands are wrong"
         raise NotImplementedError(
             f"{func} on a tensor with a pending reduction ({target}): {reason}; redistribute Partial to Replicate first"
         )

@@ -80,11 +80,7 @@ def local_of(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def uncut(sharding: Sharding, dims: list[int]) -> bool:
-    cut = {
-        p.dim
-        for axis, p in enumerate(sharding.placements)
-        if type(p) is Shard and sharding.axis_size(axis) > 1
-    }
+    cut = {p.dim for a, p in enumerate(sharding.placements) if type(p) is Shard and sharding.axis_size(a) > 1}
     return all(d >= len(sharding.ragged.dims) and d not in cut for d in dims)
 
 
@@ -193,8 +189,7 @@ def _logical(x: torch.Tensor, every: bool) -> Reduction:
 def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: torch.dtype) -> Reduction:
     """A vector norm: local norms to the power of p, summed in ``wide`` so that large ones do not overflow.
 
-    Raises:
-        RuntimeError: of integers, also on ranks without elements, where torch does not look.
+    Raises RuntimeError for integers, also on ranks without elements, where torch does not look.
     """
     if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError(f"a norm needs a floating point or complex tensor, not {x.dtype}")

@@ -165,10 +165,7 @@ RULES: dict[str, Rule] = {
 
 
 def _overloads(name: str, takes_out: bool) -> list[Any]:
-    """The functional and in-place overloads of an aten op of this name, with ``out=`` if the rule takes it.
-
-    ``max.dim`` is one overload.
-    """
+    """An aten op's functional and in-place overloads, with ``out=`` if the rule takes it; `max.dim` is one overload."""
     overloads = []
     name, _, only = name.partition(".")
     for spelling in (name, name + "_"):

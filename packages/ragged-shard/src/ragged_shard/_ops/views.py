@@ -74,9 +74,7 @@ def rows(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run(func, source, start, stop)
     sizes = arguments.get("split_sizes") or [arguments["split_size"]] * -(-count // arguments["split_size"])
     stops = list(accumulate(sizes))
-    return [
-        _run(func, source, stop - size, min(stop, count)) for size, stop in zip(sizes, stops, strict=True)
-    ]
+    return [_run(func, source, end - n, min(end, count)) for n, end in zip(sizes, stops, strict=True)]
 
 
 def _run(func: Op, source: RaggedDTensor, start: int, stop: int | None) -> RaggedDTensor:

@@ -87,11 +87,8 @@ class Pools:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors that have memory."""
-    return [
-        t
-        for t in tree_leaves(tree)
-        if isinstance(t, Tensor) and not (t.is_meta or t.is_sparse or isinstance(t, FakeTensor))
-    ]
+    tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
+    return [t for t in tensors if not (t.is_meta or t.is_sparse)]
 
 
 def operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -116,8 +113,8 @@ def bytes_of(tensor: Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
-    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize
+    start = tensor.storage_offset()
+    return int(start * tensor.itemsize), int((start + last + 1) * tensor.itemsize)
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -351,9 +348,7 @@ class SimulatedDevice(StreamLayer):
     ) -> None:
         """Check one op's accesses.
 
-        Args:
-            waits: whether the host waits for it where it uses memory of both.
-            to_device: whether it copies to new memory of the device.
+        `waits`: the host waits for it where it uses memory of both; `to_device`: it copies to new memory of the device.
         """
         with self._lock:
             accesses = [(t, False) for t in reads] + [(t, True) for t in writes]
@@ -415,20 +410,16 @@ class _Stamp(TorchDispatchMode):
         reads, writes, non_blocking = operands(func, args, kwargs)
         if schema.name in SYNCS and not device.all_on_host(reads):
             device.wait_for_current()
-        is_view = bool(schema.returns) and all(
-            r.alias_info and not r.alias_info.is_write for r in schema.returns
-        )
+        kinds = [r.alias_info for r in schema.returns]
+        is_view = bool(kinds) and all(kind and not kind.is_write for kind in kinds)
+        # Whether the device was asked for, where its name is not the CPU's.
+        to_device = device.device != CPU and kwargs.get("device") == device.device
         if not is_view and func.namespace == "aten" and not makes_room(func):
-            device.run(str(func), reads, writes, not non_blocking, self._to_device(kwargs))
+            device.run(str(func), reads, writes, not non_blocking, to_device)
         result = func(*args, **kwargs)
         if not is_view:
-            self._see_results(func, result, reads + writes, pinned, self._to_device(kwargs))
+            self._see_results(func, result, reads + writes, pinned, to_device)
         return result
-
-    def _to_device(self, kwargs: Any) -> bool:
-        """Whether the device was asked for, where its name is not the CPU's."""
-        device = self._device.device
-        return bool(device != CPU and kwargs.get("device") == device)
 
     def _see_results(
         self, func: Any, result: Any, arguments: list[Tensor], pinned: bool, to_device: bool

@@ -5,6 +5,7 @@ It has one thread and no process group, so forking is safe. Commands arrive over
 When the socket closes, the test process has ended, and this one ends too.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -51,14 +52,10 @@ def main(control_fd: int, modules: list[str]) -> None:
             os.close(fds[0])
             control.send(str(pid).encode())
         elif command == "wait":
-            control.send(str(_exit_status(int(argument))).encode())
-
-
-def _exit_status(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return 0
+            status = 0
+            with contextlib.suppress(ChildProcessError):
+                status = os.waitstatus_to_exitcode(os.waitpid(int(argument), 0)[1])
+            control.send(str(status).encode())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from ragged_shard.testing import _pickling, _worker
 _START_LIMIT = 180.0  # seconds for a loaded machine to import torch
 _GRACE = 3.0  # seconds that the other ranks get once one has failed
 
+Failures = dict[int, tuple[BaseException | None, str]]  # error and text by rank
+
 
 class RankError(AssertionError):
     """One or more ranks raised, died or hung. The message has each one's traceback or stack."""
@@ -73,13 +75,12 @@ def run_ranks(
     pool = _pools.get(key)
     if pool is None:
         pool = _pools[key] = _Pool(world_size, device)
+    dirty = True
     try:
         results, dirty = pool.run(job, timeout, _pickling.where(fn))
-    except BaseException:
-        _discard(key)
-        raise
-    if dirty:
-        _discard(key)
+    finally:
+        if dirty:
+            _discard(key)
     return results
 
 
@@ -153,8 +154,7 @@ class _ForkServer:
         self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         usual = [name for name in ("numpy", "pytest", "hypothesis") if name in sys.modules]
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        environment = dict(os.environ, OMP_NUM_THREADS="1")  # and it must have no threads when it forks
-        environment["PYTHONPATH"] = path
+        environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1")  # no threads when it forks
         arguments = [str(child_end.fileno()), path, ",".join([*usual, *_preloaded])]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ragged_shard.testing._fork_server", *arguments],
@@ -259,7 +259,7 @@ class _Pool:
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
         answers: dict[int, Any] = {}
-        failed: dict[int, tuple[BaseException | None, str]] = {}
+        failed: Failures = {}
         deadline = time.monotonic() + timeout
         by_connection = {rank.connection: i for i, rank in enumerate(self.ranks)}
         while by_connection:
@@ -289,21 +289,10 @@ class _Pool:
         left = self.ranks[i].stacks.read_bytes()[self.ranks[i].written :]
         return f"the process died ({reason})\n{left.decode(errors='replace')}"
 
-    def _error(
-        self,
-        what: str,
-        timeout: float,
-        failed: dict[int, tuple[BaseException | None, str]],
-        silent: list[int],
-    ) -> RankError:
+    def _error(self, what: str, timeout: float, failed: Failures, silent: list[int]) -> RankError:
         count = len(self.ranks)
-        parts = []
-        if failed:
-            parts.append(f"{what}: rank {', '.join(map(str, sorted(failed)))} of {count} failed")
-        else:
-            parts.append(
-                f"{what}: rank {', '.join(map(str, silent))} of {count} did not answer in {timeout:g} s"
-            )
+        ranks, fault = (sorted(failed), "failed") if failed else (silent, f"did not answer in {timeout:g} s")
+        parts = [f"{what}: rank {', '.join(map(str, ranks))} of {count} {fault}"]
         for i, (_, text) in sorted(failed.items()):
             parts.append(f"--- rank {i} ---\n{text.rstrip()}")
         parts += [f"--- rank {i} was still running ---\n{self.ranks[i].stack().rstrip()}" for i in silent]

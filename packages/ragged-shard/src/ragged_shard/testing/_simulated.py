@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ragged_shard import _torch_compat as compat
@@ -60,27 +61,20 @@ class Simulation:
 
 
 class SimulatedWork(dist.Work):
-    """A collective of a simulated group; complete when its event is, or at once.
+    """A collective of a simulated group that writes `results`; complete when its event on a layer is, or at once.
 
-    Args:
-        results: memory that it writes.
-        layer, event: its device and its end there; None: it has completed.
-        uses: the memory that it references until it was waited for, as NCCL's do.
+    It references `uses` until it was waited for, as NCCL's work does its memory.
     """
 
     def __init__(
-        self,
-        results: Sequence[torch.Tensor],
-        layer: DeviceLayer | None = None,
-        event: Any = None,
-        uses: object = None,
+        self, results: Sequence[Tensor], layer: DeviceLayer | None = None, event: Any = None, uses: Any = None
     ) -> None:
         super().__init__()
         self._layer, self._event, self._uses = layer, event, uses
         # Made on the collective's stream, so that a wait for the future is a wait for that stream.
         on_device = layer is not None and not is_cpu(layer.device)
         devices: Any = [results[0].device] if on_device else None
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         self._future.set_result(list(results))
 
     def wait(self, timeout: Any = None) -> bool:
@@ -125,9 +119,7 @@ class SimulatedGroup(_ProcessGroup):
 
     pg_name = group_name
 
-    def _run(
-        self, results: Sequence[torch.Tensor], received: float, move: Callable[[], None]
-    ) -> SimulatedWork:
+    def _run(self, results: Sequence[Tensor], received: float, move: Callable[[], None]) -> SimulatedWork:
         """Write the results, or not, as the simulation's `collectives` says."""
         simulation = self._simulation
         simulation.calls.append((self._name, received))
@@ -249,7 +241,7 @@ class SimulatedGroup(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _write(tensor: torch.Tensor) -> None:
+def _write(tensor: Tensor) -> None:
     """Register a write with the simulated device. Costs nothing: torch copies no tensor to itself."""
     tensor.copy_(tensor)
 
@@ -289,9 +281,7 @@ def simulated_ranks(
             "size, and collectives 'copy' or 'skip'"
         )
     if dist.is_initialized():
-        raise RuntimeError(
-            "simulated_ranks initialises torch.distributed, which this process has done already"
-        )
+        raise RuntimeError("simulated_ranks initialises torch.distributed, which is initialised already")
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, devices=SIMULATED)
     _active = Simulation(world_size, rank, collectives, network or Network())

@@ -95,7 +95,10 @@ def _run(message: bytes) -> bytes:
     """Run one job; the answer also says whether this rank can run another."""
     try:
         job = pickle.loads(message)
-        _seed(job["seed"])
+        torch.manual_seed(job["seed"])
+        random.seed(job["seed"])
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(job["seed"] % 2**32)
         result = job["fn"](*job["args"], **job["kwargs"])
         answer = ("done", result, _unusable())
         return _pickling.dumps(answer)
@@ -107,14 +110,6 @@ def _run(message: bytes) -> bytes:
         except Exception:
             shipped = _pickling.dumps(("error", (None, text)))
         return shipped
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _unusable() -> str | None:
