@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ragged_shard.testing import Network
+
 from . import counts, measure
 from .measure import fake_ranks, interleave, launch, mib, options_of, record, table_of
 from .models import WORKLOADS, batch_of, describe
@@ -180,9 +182,10 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
         taken = clock.measure(trainer, request["steps"])
         if link:
             taken["sent"] = _sent(link) - before
-        if simulation is not None:
-            with no_delay(simulation):
-                free[trainer.name].append(clock.measure(trainer, request["steps"]))
+        if simulation is not None:  # again with a network that takes no time: a step without waiting for it
+            network, simulation.network = simulation.network, Network()
+            free[trainer.name].append(clock.measure(trainer, request["steps"]))
+            simulation.network = network
         return taken
 
     limit = request.get("seconds", float("inf"))
@@ -191,18 +194,6 @@ def rounds(request: dict[str, Any], simulation: Any = None) -> dict[str, Any]:
     about |= {"optimizer": job.optimizer, "precision": job.precision, "workload": describe(job.workload)}
     measured = {"samples": samples, "free": free, "calibration": calibration}
     return {**about, "losses": losses, "skipped": skipped, **measured}
-
-
-@contextmanager
-def no_delay(simulation: Any) -> Iterator[None]:
-    """A simulated network that takes no time: a step without waiting for it."""
-    from ragged_shard.testing import Network
-
-    network, simulation.network = simulation.network, Network()
-    try:
-        yield
-    finally:
-        simulation.network = network
 
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> dict[str, str]:
@@ -283,9 +274,7 @@ def summarise(raw: dict[str, Any]) -> dict[str, dict[str, float]]:
         out[name] = {**medians, "tokens_per_second": tokens / medians["wall"], "spread": spread}
         if free := raw.get("free", {}).get(name):
             pairs = zip(runs, free, strict=True)
-            out[name]["exposed"] = statistics.median(
-                with_["wall"] - without["wall"] for with_, without in pairs
-            )
+            out[name]["exposed"] = statistics.median(a["wall"] - b["wall"] for a, b in pairs)
         for peer in PEERS:
             if peer in samples:
                 for key in ("wall", "cpu"):

@@ -51,11 +51,7 @@ GATE = (("gate", 8), ("gate", 64), ("gate", 1024), ("gate-stacked", 8), ("gate-p
 
 
 def count(name: str, job: Job) -> dict[str, Any]:
-    """Counts of one step of a system after some steps of warm-up.
-
-    Returns:
-        {"parts": {"forward" | "backward" | "update": {...}}, "peak": ..., "at_peak": {kind: bytes}, "each": ...}
-    """
+    """Counts of one step of a system after some steps of warm-up, by its parts, and its memory at the peak."""
     trainer = build(name, job)
     tally = Tally(job.mesh.size(), lambda: parked_bytes(trainer.module))
     watch = GatheredParameters(tally, sharded=name not in ("plain", "ddp"))
@@ -71,8 +67,7 @@ def count(name: str, job: Job) -> dict[str, Any]:
             loss = trainer.forward(batches[-1])
         with tally.part("backward"):
             trainer.backward(loss)
-        tally.mark("gradients", (p.grad for p in trainer.module.parameters()))
-        tally.mark_shards(p.grad for p in trainer.module.parameters())
+        tally.mark("gradients", (p.grad for p in trainer.module.parameters()), shards=True)
         with tally.part("update"):
             trainer.update()
     tally.sort_writes()
@@ -202,10 +197,7 @@ def compare(workload: str, ranks: int, systems: Sequence[str], base: dict[str, A
 
 
 def compare_on_ranks(request: dict[str, Any]) -> dict[str, Any]:
-    """The same in new processes, since DeepSpeed remembers the groups of the first world: in a simulated or this one.
-
-    The request brings the plain model's counts.
-    """
+    """`compare` in new processes, since DeepSpeed remembers the first world's groups; simulated, or on these ranks."""
     if ranks := request.get("simulated"):
         return compare(request["workload"], ranks, request["systems"], request["base"])
     return _compare(Job.of(request), request["systems"], request["base"])
@@ -303,9 +295,7 @@ COPIES = {
 }  # fmt: skip
 # Memory without values, or labels: neither calls of interest nor writes.
 SILENT = {"profiler::_record_function_enter_new", "profiler::_record_function_exit"}
-EMPTY = {
-    f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-}
+EMPTY = {f"aten::{op}" for op in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")}
 # What this rank receives: (argument that counts, factor as a function of the number of ranks).
 WIRE = {
     "all_gather": lambda sent, received, ranks: sent * (ranks - 1),
@@ -319,18 +309,13 @@ WIRE = {
 
 @dataclass
 class Part:
-    """Counts of one part of a step.
+    """Counts of one part of a step."""
 
-    Attributes:
-        calls: dispatcher calls by op; views and allocations included, collectives and profiler labels not.
-        collectives: launches by kind.
-        wire_bytes: received by this rank.
-        copied, written: bytes by kind of the memory they went to.
-    """
-
+    # dispatcher calls by op; views and allocations included, collectives and profiler labels not
     calls: Counter[str] = field(default_factory=Counter)
-    collectives: Counter[str] = field(default_factory=Counter)
-    wire_bytes: float = 0.0
+    collectives: Counter[str] = field(default_factory=Counter)  # launches by kind
+    wire_bytes: float = 0.0  # received by this rank
+    # copied, written: bytes by kind of the memory they went to
     copied: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
     _writes: list[tuple["Block", int, bool]] = field(default_factory=list)
@@ -374,9 +359,7 @@ class Memory:
         """Note what storages have gained and lost since the last look, losses first, and what is parked."""
         blocks = [(block, storage.nbytes()) for storage, block in self._blocks.items()]
         blocks.append((self._parked, self._parked_bytes()))
-        changed = [
-            (nbytes - block.nbytes, block, nbytes) for block, nbytes in blocks if nbytes != block.nbytes
-        ]
+        changed = [(now - block.nbytes, block, now) for block, now in blocks if now != block.nbytes]
         for _, block, nbytes in sorted(changed, key=lambda change: change[0]):
             self._change(block, nbytes)
 
@@ -440,21 +423,15 @@ class Tally(TorchDispatchMode):
         finally:
             self._part = before
 
-    def mark(self, kind: str, tensors: Iterable[Any], *, force: bool = False) -> None:
-        """Say what the memory of tensors is for. The first word counts, unless forced."""
+    def mark(self, kind: str, tensors: Iterable[Any], *, force: bool = False, shards: bool = False) -> None:
+        """Say what the memory of tensors is for. The first word counts, unless forced. `shards`: of gradients."""
         for tensor in tensors:
             local = _local(tensor)
             if local is not None:
                 block = self.memory.block(local.untyped_storage())
+                block.is_shard = block.is_shard or shards
                 if force or block.kind == "temporaries":
                     block.kind = kind
-
-    def mark_shards(self, gradients: Iterable[Any]) -> None:
-        """Say which gradients are shards that a reduction has left."""
-        for tensor in gradients:
-            local = _local(tensor)
-            if local is not None:
-                self.memory.block(local.untyped_storage()).is_shard = True
 
     def sort_writes(self) -> None:
         """Call when all kinds are known."""

@@ -263,9 +263,7 @@ def run(
     ]
     first = sum(name.startswith("step-") for name, *_ in work)
     if not skip_tests:
-        work[first:first] = [
-            (f"tests-{package}", 200, partial(run_tests, package, out)) for package in TESTED
-        ]
+        work[first:first] = [(f"tests-{name}", 200, partial(run_tests, name, out)) for name in TESTED]
     results: dict[str, Any] = {}
     for name, limit, call in work:
         if not name.startswith(tuple(only.split(","))):
@@ -333,11 +331,7 @@ def report_tables(content: dict[str, Any]) -> list[dict[str, Any]]:
          "world; system; exposed ms; share of the step", exposed),
         (": not measured", "", "system; why", [list(pair) for pair in sorted(skipped)]),
     ]  # fmt: skip
-    made = [
-        table_of(title + name, about, header, rows)
-        for name, about, header, rows in tables
-        if rows or not name
-    ]
+    made = [table_of(title + n, about, header, rows) for n, about, header, rows in tables if rows or not n]
     return [*made, *(rates_table(piece) for piece in pieces.values() if "rates" in piece)]
 
 
@@ -395,17 +389,11 @@ FINER = 8  # the search ends with a context that is too long by an eighth or les
 
 @dataclass(frozen=True)
 class Side:
-    """One of those compared.
+    """One of those compared."""
 
-    Attributes:
-        system: name in `fsdp_runtime.train.systems`.
-        dtype: of parameters and gradients between steps.
-        about: which optimizer, and the bytes that a parameter takes with its gradient and states.
-    """
-
-    system: Any
-    dtype: str
-    about: str
+    system: Any  # name in `fsdp_runtime.train.systems`
+    dtype: str  # of parameters and gradients between steps
+    about: str  # the optimizer, and the bytes that a parameter takes with its gradient and states
 
 
 SIDES = {
@@ -438,11 +426,7 @@ def build_side(side: Side, sizes: dict[str, Any], device: str, mesh: Any) -> tup
 
 
 def trained(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step with sequences of `request["length"]` tokens, and peaks of memory.
-
-    Raises:
-        torch.OutOfMemoryError: the context does not fit.
-    """
+    """Seconds of a step with `request["length"]` tokens, and peaks of memory; raises torch.OutOfMemoryError."""
     length, device, sizes = request["length"], request["device"], request["sizes"]
     if length > request.get("pretended_limit", length):
         raise torch.OutOfMemoryError(f"a dry run pretends that {length} tokens are out of memory")
@@ -465,13 +449,9 @@ def trained(request: dict[str, Any]) -> dict[str, Any]:
 def search(trial: Callable[[int], Any | None], least: int, most: int) -> tuple[Any | None, int | None]:
     """Find the longest context that fits, by doubling, then by halving the gap.
 
-    Args:
-        trial: returns a sample of a length, None where it does not fit; raises TimeoutError where no time is left.
-        least: first length, of which all are multiples.
-        most: largest length to try.
-
-    Returns:
-        The sample of the longest that fits, and the shortest that does not; None if there is none.
+    A trial returns a sample of a length, None where it does not fit, and raises TimeoutError where no time is left.
+    Lengths are multiples of `least`. Returns the sample of the longest that fits, and the shortest that does not; None
+    if there is none.
     """
     length, fits, best, over = least, 0, None, None
     while length <= most:

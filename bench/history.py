@@ -23,12 +23,8 @@ from .systems import OPTIMIZERS, Job, make_optimizer
 def recorded_as(module: str, **figures: tuple[str, Callable[..., float]]) -> Callable[[type], type]:
     """A class decorator that makes asv's benchmarks; their names begin with `module`, in any file.
 
-    Recorded figures go by name, so a class can move to another file without losing its past.
-
-    Args:
-        module: first part of the name.
-        figures: by the second part of the name, the unit, and a function of what `setup_cache` returned, where the
-            class has one, and of a value for each of `params`.
+    Recorded figures go by name, so a class can move to another file without losing its past. A figure is its unit, and
+    a function of what `setup_cache` returned, where the class has one, and of a value for each of `params`.
     """
 
     def make(cls: type) -> type:

@@ -40,10 +40,8 @@ def measure_models(request: dict[str, Any]) -> tuple[dict[str, list[dict[str, fl
         plain = {"plain": SYSTEMS["plain"].build("plain", job)}
         others, skipped = build_all(COMPARED, job)
         batch = batch_of(job.workload, 0, 0)
-        steps = {
-            name: partial(parts_of, trainer, batch, time.thread_time)
-            for name, trainer in {**plain, **others}.items()
-        }
+        trainers = {**plain, **others}.items()
+        steps = {name: partial(parts_of, trainer, batch, time.thread_time) for name, trainer in trainers}
 
         def parts_and_faults(step: Callable[[], list[float]]) -> dict[str, float]:
             faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

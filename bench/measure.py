@@ -45,6 +45,8 @@ BUSY_BEFORE = 0.15  # of all cores
 CALIBRATION_SPREAD = 0.15  # interquartile range over median; a quiet virtual machine has .10 to .11
 FOREIGN = 0.10  # of all cores, in the median measurement
 
+Table = dict[str, Any]  # of `table_of`
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,13 +158,9 @@ def interleave(
 ) -> dict[Any, list[Any]]:
     """Seconds of each call, round by round, all taking turns.
 
-    In another order in each round, the same on all ranks: a call finds the caches as any of the others left them.
-
-    Args:
-        warm_up: first rounds that are not kept.
-        timer: calls, and returns what is kept of it: seconds; see `timer_of`.
-        before: called outside of the time, by the name of the call that follows.
-        begin: called before each round; false ends the rounds.
+    In another order in each round, the same on all ranks: a call finds the caches as any of the others left them. The
+    first `warm_up` rounds are not kept. A timer calls, and returns what is kept: seconds. `before` is called outside of
+    the time, by the name of the call that follows; a false `begin` ends the rounds.
     """
     times: dict[Any, list[Any]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
@@ -289,12 +287,7 @@ def options_of(
 
 
 def record(
-    name: str,
-    tables: list[dict[str, Any]],
-    noise: Sequence[str] = (),
-    *,
-    keep_noisy: bool = True,
-    **figures: Any,
+    name: str, tables: list[Table], noise: Sequence[str] = (), *, keep_noisy: bool = True, **figures: Any
 ) -> int:
     """Print tables from `table_of` and save them with other figures; returns the exit code.
 
@@ -357,19 +350,12 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
     return "\n".join(lines)
 
 
-def table_of(
-    title: str, text: str, header: str, rows: list[list[Any]], *, exact: bool = False
-) -> dict[str, Any]:
-    """A table of the report, as result files keep it.
-
-    Args:
-        header: names of the columns, separated by "; ".
-        exact: a busy machine does not change its figures.
-    """
+def table_of(title: str, text: str, header: str, rows: list[list[Any]], *, exact: bool = False) -> Table:
+    """A table of the report: column names separated by "; "; `exact`: a busy machine does not change its figures."""
     return {"title": title, "text": text, "header": header.split("; "), "rows": rows, "exact": exact}
 
 
-def print_tables(tables: list[dict[str, Any]]) -> None:
+def print_tables(tables: list[Table]) -> None:
     """Print tables from `table_of`."""
     for part in tables:
         lines = (part["title"], part["text"], table(part["header"], part["rows"]))
@@ -430,11 +416,7 @@ def _rounds(figures: Any, samples: bool = False) -> list[int]:
 
 
 def write_report(folder: Path) -> Path:
-    """Write REPORT.md, the tables of all results in `folder`; returns the page's path.
-
-    Raises:
-        ValueError: results that have to be measured again; by name.
-    """
+    """Write REPORT.md of all results in `folder`; return its path. ValueError names results to be measured again."""
     items = load_all("", folder)
     if problems := to_measure_again(items):
         raise ValueError("; ".join(problems))
@@ -496,11 +478,7 @@ def summary(folder: Path) -> list[str]:
 
 
 def put_into(readme: Path, folder: Path) -> None:
-    """Replace the summary block of `readme`.
-
-    Raises:
-        ValueError: `readme` has no such block.
-    """
+    """Replace the summary block of `readme`; raises ValueError if it has none."""
     text, block = readme.read_text(), "\n\n".join([BEGIN, *summary(folder), END])
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     if not pattern.search(text):

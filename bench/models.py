@@ -19,25 +19,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one model.
-
-    Attributes:
-        dim, layers, heads, vocab: as usual; the head dimension is `dim // heads`.
-        inner: width of the feed-forward, or of one expert.
-        experts, top: 0 experts is a dense model; else each token goes to `top` of them.
-        stacked: one tensor for all experts, with biases, in place of three linears for each expert.
-        plain_norms: norms of the blocks without weights, and queries, keys and values from one matrix.
-    """
+    """Sizes of one model; the head dimension is `dim // heads`."""
 
     dim: int
     layers: int
     heads: int
-    inner: int
+    inner: int  # width of the feed-forward, or of one expert
     vocab: int
-    experts: int = 0
+    experts: int = 0  # 0: a dense model; else each token goes to `top` of them
     top: int = 2
-    stacked: bool = False
-    plain_norms: bool = False
+    stacked: bool = False  # one tensor for all experts, with biases, in place of three linears for each
+    plain_norms: bool = False  # norms of blocks without weights; queries, keys and values from one matrix
 
 
 def build(shape: Shape, seed: int = 0, device: str = "cpu") -> Any:
@@ -80,9 +72,7 @@ class FusedAttention(nn.Module):
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         from fsdp_runtime.train.model import rotate
 
-        q, k, v = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(x_BTD).chunk(3, dim=-1)
-        )
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(x_BTD).chunk(3, -1))
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -166,16 +156,12 @@ def _no_loss(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the batch that each rank gets.
-
-    Attributes:
-        batch, length: sequences and tokens a sequence, for each rank and step.
-    """
+    """A model and the batch that each rank gets."""
 
     name: str
     shape: Shape
-    batch: int
-    length: int
+    batch: int  # sequences of each rank and step
+    length: int  # tokens of a sequence
 
     @property
     def tokens(self) -> int:

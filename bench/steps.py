@@ -77,11 +77,7 @@ def tokens() -> tuple[Any, Any]:
 
 
 def curve_of(request: tuple[str, float, int, float, int]) -> Curve:
-    """Held-out losses of one run, until it is below the target or has taken the most steps.
-
-    Args:
-        request: optimizer, learning rate, seed, target, most steps.
-    """
+    """Held-out losses of one run until it is below the target; `request`: optimizer, lr, seed, target, most steps."""
     name, lr, seed, target, most = request
     torch.set_num_threads(1)
     train_part, held_out = tokens()

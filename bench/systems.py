@@ -31,19 +31,14 @@ OPTIMIZERS = {  # here: in `fsdp-train`
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work for any system.
-
-    Attributes:
-        mesh: of one axis, over all ranks.
-        precision: "float32", or "bfloat16": computed in bf16, weights, reductions and optimizer in fp32.
-        options: further keyword arguments for our own `fully_shard`; `block_policy` may be text, such as "rows:32".
-    """
+    """One piece of work for any system."""
 
     workload: Workload
-    mesh: Any
+    mesh: Any  # of one axis, over all ranks
     device: str = "cpu"
     optimizer: str = "adamw"
-    precision: str = "float32"
+    precision: str = "float32"  # or "bfloat16": computed in bf16; weights, reductions and optimizer in fp32
+    # of our own `fully_shard`; `block_policy` may be text, such as "rows:32"
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -88,11 +83,7 @@ def reason_of(error: Exception) -> str:
 
 
 def build(name: str, job: Job) -> Trainer:
-    """Wrap a new model and build its optimizer.
-
-    Raises:
-        CannotRunError: the system cannot run here; the reason.
-    """
+    """Wrap a new model and build its optimizer; raises CannotRunError, with the reason, where it cannot run here."""
     if reason := SYSTEMS[name].why_not(job):
         raise CannotRunError(reason)
     return SYSTEMS[name].build(name, job)
@@ -216,13 +207,7 @@ def _config(job: Job, system: Any) -> Any:
 def _finish(
     name: str, job: Job, system: Any, *, wrap: Callable[[Any], Any] = lambda model: model, casts: bool = False
 ) -> Trainer:
-    """A trainer of the workload's model.
-
-    Args:
-        system: of `fsdp_runtime.train.systems`.
-        wrap: what is done to the model before.
-        casts: whether `wrap` casts to the job's precision.
-    """
+    """A trainer of the model after `wrap`, which may cast it (`casts`), by a system of `fsdp_runtime.train.systems`."""
     from fsdp_runtime.train.model import losses_of
 
     made: list[Any] = []
