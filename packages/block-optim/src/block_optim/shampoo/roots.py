@@ -67,10 +67,9 @@ def inverse_roots(factors: Tensor, epsilon: float, *, last: Tensor) -> Roots:
     good = usable & (residual <= TOLERANCE) & _finite(roots)  # a NaN residual is not <=
     fates = usable, good, zero
     result = _settled(roots, fates, last, lambda i: eye[i], lambda i: _exact_root(unit[i], epsilon))
-    scaled = usable.clone()
     if result.kept:
-        scaled[result.kept] = False
-    sizes = linalg.power(_where(scaled, scale, torch.ones_like(scale))[:, None], -EXPONENT)
+        usable[result.kept] = False  # the last result is used as it is
+    sizes = linalg.power(_where(usable, scale, torch.ones_like(scale))[:, None], -EXPONENT)
     return Roots(roots * sizes[:, :, None], result.counts, result.kept)
 
 
@@ -136,11 +135,9 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
     bases = linalg.qr(torch.gather(moved, 2, order[:, None, :].expand_as(moved)))
     result = _checked_bases(bases, unit, scale, last)
     stays = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    unchanged = torch.zeros(len(factors), dtype=torch.bool, device=order.device)
-    unusable = [i for i, ok in enumerate(usable.tolist()) if not ok]
-    if unusable or result.kept:
-        unchanged[unusable + result.kept] = True
-    return result, torch.where(unchanged[:, None], stays, order)
+    if result.kept:
+        usable[result.kept] = False  # the last result is used as it is
+    return result, torch.where(usable[:, None], order, stays)
 
 
 def _checked_bases(bases: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
