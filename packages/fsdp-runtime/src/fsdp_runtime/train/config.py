@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,13 +19,8 @@ from .optimizers import optimizer_spec, parse_block_option
 
 System = Literal["fsdp_runtime", "fsdp2", "ddp", "deepspeed", "one"]
 SYSTEMS = get_args(System)
-# Options that only fsdp_runtime has, with the values that change nothing.
-_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "block": ("auto", "none"),
-    "quantize": ("none",),
-    "reduce": ("none",),
-    "hsdp": (1,),
-}
+# Options that only fsdp_runtime has. Their defaults, and "none", change nothing.
+_OURS = ("block", "quantize", "reduce", "hsdp")
 
 
 def _option(default: Any, text: str, *, least: int | None = None) -> Any:
@@ -37,8 +33,8 @@ class RunConfig:
     """The options of a run. Each field except `model` is a flag of the command line."""
 
     model: ModelConfig = field(default_factory=lambda: PRESETS["small"])
-    data: tuple[str, ...] = _option((), "files, folders or globs (default: Python's standard library)")
-    held_out: tuple[str, ...] = _option((), "held-out files (default: a share of the data)")
+    data: Sequence[str] = _option((), "files, folders or globs (default: Python's standard library)")
+    held_out: Sequence[str] = _option((), "held-out files (default: a share of the data)")
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = _option("uint16", "type of .bin files")
     vocab_size: int | None = _option(None, "tokens are below this (default: 256 for text)")
     seq_len: int = _option(256, "tokens of a sequence", least=1)
@@ -87,10 +83,10 @@ class RunConfig:
             value, least = getattr(self, option.name), option.metadata["least"]
             if None not in (least, value) and not least <= value < math.inf:
                 expected = "at least 1" if least else "0 or more"
-                raise TrainError(f"{_flag(option.name)} {value}: expected {expected}")
+                raise TrainError(f"{flag_of(option.name)} {value}: expected {expected}")
             choices = get_args(option.type) if get_origin(option.type) is Literal else (value,)
             if value not in choices:
-                raise TrainError(f"{_flag(option.name)} {value!r}: expected one of {', '.join(choices)}")
+                raise TrainError(f"{flag_of(option.name)} {value!r}: expected one of {', '.join(choices)}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise TrainError(f"--lr {self.lr}: expected a positive number")
         if not 0 < self.timeout < 1e6:
@@ -101,9 +97,9 @@ class RunConfig:
         parse_block_option(self.block)
         if self.system == "one" and world_size > 1:
             raise TrainError(f"--system one trains in one process, not on {world_size} ranks: add --ranks 1")
-        for name, plain in _EVERYWHERE.items():
-            if self.system != "fsdp_runtime" and (value := getattr(self, name)) not in plain:
-                raise TrainError(f"{_flag(name)} {value}: only fsdp_runtime has it, not {self.system}")
+        for name in _OURS if self.system != "fsdp_runtime" else ():
+            if (value := getattr(self, name)) not in ("none", getattr(RunConfig, name)):
+                raise TrainError(f"{flag_of(name)} {value}: only fsdp_runtime has it, not {self.system}")
         if self.system == "deepspeed" and (self.save_every or self.resume):
             raise TrainError("deepspeed is here for comparison and saves no checkpoints: add --save-every 0")
         pick_device(self.device)
@@ -136,8 +132,7 @@ class RunConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RunConfig":
         """The inverse of `to_json`; raises TypeError or ValueError for unknown options, or sizes that make no model."""
-        lists = {name: tuple(data[name]) for name in ("data", "held_out")}
-        return cls(**{**data, **lists, "model": ModelConfig(**data["model"])})
+        return cls(**{**data, "model": ModelConfig(**data["model"])})
 
 
 def step_range(text: str) -> range:
@@ -149,21 +144,13 @@ def step_range(text: str) -> range:
 
 
 _OPTIONS = tuple(option for option in dataclasses.fields(RunConfig) if option.name != "model")
-_SIZES = {  # flags of the model, by field
-    "dim": "--dim",
-    "num_layers": "--layers",
-    "num_heads": "--heads",
-    "num_kv_heads": "--kv-heads",
-    "ff_dim": "--ff-dim",
-    "num_experts": "--experts",
-    "top_k": "--top-k",
-    "aux_weight": "--aux-weight",
-    "tied": "--tied",
-}
+_NO_FLAGS = ("vocab_size", "rope_theta", "norm_eps")  # fields of the model
+_SIZES = tuple(size for size in dataclasses.fields(ModelConfig) if size.name not in _NO_FLAGS)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def flag_of(name: str) -> str:
+    """The flag of a field of `RunConfig` or `ModelConfig`."""
+    return f"--{name.removeprefix('num_').replace('_', '-')}"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -174,47 +161,46 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         text, default = option.metadata["help"], option.default
         if default not in (None, ()) and "default" not in text:
             text += f" (default: {default})"
-        _add(run, _flag(option.name), option.name, option.type, text)
+        _add(run, option, text)
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=sorted(PRESETS), help="sizes (default: small)")
-    types = {size.name: size.type for size in dataclasses.fields(ModelConfig)}
-    for name, flag in _SIZES.items():
-        text = "use the embedding as head" if name == "tied" else f"instead of the preset's {name}"
-        _add(model, flag, name, types[name], text)
+    for size in _SIZES:
+        tied = size.name == "tied"
+        _add(model, size, "use the embedding as head" if tied else f"instead of the preset's {size.name}")
 
 
-def _add(group: Any, flag: str, name: str, hint: Any, text: str) -> None:
+def _add(group: Any, option: dataclasses.Field[Any], text: str) -> None:
+    hint: Any = option.type
     kind: dict[str, Any] = {"type": next((t for t in (int, float) if t in (hint, *get_args(hint))), str)}
     if hint is bool:
         kind = {"action": argparse.BooleanOptionalAction}
-    elif get_origin(hint) is tuple:
+    elif get_origin(hint) is Sequence:
         kind = {"nargs": "+", "metavar": "PATH"}
-    group.add_argument(flag, dest=name, default=None, help=text, **kind)
+    group.add_argument(flag_of(option.name), dest=option.name, default=None, help=text, **kind)
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
     """The run of parsed options."""
-    values = _values(options)
+    values = _given(options, _OPTIONS)
     values.setdefault("precision", "fp32" if is_cpu(pick_device(values.get("device", "auto"))) else "bf16")
     return RunConfig(model=_model(options, PRESETS["small"]), **values)
 
 
 def resumed_config(options: argparse.Namespace, run: Path, saved: RunConfig) -> RunConfig:
     """The options of a resumed run: its saved ones, replaced by those on the command line."""
-    changes = {"profile": None, "model": _model(options, saved.model), **_values(options)}
+    changes = {"profile": None, "model": _model(options, saved.model), **_given(options, _OPTIONS)}
     return dataclasses.replace(saved, **{**changes, "out": str(run), "resume": True})
 
 
-def _values(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `RunConfig` that are on the command line, except the model's."""
-    given = {option.name: getattr(options, option.name) for option in _OPTIONS}
-    lists = {name: tuple(given[name]) for name in ("data", "held_out") if given[name] is not None}
-    return {name: value for name, value in {**given, **lists}.items() if value is not None}
+def _given(options: argparse.Namespace, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Values of those fields that are on the command line."""
+    values = {option.name: getattr(options, option.name) for option in fields}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _model(options: argparse.Namespace, default: ModelConfig) -> ModelConfig:
-    chosen = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    preset = PRESETS[options.preset] if options.preset else default
     try:
-        return dataclasses.replace(PRESETS[options.preset] if options.preset else default, **chosen)
+        return dataclasses.replace(preset, **_given(options, _SIZES))
     except ValueError as error:
         raise TrainError(f"the model: {error}") from error

@@ -33,7 +33,7 @@ from ragged_shard.device import is_cpu
 from ragged_shard.dist import installed_versions
 
 from .checkpoint import choose_folder
-from .config import RunConfig
+from .config import RunConfig, flag_of
 from .errors import TrainError, check_agreement, lost_contact, one_line, say
 from .hardware import backends, own_device, pick_device
 from .report import closing_lines
@@ -198,7 +198,7 @@ def run_rank(config: RunConfig, *, quiet: bool = False) -> int:
 
 def check_options(config: RunConfig) -> None:
     """Raise `TrainError`, on every rank, if options or versions differ between ranks."""
-    options = {f"--{name.replace('_', '-')}": v for name, v in config.to_json().items() if name not in _OWN}
+    options = {flag_of(name): v for name, v in config.to_json().items() if name not in _OWN}
     check_agreement({**options, **installed_versions("torch", "fsdp-runtime", "block-optim")})
 
 

@@ -7,7 +7,7 @@ optimizer state and gathered buffers follow from the layout. Activations are cou
 import contextlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,10 +24,10 @@ from .config import RunConfig
 from .errors import TrainError
 from .hardware import pick_device
 from .launch import pick_ranks
-from .model import Transformer, losses_of
+from .model import ModelConfig, Transformer, losses_of
 from .optimizers import make_optimizer, optimizer_spec
 from .systems import Runtime, make_mesh
-from .trainer import data_of, model_config
+from .trainer import data_of
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan
     if config.system != "fsdp_runtime":
         raise TrainError(f"plan counts fsdp_runtime, not {config.system}")
     device, spec, live = pick_device(config.device), optimizer_spec(config.optimizer), LiveBytes()
+    sizes = replace(config.model, vocab_size=vocab_size)
     with simulated_ranks(world_size, collectives="skip"):
         system = Runtime(config, device, make_mesh(config.hsdp, device.type))
         with torch.device("meta"):
-            model = Transformer(model_config(config, vocab_size), checkpointing=config.checkpointing)
+            model = Transformer(sizes, checkpointing=config.checkpointing)
         modules = [model, *model.blocks]
         system.shard(model)
         with use_device_layer(DeviceLayer(torch.device("meta"))):  # nothing moves there, and nothing waits
@@ -75,7 +76,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan
         values = [value for state in optimizer.state.values() for value in state.values()]
         states = sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
     rows = config.batch // (world_size * config.accumulate)
-    activations, with_gradients = _pass_bytes(config, vocab_size, rows, device, units)
+    activations, with_gradients = _pass_bytes(config, sizes, rows, device, units)
     gradients, buffers = sum(unit.gradients for unit in units), _buffers(units)
     earlier = gradients if config.accumulate > 1 else 0  # of earlier microbatches
     return MemoryPlan(
@@ -91,7 +92,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan
 
 
 def _pass_bytes(
-    config: RunConfig, vocab_size: int, rows: int, device: torch.device, units: list[UnitMemory]
+    config: RunConfig, sizes: ModelConfig, rows: int, device: torch.device, units: list[UnitMemory]
 ) -> tuple[int, int]:
     """The most bytes of one microbatch's activations and temporaries; the most with gradient shards reduced so far."""
     reduced = [0] * len(units)
@@ -105,7 +106,7 @@ def _pass_bytes(
         try:
             torch.set_default_dtype(torch.bfloat16 if config.precision == "bf16" else torch.float32)
             with torch.device(device):
-                model = Transformer(model_config(config, vocab_size), checkpointing=config.checkpointing)
+                model = Transformer(sizes, checkpointing=config.checkpointing)
                 tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64)
         finally:
             torch.set_default_dtype(before)

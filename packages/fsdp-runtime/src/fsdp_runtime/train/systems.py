@@ -42,10 +42,10 @@ def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -
     """
     if not dist.is_initialized():
         return None
-    ranks = dist.get_world_size()
+    shape, names = (copies, dist.get_world_size() // copies), ("replicate", "shard")
     if copies == 1:
-        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
-    mesh = init_device_mesh(device_type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type, shape[1:], mesh_dim_names=names[1:])
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     if timeout is not None:
         for group in mesh.get_all_groups():
             group.set_timeout(timeout)
@@ -55,7 +55,6 @@ def make_mesh(copies: int, device_type: str, timeout: timedelta | None = None) -
 class System:
     """One process, no sharding; base of the other adapters."""
 
-    name = "one"
     casts = False  # if the system casts parameters and inputs
 
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
@@ -65,7 +64,7 @@ class System:
         self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The sharded, initialised model and its optimizer. `initialise` is None if the model has values."""
-        model = self.wrap(self.materialise(model, initialise))
+        model = self.materialise(model, initialise)
         return model, make_optimizer(model)
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
@@ -81,10 +80,6 @@ class System:
             with torch.no_grad():
                 local = distribute_like(whole.to(self.device), parameter, src_data_rank=None)
                 parameter.copy_(local)
-        return model
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Make a materialised model train on all ranks."""
         return model
 
     def autocast(self) -> Any:
@@ -105,14 +100,6 @@ class System:
             self.backward(cross_entropy / parts + aux_weight / parts * aux)
         return total
 
-    def evaluate(self, model: nn.Module, batches: list[Batch]) -> Tensor:
-        """The sum of the microbatches' cross-entropies, 0-d."""
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        for tokens, targets in batches:
-            with self.autocast():
-                loss += losses_of(model, tokens, targets)[0].double()
-        return loss
-
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""
         loss.backward()
@@ -132,7 +119,6 @@ class System:
 class FSDP2(System):
     """torch.distributed.fsdp.fully_shard."""
 
-    name = "fsdp2"
     casts = True
 
     def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
@@ -157,8 +143,6 @@ class FSDP2(System):
 
 class Runtime(FSDP2):
     """fsdp_runtime.fully_shard, with `--block` as its block policy."""
-
-    name = "fsdp_runtime"
 
     def __init__(
         self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
@@ -187,17 +171,14 @@ class Runtime(FSDP2):
 class DDP(System):
     """torch's DistributedDataParallel: not sharded."""
 
-    name = "ddp"
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def materialise(self, model: nn.Module, initialise: Initialise | None) -> nn.Module:
         """Gradients are all-reduced in buckets."""
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(super().materialise(model, initialise), gradient_as_bucket_view=True)
 
 
 class DeepSpeed(System):
     """DeepSpeed ZeRO-3 with the same optimizer; backward, clipping and step are the engine's."""
 
-    name = "deepspeed"
     casts = True
 
     def build(
@@ -242,14 +223,12 @@ class DeepSpeed(System):
         return torch.as_tensor(float(norm if norm is not None else 0.0), device=self.device)
 
 
-_ADAPTERS: dict[str, type[System]] = {kind.name: kind for kind in (Runtime, FSDP2, DDP, DeepSpeed, System)}
-
-
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:
     """The adapter of ``config.system``; raises `TrainError` if the system is not installed."""
     if reason := not_installed(config.system):
         raise TrainError(f"--system {config.system}: {reason}")
-    return _ADAPTERS[config.system](config, device, mesh)
+    adapters = {"fsdp_runtime": Runtime, "fsdp2": FSDP2, "ddp": DDP, "deepspeed": DeepSpeed, "one": System}
+    return adapters[config.system](config, device, mesh)
 
 
 def not_installed(system: str) -> str | None:

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from .config import RunConfig, step_range
 from .data import Batches, TextData, read_data
 from .errors import TrainError, agreed, check_agreement
 from .hardware import memory_mb, own_device, to_device
-from .model import ModelConfig, Transformer, init_parameter
+from .model import Transformer, init_parameter, losses_of
 from .optimizers import make_optimizer, optimizer_spec
 from .report import CURVES, METRICS, Report, draw_curves, profile_of, read_metrics
 from .systems import make_mesh, make_system
@@ -79,17 +78,17 @@ class Trainer:
         allowed = timedelta(seconds=config.timeout)
         with agreed("reading the data"):
             self.data = data_of(config)
-        batches_of = partial(
-            Batches,
-            seq_len=config.seq_len,
-            batch=config.batch,
-            accumulate=config.accumulate,
-            rank=self.rank,
-            world_size=self.world_size,
-            vocab_size=self.data.vocab_size,
+        self.batches = Batches(
+            self.data.train,
+            config.seq_len,
+            config.batch,
+            config.accumulate,
+            self.rank,
+            self.world_size,
+            config.seed,
+            self.data.vocab_size,
         )
-        self.batches = batches_of(self.data.train, seed=config.seed)
-        self.held_out = batches_of(self.data.held_out, seed=12345)
+        self.held_out = dataclasses.replace(self.batches, corpus=self.data.held_out, seed=12345)
         check_agreement({"--data (a digest of names and sizes)": self.data.identity})
         self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
         self.model, self.optimizer = self._build()
@@ -98,6 +97,8 @@ class Trainer:
         self._last_held_out: float | None = None
         self._last_entry: dict[str, Any] = {}
         self._clock = self._lap = (0.0, 0.0)  # wall and CPU seconds of the last step
+        self._unread: _Sums | None = None  # figures of the last step
+        self._stopped = False  # whether a rank was asked to stop
         if config.resume:
             self._resume()
 
@@ -107,7 +108,7 @@ class Trainer:
         def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
             return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
 
-        sizes = model_config(config, self.data.vocab_size)
+        sizes = dataclasses.replace(config.model, vocab_size=self.data.vocab_size)
         with torch.device("meta"):
             skeleton = Transformer(sizes, checkpointing=config.checkpointing)
         self._num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -148,43 +149,40 @@ class Trainer:
                 report.say(self._headline())
             if first == 0 and config.eval_every:
                 self._held_out(report)
-            stopped = self._train(report, tracer.step if tracer else lambda: None)
-        summary = self._summary(stopped and self.step < config.steps, first, time.perf_counter() - begun)
+            self._train(report, tracer.step if tracer else lambda: None)
+        summary = self._summary(first, time.perf_counter() - begun)
         if self.rank == 0 and config.plot and not summary["stopped"]:
             metrics = {config.optimizer: read_metrics(self.out / METRICS)}
             draw_curves(metrics, self.out / CURVES, self._headline())
         return summary
 
-    def _train(self, report: Report | None, after_step: Callable[[], None]) -> bool:
-        """All steps that are left, with evaluations and saves. Returns True if a rank was asked to stop."""
-        config, waiting, stopped = self.config, None, False
+    def _train(self, report: Report | None, after_step: Callable[[], None]) -> None:
+        """All steps that are left, or until a rank was asked to stop, with evaluations and saves."""
+        config = self.config
         self._start_clock()
-        while self.step < config.steps and not stopped:
+        while self.step < config.steps and not self._stopped:
             sums = self._train_step()
             after_step()
             now = time.perf_counter(), time.process_time()
             self._lap, self._clock = (now[0] - self._clock[0], now[1] - self._clock[1]), now
-            if waiting is not None:
-                stopped = self._read(waiting, report)
-            waiting = sums
+            self._read(report)
+            self._unread = sums
             self.step += 1
             last = self.step == config.steps
             evaluates = config.eval_every and (last or self.step % config.eval_every == 0)
             saves = config.save_every and self.step % config.save_every == 0
             if evaluates or saves:  # a checkpoint must not contain an update with NaN
-                stopped, waiting = self._read(waiting, report) or stopped, None
+                self._read(report)
             if evaluates:
                 self._held_out(report)
                 self._start_clock()
             if saves:
                 self._save()
-        if waiting is not None:
-            self._read(waiting, report)
+        self._read(report)
         if config.save_every:
             self._save()
             if report:
                 report.say(f"saved {latest(self.out)}")
-        return stopped
 
     def _start_clock(self) -> None:
         if not is_cpu(self.device):
@@ -204,9 +202,6 @@ class Trainer:
         batches = self.batches.microbatches(self.step, self.device)
         loss = self.system.accumulate(self.model, batches, config.model.aux_weight)
         norm = self.system.step(self.model, self.optimizer)
-        return self._reduce(loss, norm, lr)
-
-    def _reduce(self, loss: Tensor, norm: Tensor, lr: float) -> _Sums:
         local = [float(self.stop() > 0), self._lap[1], memory_mb(self.device)]
         figures = loss.double().view(1), norm.double().view(1) / self.world_size
         values = torch.cat((*figures, to_device(torch.tensor(local, dtype=torch.float64), self.device)))
@@ -215,13 +210,16 @@ class Trainer:
         layer = device_layer(self.device)
         return _Sums(self.step, layer.to_host(values), layer.record(), lr)
 
-    def _read(self, sums: _Sums, report: Report | None) -> bool:
-        """Record the figures of a step. Returns True, on every rank, if a rank was asked to stop."""
+    def _read(self, report: Report | None) -> None:
+        """Record the figures of the last step, unless that is done."""
+        if self._unread is None:
+            return
+        sums, self._unread, config = self._unread, None, self.config
         device_layer(self.device).wait_on_host(sums.copied)
         loss, norm, stop, cpu, memory = map(float, sums.figures)
         loss /= self.world_size
-        config = self.config
-        entry = {
+        self._stopped = self._stopped or stop > 0
+        self._last_entry = {
             "step": sums.step,
             "loss": loss,
             "grad_norm": norm,
@@ -231,11 +229,9 @@ class Trainer:
             "cpu_s": cpu,
             "memory_mb": memory / self.world_size,
         }
-        self._last_entry = entry
         if report:
-            report.step(entry)
+            report.step(self._last_entry)
         check_finite(sums.step + 1, loss, norm)
-        return stop > 0
 
     @torch.no_grad()
     def _held_out(self, report: Report | None) -> None:
@@ -244,8 +240,9 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         count = min(self.config.eval_batches, max(1, self.held_out.num_windows // self.config.batch))
         for number in range(count):
-            batches = self.held_out.microbatches(number, self.device)
-            total += self.system.evaluate(self.model, batches)
+            for tokens, targets in self.held_out.microbatches(number, self.device):
+                with self.system.autocast():
+                    total += losses_of(self.model, tokens, targets)[0].double()
         if self.world_size > 1:
             dist.all_reduce(total)
         loss = self._last_held_out = float(total) / (count * self.config.accumulate * self.world_size)
@@ -260,7 +257,8 @@ class Trainer:
         save(self.out, self.model, self.optimizer, about, self.config.keep)
         self._saved = self.step
 
-    def _summary(self, stopped: bool, first: int, seconds: float) -> dict[str, Any]:
+    def _summary(self, first: int, seconds: float) -> dict[str, Any]:
+        stopped = self._stopped and self.step < self.config.steps
         received = torch.tensor(int(self.stop()), device=self.device)  # the signal
         if stopped and self.world_size > 1:
             dist.all_reduce(received, dist.ReduceOp.MAX)
@@ -295,8 +293,3 @@ def data_of(config: RunConfig) -> TextData:
         held_out=config.held_out,
         seq_len=config.seq_len,
     )
-
-
-def model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
-    """The model's sizes, with the data's vocabulary."""
-    return dataclasses.replace(config.model, vocab_size=vocab_size)
