@@ -550,8 +550,8 @@ class Group:
         return GroupMemory(
             weights=sum(sizes) * kept,
             gradients=sum(sizes) * dtypes.grad.itemsize,
-            gather=sum(sizes) * computed,
-            gathered=[] if aliased else [ranks * size * computed for size in sizes],
-            reduce=form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * reduced,
-            reducing=[ranks * size * reduced for size in sizes],
+            sent=sum(sizes) * computed,
+            gathered=() if aliased else tuple(ranks * size * computed for size in sizes),
+            reduced=form.row_bytes(plan.geometry, dtypes.reduce) if form else sum(sizes) * reduced,
+            reducing=tuple(ranks * size * reduced for size in sizes),
         )

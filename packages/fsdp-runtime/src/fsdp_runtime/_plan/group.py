@@ -5,7 +5,7 @@ A step plans, validates and hashes nothing of this again.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -143,18 +143,18 @@ class GroupPlan:
         return replace(self, dtypes=dtypes_for(dtype, self.precision, grad))
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class GroupMemory:
     """A group's memory on this rank, in bytes; see `fsdp_runtime.memory.UnitMemory`."""
 
-    weights: int
-    gradients: int
-    gather: int
-    gathered: list[int]
-    reduce: int
-    reducing: list[int]
+    weights: int = 0
+    gradients: int = 0
+    sent: int = 0
+    gathered: tuple[int, ...] = ()
+    reduced: int = 0
+    reducing: tuple[int, ...] = ()
     codes: int = 0
-    decoding: list[int] = field(default_factory=list)
+    decoding: tuple[int, ...] = ()
 
 
 @runtime_checkable

@@ -2,20 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from dbuffer import RecyclerStats
 
 from .._params.unit import Unit
+from .._plan.group import GroupMemory
 from .._schedule.model import Member, member_of
 from .._torch_compat import fake_tensors
 
 __all__ = ["UnitMemory", "fake_tensors", "gathered_memory", "unit_memory"]
 
 
-@dataclass(frozen=True)
-class UnitMemory:
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory(GroupMemory):
     """One unit's memory on this rank, in bytes unless it says elements.
 
     Attributes:
@@ -39,14 +41,6 @@ class UnitMemory:
     parameters: int
     shards: tuple[int, ...]
     padding: int
-    weights: int
-    gradients: int
-    sent: int
-    codes: int
-    decoding: tuple[int, ...]
-    reduced: int
-    gathered: tuple[int, ...]
-    reducing: tuple[int, ...]
     scratch: int
     kept_after_forward: bool
 
@@ -60,22 +54,15 @@ def unit_memory(module: nn.Module) -> UnitMemory:
         ValueError: `fully_shard` was not called on this module.
     """
     unit = _member(module).unit
-    groups = [(group.plan, group.segment_sizes(), group.memory()) for group in unit.groups]
-    laid_out = sum(plan.data.shard_size * sum(sizes) for plan, sizes, _ in groups)
     elements = sum(math.prod(param.shape) for param in unit.params)
+    memories: list[dict[str, Any]] = [vars(group.memory()) for group in unit.groups]
+    none = vars(GroupMemory())  # numbers are added, tuples joined
     return UnitMemory(
+        **{name: sum((memory[name] for memory in memories), start=start) for name, start in none.items()},
         name=unit.name,
         parameters=elements,
-        shards=tuple(size for _, sizes, _ in groups for size in sizes),
-        padding=laid_out - elements,
-        weights=sum(memory.weights for _, _, memory in groups),
-        gradients=sum(memory.gradients for _, _, memory in groups),
-        sent=sum(memory.gather for _, _, memory in groups),
-        codes=sum(memory.codes for _, _, memory in groups),
-        decoding=tuple(nbytes for _, _, memory in groups for nbytes in memory.decoding),
-        reduced=sum(memory.reduce for _, _, memory in groups),
-        gathered=tuple(nbytes for _, _, memory in groups for nbytes in memory.gathered),
-        reducing=tuple(nbytes for _, _, memory in groups for nbytes in memory.reducing),
+        shards=tuple(size for group in unit.groups for size in group.segment_sizes()),
+        padding=sum(g.plan.data.shard_size * sum(g.segment_sizes()) for g in unit.groups) - elements,
         scratch=_scratch(unit),
         kept_after_forward=not unit.reshard_after_forward,
     )

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from ragged_shard import RaggedDTensor
 from ragged_shard.device import CPU, is_cpu
 
 from .. import _torch_compat as compat
@@ -93,10 +93,8 @@ class _Cut:
 
     # to reduce over, one after another, so that all of these ranks contribute: one if one group has them
     groups: list[dist.ProcessGroup]
-    # plain tensors as backward left them, which may be adjacent in memory
+    # plain tensors, those that are adjacent in memory as one
     slices: list[torch.Tensor] = field(default_factory=list)
-    # gradients that backward did not leave in a shard
-    separate: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Gradients:
@@ -121,24 +119,21 @@ class _Gradients:
             if grad is None:
                 continue
             self.dtype = torch.promote_types(self.dtype, _wide(grad.dtype))
-            if type(grad) is RaggedDTensor and grad.placements == placements:
-                cut.slices.append(grad.local)
-            else:
-                cut.separate.append(grad if mesh is None else local_like(param, grad))
+            cut.slices.append(grad if mesh is None else local_like(param, grad))
+            if getattr(grad, "placements", ()) != placements:  # the slice is a copy
                 self.scaled.append(grad)
         for cut in self.cuts.values():
             cut.slices = runs_of(cut.slices)
             self.scaled += cut.slices
 
-    def _cut(self, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> _Cut:
-        groups, ranks = [], frozenset[int]()
+    def _cut(self, mesh: Any, placements: Sequence[Placement]) -> _Cut:
         if mesh is not None:
             self.meshes[id(mesh)] = mesh
             if self._device.type != mesh.device_type:  # offloaded
                 self._device = torch.device(mesh.device_type)
-            axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-            groups = [mesh.get_group(axis) for axis in axes]
-            ranks = ranks_along(mesh, axes) if axes else ranks
+        axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+        groups = [mesh.get_group(axis) for axis in axes]
+        ranks = ranks_along(mesh, axes) if axes else frozenset()
         cut = self.cuts.setdefault(ranks, _Cut(groups))
         if len(groups) < len(cut.groups):
             cut.groups = groups
@@ -163,23 +158,17 @@ class _Gradients:
         """Norm of all of them, on all ranks: 0-d, at least fp32."""
         totals = []
         for cut in self.cuts.values():
-            norms = []
-            for (_, kind, _), tensors in _by_kind([*cut.slices, *cut.separate]).items():
-                wide = _wide(kind)
-                pieces: list[torch.Tensor] = []
-                for tensor in tensors:
-                    splits = is_cpu(tensor.device) and tensor.numel() > _PIECE
-                    pieces += tensor.reshape(-1).split(_PIECE) if splits else (tensor,)
-                pieces = [piece for piece in pieces if piece.numel()]
-                if pieces:
-                    norms.append(compat.norms(pieces, order, wide).to(self._device, torch.float64))
-            local = torch.zeros((), dtype=torch.float64, device=self._device)
-            if norms:
-                local = torch.linalg.vector_norm(torch.cat(norms), order)
-            totals.append(_reduced(local, order, cut.groups))
-        if not totals:
-            return torch.zeros((), dtype=self.dtype, device=self._device)
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order).to(self.dtype)
+            norms = [
+                compat.norms(pieces, order, _wide(dtype)).to(self._device, torch.float64)
+                for (_, dtype, _), pieces in _by_kind(chain.from_iterable(map(_pieces, cut.slices))).items()
+            ]
+            totals.append(_reduced(self._joined(norms, order), order, cut.groups))
+        return self._joined([total.view(1) for total in totals], order).to(self.dtype)
+
+    def _joined(self, norms: list[torch.Tensor], order: float) -> torch.Tensor:
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), order)
         return norm
 
 
@@ -216,14 +205,17 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             limit = storage.data_ptr() + storage.nbytes()
         end = address + nbytes if contiguous else -1
     runs.sort(key=lambda run: min(position for position, _ in run))
-    return [_joined([tensor for _, tensor in run]) for run in runs]
+    joined = []
+    for (_, first), *others in runs:
+        size = first.numel() + sum(tensor.numel() for _, tensor in others)
+        joined.append(first.as_strided((size,), (1,), first.storage_offset()) if others else first)
+    return joined
 
 
-def _joined(run: list[torch.Tensor]) -> torch.Tensor:
-    first, *others = run
-    if not others:
-        return first
-    return first.as_strided((sum(tensor.numel() for tensor in run),), (1,), first.storage_offset())
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor in parts that torch sums accurately."""
+    splits = is_cpu(tensor.device) and tensor.numel() > _PIECE
+    return tensor.reshape(-1).split(_PIECE) if splits else (tensor,)
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:

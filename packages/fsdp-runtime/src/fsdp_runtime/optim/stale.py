@@ -7,6 +7,7 @@ optimizer may skip what has no elements on a rank, or write through pointers.
 """
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,16 +18,13 @@ from .._params.unit import not_at_rest
 from .._plan.param import managed_of
 
 _seen: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-_watching = False
 
 
+@cache
 def watch() -> None:
     """Look at every step of every optimizer of this process."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_check)
-        register_optimizer_step_post_hook(_count_writes)
+    register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_post_hook(_count_writes)
 
 
 def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

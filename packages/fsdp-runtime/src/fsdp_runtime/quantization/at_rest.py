@@ -7,6 +7,7 @@
 Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -34,22 +35,13 @@ class Entries(NamedTuple):
     scales: torch.Tensor  # fp32, (bands, tiles of a band)
 
 
-def is_at_rest(param: torch.Tensor) -> bool:
-    """Whether a sharded parameter is kept as codes."""
-    return isinstance(param, RaggedDTensor) and isinstance(param.local, BlockQuantizedTensor)
-
-
 def entries_of(sharded: torch.Tensor) -> Entries:
     """Codes and scales of a sharded parameter as distributed tensors that share its memory. Communicates nothing."""
     assert isinstance(sharded, RaggedDTensor)
     local = sharded.local
     assert isinstance(local, BlockQuantizedTensor)
     mesh, grid, fmt = sharded.device_mesh, local.run.grid, local.format
-    ((axis, cut),) = [
-        (axis, placement)
-        for axis, placement in enumerate(sharded.placements)
-        if isinstance(placement, RaggedShard)
-    ]
+    axis, cut = next((axis, p) for axis, p in enumerate(sharded.placements) if isinstance(p, RaggedShard))
     bands = []
     for rank in range(mesh.size(axis)):
         start, stop = [edge * grid.rows // sum(cut.local_units) for edge in cut.unit_range(rank)]
@@ -74,15 +66,10 @@ def _format(plan: GroupPlan) -> Any:
 
 
 def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries: Entries) -> RaggedDTensor:
-    """A sharded parameter of codes and scales that lie over ranks in any way, or are whole on each.
+    """A sharded parameter, laid out like another, of codes and scales that are distributed in any way, or whole.
 
-    Communicates where they are distributed and lie otherwise (see `ragged_shard.redistribute`).
-
-    Args:
-        like: the sharded parameter.
-
-    Raises:
-        ValueError: of another shape or dtype than the format's, by the parameter's name.
+    Communicates if they are distributed in another layout (see `ragged_shard.redistribute`). Raises ValueError, naming
+    the parameter, if they have another shape or dtype than the format's.
     """
     assert isinstance(like, RaggedDTensor)
     moved: list[torch.Tensor] = []
@@ -121,16 +108,14 @@ class AtRestGroup(OnWireGroup):
                 f"{selected}another parallelism has cut it; do not select it (QuantizationPolicy.select)"
             )
 
-    def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
-        """This rank's slice as codes, in new memory; on meta if the value is.
+    def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: Any) -> torch.Tensor:
+        """This rank's slice of values or codes, whole on each rank or distributed, as codes in new memory or on meta.
 
-        Communicates if the value is distributed in another layout (see `ragged_shard.redistribute`).
-
-        Args:
-            value: the parameter's values or codes: whole on each rank, or distributed over the mesh.
+        Communicates if they are distributed in another layout (see `ragged_shard.redistribute`).
         """
         value, empty = value.detach(), partial(empty_codes, self.plan.geometry, plan.name, _format(self.plan))
-        if isinstance(value, RaggedDTensor) and is_at_rest(value) and value.placements != plan.placements:
+        coded = isinstance(getattr(value, "local", None), BlockQuantizedTensor)
+        if coded and value.placements != plan.placements:
             like = empty(value.dtype, torch.device("meta"))
             value = from_entries(self.plan, plan, wrap_local(plan, like), entries_of(value))
         with torch.no_grad():
@@ -199,6 +184,4 @@ class AtRestGroup(OnWireGroup):
     def memory(self) -> GroupMemory:
         """The codes are the shard, and there are no gradients."""
         coded = super().memory()
-        coded.weights, coded.codes = coded.codes, 0
-        coded.gradients, coded.reduce, coded.reducing = 0, 0, []
-        return coded
+        return replace(coded, weights=coded.codes, codes=0, gradients=0, reduced=0, reducing=())

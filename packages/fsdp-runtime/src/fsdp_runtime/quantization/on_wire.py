@@ -6,6 +6,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -30,13 +31,11 @@ def common_block(rows: int, block: Block | None, shape: Sequence[int]) -> Block:
     matrix, width = shape[-2], shape[-1]
     uniform = len(shape) == 2 or matrix % rows == 0
     match block:
-        case None:
+        case None | Rows(1):
             return Tile(rows, width)
         case Tile(count, columns):
             return Tile(math.lcm(count, rows), columns)
         case Rows(count):
-            if count == 1:
-                return Tile(rows, width)
             return Rows(math.lcm(count, rows if uniform else matrix))
         case Elements(count):
             return Elements(math.lcm(count, (rows if uniform else matrix) * width))
@@ -85,7 +84,6 @@ class OnWireGroup(Group):
     def memory(self) -> GroupMemory:
         """Codes are kept in addition to the shards; all ranks' are gathered before they are read back."""
         values, ranks, wire = super().memory(), self.plan.data.shard_size, cast(Any, self.plan.wire)
-        values.gather = values.codes = wire.row_bytes(self.plan.geometry)
-        values.gathered = [ranks * size * self.plan.dtypes.compute.itemsize for size in self.segment_sizes()]
-        values.decoding = [ranks * values.gather]
-        return values
+        codes, itemsize = wire.row_bytes(self.plan.geometry), self.plan.dtypes.compute.itemsize
+        gathered = tuple(ranks * size * itemsize for size in self.segment_sizes())
+        return replace(values, sent=codes, codes=codes, gathered=gathered, decoding=(ranks * codes,))
