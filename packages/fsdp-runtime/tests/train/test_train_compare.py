@@ -14,33 +14,35 @@ def config(folder, tmp_path):
     return tiny(folder, steps=12, out=str(tmp_path / "out"))
 
 
-def recorded(loss_of):
-    """A stand-in for a run that records its configurations; `loss_of(config)` is the loss of every step."""
+@pytest.fixture
+def seen(monkeypatch):
+    """Configurations of runs, in place of which a stand-in records them; the loss of every step is 1."""
     seen = []
 
     def run(config, ranks):
         config.check(ranks)
         seen.append(config)
-        step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": loss_of(config)}
+        step = {"kind": "train", "tokens_per_s": 1.0, "cpu_s": 1.0, "memory_mb": 1.0, "loss": 1.0}
         steps = [{**step, "step": number} for number in range(config.steps)]
-        return [*steps, {"kind": "held_out", "step": config.steps, "loss": loss_of(config)}]
+        return [*steps, {"kind": "held_out", "step": config.steps, "loss": 1.0}]
 
-    return run, seen
+    monkeypatch.setattr(compare, "run_quietly", run)
+    return seen
 
 
-def test_ways_take_turns_in_a_rotating_order(config, capsys):
-    run, seen = recorded(lambda config: 1.0)
-    assert compare.compare(config, f"gathers={','.join(GATHERS)}", 2, 2, run) == 0
+def test_ways_take_turns_in_a_rotating_order(config, seen, capsys):
+    assert compare.compare(config, f"gathers={','.join(GATHERS)}", 2, 2) == 0
     order = [(one.precision, one.quantize, one.reduce) for one in seen]
     assert order == order[::-1]
     assert len(set(order)) == len(GATHERS)
     assert "| fp8-int8 | 1 |" in capsys.readouterr().out
 
 
-def test_a_system_that_is_not_installed_is_reported_and_the_others_are_compared(config, capsys, monkeypatch):
+def test_a_system_that_is_not_installed_is_reported_and_the_others_are_compared(
+    config, seen, capsys, monkeypatch
+):
     monkeypatch.setattr(compare, "not_installed", {"deepspeed": "not installed"}.get)
-    run, _ = recorded(lambda config: 1.0)
-    assert compare.compare(config, "system=fsdp_runtime,ddp,deepspeed", 1, 2, run) == 0
+    assert compare.compare(config, "system=fsdp_runtime,ddp,deepspeed", 1, 2) == 0
     said = capsys.readouterr()
     assert "deepspeed: not installed" in said.err
     assert "losses of ddp and fsdp_runtime: 0.0e+00 apart at most, agree" in said.out

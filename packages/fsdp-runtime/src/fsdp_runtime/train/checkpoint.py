@@ -63,14 +63,10 @@ class Planner(DefaultLoadPlanner):
 def save(
     run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any], keep: int
 ) -> Path:
-    """Write a checkpoint of all ranks; returns its folder. The `keep` newest stay. Collective.
+    """Write a checkpoint of all ranks; returns its folder. The `keep` newest stay, this one included. Collective.
 
-    Args:
-        about: becomes part of ``run.json``; "step" names the folder.
-        keep: complete checkpoints that stay, this one included.
-
-    Raises:
-        TrainError: on every rank: it could not be written; the one before stays.
+    `about` becomes part of ``run.json``; its "step" names the folder. Raises `TrainError` on every rank if it could not
+    be written; the one before stays.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     final = run / CHECKPOINTS / f"step-{about['step']:08d}"
@@ -153,10 +149,7 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
-    """Raise `TrainError` if a file of a checkpoint is missing or has changed since it was written.
-
-    Checks every `shares`-th file from `share` on, so that ranks divide the work.
-    """
+    """Raise `TrainError` if a file is missing or has changed since. Checks every `shares`-th from `share` on."""
     files = read_about(checkpoint)["files"]
     for name in sorted(files)[share::shares]:
         try:
@@ -170,8 +163,7 @@ def check_files(checkpoint: Path, share: int = 0, shares: int = 1) -> None:
 def check_same_run(checkpoint: Path, config: RunConfig, data: str) -> int:
     """Steps of a checkpoint, from which `config` may continue; `data` is the digest of this run's data.
 
-    Raises:
-        TrainError: it belongs to a run with other options, sizes or data; names the first difference.
+    Raises `TrainError` with the first difference if it belongs to a run with other options, sizes or data.
     """
     about = read_about(checkpoint)
     saved = RunConfig.from_json(about["config"])
@@ -189,8 +181,7 @@ def check_same_run(checkpoint: Path, config: RunConfig, data: str) -> int:
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer from a checkpoint written at any world size. Collective.
 
-    Raises:
-        TrainError: on every rank: files are missing or damaged, or do not fit the model.
+    Raises `TrainError` on every rank if files are missing or damaged, or do not fit the model.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with agreed("reading the checkpoint"):
@@ -216,10 +207,8 @@ def choose_folder(config: RunConfig) -> Iterator[tuple[Path, bool]]:
     """The folder of a run, created if missing, and whether to resume from its newest checkpoint. Collective.
 
     Rank 0 holds a lock on the folder inside; the kernel frees the lock of a dead process. If torchrun restarts ranks
-    with the same --out, its --rdzv-id, which the lock file contains, identifies the run, which then resumes.
-
-    Raises:
-        TrainError: on every rank: the folder contains another run, another process writes to it, or no run can resume.
+    with the same --out, its --rdzv-id, which the lock file contains, identifies the run, which then resumes. Raises
+    `TrainError` on every rank if the folder contains another run, another process writes to it, or no run can resume.
     """
     chosen = Path(), False
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,6 @@
 import dataclasses
 import platform
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -75,19 +74,11 @@ class Way:
         return [entry["loss"] for entry in self.entries[-1] if entry["kind"] == "train"]
 
 
-def compare(
-    config: RunConfig,
-    vary: str,
-    rounds: int,
-    asked_ranks: int | None,
-    run: Callable[[RunConfig, int], Entries] | None = None,
-) -> int:
+def compare(config: RunConfig, vary: str, rounds: int, asked_ranks: int | None) -> int:
     """Train in each way, `rounds` times interleaved; print and save the table, plot the losses.
 
-    Returns 0, or 1 if losses of systems differ by more than the tolerance.
-
-    Raises:
-        TrainError: an unknown way, none installed, or a run that failed.
+    Returns 0, or 1 if losses of systems differ by more than the tolerance. Raises `TrainError` if a way is not known,
+    none is installed, or a run failed.
     """
     if rounds < 1:
         raise TrainError(f"--rounds {rounds}: expected at least 1")
@@ -98,7 +89,7 @@ def compare(
             say(f"round {number + 1} of {rounds}: {way.name} on {way.ranks} ranks")
             folder = str(out / f"{way.name}-{number + 1}")
             changed = dataclasses.replace(config, **way.changes, out=folder, plot=False)
-            way.entries.append((run or run_quietly)(changed, way.ranks))
+            way.entries.append(run_quietly(changed, way.ranks))
     return _conclude(config, ways, out, what)
 
 
@@ -155,10 +146,8 @@ def table(rows: dict[str, dict[str, float]], what: str, cuda: bool) -> list[str]
     """The rows as a Markdown table; ratios of tokens/s and memory are to the first."""
     first = next(iter(rows))
     seconds = "s/step" if cuda else "CPU s/step"
-    lines = [
-        f"| {what} | tokens/s | to {first} | {seconds} | peak memory MB | to {first} | last loss |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [f"| {what} | tokens/s | to {first} | {seconds} | peak memory MB | to {first} | last loss |"]
+    lines.append("| --- " * 7 + "|")
     base = rows[first]
     for name, row in rows.items():
         lines.append(
@@ -173,16 +162,14 @@ def compare_losses(config: RunConfig, ways: list[Way]) -> tuple[int, list[str]]:
     """Status and a line per system: the largest distance of its losses from the first system's."""
     first, *others = ways
     status, lines = 0, []
+    quantized = config.quantize != "none" or config.reduce != "none"
     for way in others:
-        names = {first.name, way.name}
-        rounded = "fsdp_runtime" in names and (config.quantize != "none" or config.reduce != "none")
+        rounded = quantized and "fsdp_runtime" in (first.name, way.name)
         tolerance = QUANTIZED_TOLERANCE if rounded else TOLERANCE[config.precision]
         pairs = list(zip(way.losses(), first.losses(), strict=False))
         distance = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
         same = distance <= tolerance and len(way.losses()) == len(first.losses())
         status = status if same else 1
-        lines.append(
-            f"losses of {way.name} and {first.name}: {distance:.1e} apart at most, "
-            + ("agree" if same else "DO NOT AGREE")
-        )
+        verdict = "agree" if same else "DO NOT AGREE"
+        lines.append(f"losses of {way.name} and {first.name}: {distance:.1e} apart at most, {verdict}")
     return status, lines

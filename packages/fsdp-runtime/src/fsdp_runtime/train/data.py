@@ -78,9 +78,8 @@ def read_data(
     """
     files = _expand(paths) if paths else _standard_library()
     where = ", ".join(paths) or f"the standard library's text in {sysconfig.get_paths()['stdlib']}"
-    held = (
-        _expand(held_out) if held_out else {name: path for name, path in files.items() if _is_held_out(name)}
-    )
+    chosen = {name: path for name, path in files.items() if _is_held_out(name)}
+    held = _expand(held_out) if held_out else chosen
     held_paths = {path.resolve() for path in held.values()}
     train = {name: path for name, path in files.items() if path.resolve() not in held_paths}
     if len({path.suffix == ARRAYS for path in (*train.values(), *held.values())}) > 1:
@@ -125,14 +124,12 @@ def _expand(paths: Sequence[str]) -> dict[str, Path]:
     for pattern in paths:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            below = (p for p in path.rglob("*") if p.is_file())
-            parts = {str(p.relative_to(path)): p for p in below}
-            matches = {n: p for n, p in parts.items() if not n.startswith(".") and "/." not in n}
+            names = {str(p.relative_to(path)): p for p in path.rglob("*") if p.is_file()}
+            matches = {n: p for n, p in names.items() if not n.startswith(".") and "/." not in n}
         elif path.exists():
             matches = {path.name: path}
         else:
-            found = map(Path, glob.glob(str(path), recursive=True))
-            matches = {p.name: p for p in found if p.is_file()}
+            matches = {p.name: p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()}
         if not matches:
             raise TrainError(f"no data: {pattern!r} matches no file")
         for name, file in matches.items():

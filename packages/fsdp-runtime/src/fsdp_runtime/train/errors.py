@@ -34,11 +34,8 @@ def one_line(error: BaseException) -> str:
 def agreed(doing: str) -> Iterator[None]:
     """Ranks leave this block together, or every rank raises the error of the lowest rank that failed.
 
-    Costs one gather of small objects. For phases in which ranks work alone (reading files), never inside the step; the
-    block itself must not communicate after a point where it can fail.
-
-    Raises:
-        TrainError: on every rank.
+    Raises `TrainError`. Costs one gather of small objects: for phases in which ranks work alone (reading files), not in
+    a step. The block itself must not communicate after a point where it can fail.
     """
     message, cause = None, None
     try:

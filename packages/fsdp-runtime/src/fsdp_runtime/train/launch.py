@@ -39,8 +39,6 @@ from .hardware import backends, own_device, pick_device
 from .report import closing_lines
 from .trainer import Trainer
 
-USER_ERROR, CRASH = 2, 1  # exit statuses
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAUNCHED = "FSDP_TRAIN_LAUNCHED"  # variable with the run, for ranks of `start_ranks`
 _GRACE = 5.0  # seconds a rank that lost contact waits, so that the agent sees the rank that died first
 _PR_SET_PDEATHSIG = 1
@@ -67,9 +65,8 @@ def pick_ranks(config: RunConfig, asked: int | None) -> int:
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> int:
     """Run `config` on `ranks` local ranks and wait; returns 0, or 128 + n if signal n to a rank stopped the run.
 
-    Raises:
-        TrainError: the run failed; names the rank that failed first, and how.
-        SignalException: this process received a signal; the ranks have saved and left.
+    Raises `TrainError` if the run failed, with the rank that failed first, and how; elastic's `SignalException` if this
+    process received a signal, when the ranks have saved and left.
     """
     handled = [number.name for number in (*_stop_signals(), signal.SIGQUIT)]
     run = {"config": config.to_json(), "quiet": quiet, "launcher": os.getpid()}
@@ -133,7 +130,8 @@ class RankError(Exception):
 
 def _stop_signals() -> list[signal.Signals]:
     """Signals that stop a run. A SIGHUP that is ignored (nohup) stays ignored."""
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 def rank_status(config: RunConfig | None) -> int:
@@ -151,23 +149,23 @@ def rank_status(config: RunConfig | None) -> int:
         user = isinstance(error, TrainError)
         if LAUNCHED not in os.environ and (not user or os.environ.get("RANK", "0") == "0"):
             say(f"fsdp-train: {one_line(error) if user else error}")
-        return USER_ERROR if user else CRASH
+        return 2 if user else 1
 
 
 @record  # writes elastic's error file
 def run_rank(config: RunConfig, *, quiet: bool = False) -> int:
     """Join the other ranks and train; returns 0, or 128 + n if signal n stopped the run.
 
-    Raises:
-        TrainError: the same on all ranks.
-        RankError: anything else, as one line.
+    Raises `TrainError`, the same on all ranks, or `RankError` for anything else.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     received: list[int] = []
     folder: Path | None = None
     try:
         config.check(world_size)
-        _init_process_group(config, world_size)
+        if "RANK" in os.environ and config.system != "one" and not dist.is_initialized():
+            device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
+            dist.init_process_group(backends(device), timeout=timedelta(seconds=config.timeout))
         # Handlers come after set-up: a rank that waits for others in C++ would not run them, so a signal ends it.
         for number in _stop_signals():
             signal.signal(number, lambda number, frame: received.append(number))
@@ -200,15 +198,6 @@ def check_options(config: RunConfig) -> None:
     """Raise `TrainError`, on every rank, if options or versions differ between ranks."""
     options = {flag_of(name): v for name, v in config.to_json().items() if name not in _OWN}
     check_agreement({**options, **installed_versions("torch", "fsdp-runtime", "block-optim")})
-
-
-def _init_process_group(config: RunConfig, world_size: int) -> None:
-    if "RANK" not in os.environ or dist.is_initialized():
-        return
-    if config.system == "one" and world_size == 1:
-        return
-    device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(backends(device), timeout=timedelta(seconds=config.timeout))
 
 
 def _keep_flight_recorder(out: Path | None, rank: int) -> str:

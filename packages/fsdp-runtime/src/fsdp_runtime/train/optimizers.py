@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import block_optim
-from fsdp_runtime import block_policies
 from layout_planner import Tile, parse_block
 
 from .errors import TrainError
@@ -63,13 +62,9 @@ def make_optimizer(
     peak = spec.lr if lr is None else lr
     if spec.routed:
         decay = {"weight_decay": weight_decay}
+        adamw = {**decay, **dict(spec.extra)}
         return block_optim.mixed_optimizer_for(
-            model,
-            lr=peak,
-            muon=decay,
-            adamw={**decay, **dict(spec.extra)},
-            decay_vectors=False,
-            verbose=False,
+            model, lr=peak, muon=decay, adamw=adamw, decay_vectors=False, verbose=False
         )
     groups = decay_groups(model, weight_decay, rotates=spec.rotates)
     return spec.cls(groups, lr=peak, **dict(spec.extra))
@@ -93,9 +88,8 @@ def parse_block_option(text: str) -> Any:
         block = parse_block(text)
     except ValueError as error:
         raise TrainError(f"--block {text!r}: {error}") from error
-    if isinstance(block, Tile):
-        return block_policies.tiles(block.rows, block.columns)
-    return lambda name, parameter: block
+    least = 2 if isinstance(block, Tile) else 0
+    return lambda name, parameter: block if parameter.ndim >= least else None
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, rotates: bool = False) -> Groups:
