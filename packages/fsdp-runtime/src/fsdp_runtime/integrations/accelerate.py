@@ -58,7 +58,15 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    _check(model, plugin)
+    if plugin.fsdp_version != 2:
+        raise ValueError(f"shard: the plugin has fsdp_version={plugin.fsdp_version}; expected 2")
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "shard: the plugin has activation_checkpointing=True, which accelerate would apply to the sharded model; "
+            "leave it out and apply torch's checkpoint_wrapper, or model.gradient_checkpointing_enable(), before shard"
+        )
+    if isinstance(model, AnyFSDPModule):
+        raise ValueError(f"shard: this {type(model).__name__} is sharded already")
     from_rank0 = plugin.cpu_ram_efficient_loading
     values = model.state_dict() if from_rank0 and dist.get_rank() == 0 else {}
     if from_rank0:
@@ -73,10 +81,8 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     def ours(module: Any, **passed: Any) -> Any:
         return fully_shard(module, **{**passed, "mesh": mesh, **options})
 
-    with (
-        replaced(torch.distributed.fsdp, fully_shard=ours),
-        replaced(plugin, cpu_ram_efficient_loading=False),
-    ):
+    here = replaced(plugin, cpu_ram_efficient_loading=False)
+    with replaced(torch.distributed.fsdp, fully_shard=ours), here:
         fsdp2_prepare_model(accelerator, model)
     if not isinstance(model, FSDPModule):
         raise ValueError(
@@ -88,28 +94,14 @@ def shard(model: nn.Module, plugin: Any, mesh: DeviceMesh | None = None, **optio
     return model
 
 
-def _check(model: nn.Module, plugin: Any) -> None:
-    if plugin.fsdp_version != 2:
-        raise ValueError(f"shard: the plugin has fsdp_version={plugin.fsdp_version}; expected 2")
-    if plugin.activation_checkpointing:
-        raise ValueError(
-            "shard: the plugin has activation_checkpointing=True, which accelerate would apply to the sharded model; "
-            "leave it out and apply torch's checkpoint_wrapper, or model.gradient_checkpointing_enable(), before shard"
-        )
-    if isinstance(model, AnyFSDPModule):
-        raise ValueError(f"shard: this {type(model).__name__} is sharded already")
-
-
 def _move_to_meta(model: nn.Module) -> None:
     """Move a model's parameters to meta; shared ones stay shared."""
-    made: dict[torch.Tensor, nn.Parameter] = {}
+    made: dict[Any, Any] = {None: None}
+    for param in model.parameters():
+        made[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        vars(made[param]).update(vars(param))
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in made:
-                    made[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-                    made[param].__dict__.update(param.__dict__)
-                module._parameters[name] = made[param]
+        module._parameters.update({name: made[param] for name, param in module._parameters.items()})
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
@@ -133,8 +125,8 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
 def load_state(accelerator: Any, input_dir: str | Path | None = None, **options: Any) -> None:
     """`accelerator.load_state` of prepared models from `shard`, also of full state dicts, which torch cannot slice.
 
-    Each rank reads sharded ones; rank 0 sends slices of full ones, a tensor at a time. If only one rank cannot read a
-    file, it raises, and the launcher ends the others.
+    Each rank reads sharded ones; rank 0 sends slices of full ones, a tensor at a time. A rank that alone cannot read a
+    file raises, and the launcher ends the others.
     """
     with full_state_dicts():
         accelerator.load_state(None if input_dir is None else str(input_dir), **options)
@@ -156,14 +148,11 @@ def full_state_dicts() -> Iterator[None]:
         set_full_state_dict(model, values, rank0_only=options.broadcast_from_rank0, strict=options.strict)
         return nn.modules.module._IncompatibleKeys([], [])
 
-    def set_optimizer(
-        model: nn.Module, optimizers: Any, optim_state_dict: Any, *, options: Any = None
-    ) -> None:
+    def set_optimizer(model: Any, optimizers: Any, optim_state_dict: Any, *, options: Any = None) -> None:
         if not _full(model, options):
             return of_optimizer(model, optimizers, optim_state_dict, options=options)
-        return set_full_optimizer_state_dict(
-            model, optimizers, optim_state_dict or {}, rank0_only=options.broadcast_from_rank0
-        )
+        state, from_rank0 = optim_state_dict or {}, options.broadcast_from_rank0
+        return set_full_optimizer_state_dict(model, optimizers, state, rank0_only=from_rank0)
 
     with replaced(torch_state_dict, set_model_state_dict=set_model, set_optimizer_state_dict=set_optimizer):
         yield

@@ -62,9 +62,8 @@ def parallelize(
 def strategy(parallelize_fn: Parallelize, **options: Any) -> Any:
     """Fabric's `ModelParallelStrategy` with `RaggedStrategy` before it.
 
-    Args:
-        parallelize_fn: as `parallelize` makes it, or any other that calls `fully_shard` of fsdp_runtime.
-        options: of `ModelParallelStrategy`. Without `data_parallel_size` Fabric takes the number of nodes.
+    `parallelize_fn` is made by `parallelize`, or any that calls `fully_shard` of fsdp_runtime; `options` are of
+    `ModelParallelStrategy`. Without `data_parallel_size` Fabric takes the number of nodes.
     """
     from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 

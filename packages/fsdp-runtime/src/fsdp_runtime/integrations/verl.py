@@ -24,10 +24,8 @@ def register(**options: Any) -> None:
     """Register our engines with verl for `strategy=fsdp2`, for language models and value models.
 
     verl's engines stay registered: verl prefers a registration for a vendor, as these are, to one for a kind of device.
-    Call it once in each process. Communicates nothing.
-
-    Args:
-        options: arguments of `fully_shard` that verl does not pass, such as `block_policy`; for every unit.
+    Call it once in each process, with arguments of `fully_shard` that verl does not pass, such as `block_policy`; they
+    are for every unit. Communicates nothing.
     """
     from verl.utils.device import get_device_name, get_vendor
     from verl.workers.engine.base import EngineRegistry

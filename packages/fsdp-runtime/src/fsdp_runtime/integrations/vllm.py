@@ -27,12 +27,11 @@ def weight_source(
     """A vLLM `WeightSource` of a model: its parameters and persistent buffers, whole, as its files have them.
 
     Names and forms are the state dict's; of a transformers model, as `save_pretrained` writes them. `metadata`
-    communicates nothing. Every rank calls `iter_full` (which is `iter_full_params`) and iterates to the end; each pass
-    reads the model again. There is no `iter_local`: vLLM describes shards by `Shard` alone; `local_shards` is for the
-    engines of `vllm_shards`.
+    communicates nothing. Every rank calls `iter_full` (which is `iter_full_params`) and iterates to the end. There is
+    no `iter_local`: vLLM describes shards by `Shard` alone; `local_shards` is for the engines of `vllm_shards`.
 
-    A pass has the values at the call of `iter_full`; if shards changed in between, by an optimizer's step or a merged
-    LoRA, it raises on their ranks. It does not see changes by a replayed CUDA graph.
+    A pass reads the model again, as it is at the call of `iter_full`; if shards changed in between, by an optimizer's
+    step or a merged LoRA, it raises on their ranks. It does not see changes by a replayed CUDA graph.
 
     Args:
         model: sharded or not; without a forward or backward under way during a pass. Or `merged_params` of it.
@@ -77,8 +76,7 @@ def weight_source(
 
 
 def _described(groups: FileGroups) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    made = (tensor for group in groups.made for tensor in group.items())
-    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made]
+    return [(name, t.dtype, tuple(t.shape)) for group in groups.made for name, t in group.items()]
 
 
 def _pass(exporter: Exporter, groups: FileGroups) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from .._torch.streams import streams_of
 from .._torch.tree import local_tensor
 
 SMALLEST = 1 << 16  # bytes; smaller tensors stay on the device
+Place = tuple[int, int, int]  # address of a storage in forward, first byte there, and the one behind the last
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -66,7 +67,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self._stay: set[int] = set()  # addresses of parameters and buffers
         self._runs: weakref.WeakValueDictionary[int, _Run] = weakref.WeakValueDictionary()
         # Runs in the memory of forward.
-        self._places: weakref.WeakValueDictionary[tuple[int, int, int], _Run] = weakref.WeakValueDictionary()
+        self._places: weakref.WeakValueDictionary[Place, _Run] = weakref.WeakValueDictionary()
         self._leaving: deque[weakref.ref[_Run]] = deque()  # those that are copied out
 
     def __enter__(self) -> None:
@@ -163,16 +164,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Run:
-    """A run of bytes of one storage, in which tensors that autograd saved are.
+    """A run of bytes of one storage, in which tensors that autograd saved are; `number` is its place in their order."""
 
-    Attributes:
-        number: position in the order of saving.
-        place: address of the storage in forward, first byte there, and the one behind the last.
-    """
-
-    def __init__(
-        self, owner: OffloadActivations, number: int, source: torch.Tensor, place: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, owner: OffloadActivations, number: int, source: torch.Tensor, place: Place) -> None:
         _, start, stop = place
         self.number, self.place, self.nbytes, self._layer = number, place, stop - start, owner._layer
         # a tensor in the storage of forward, whose version shows changes in place; None once that is freed

@@ -40,7 +40,8 @@ def clip_grad_norm_(
     scaled as one, padding is not. Half precision is summed in fp32, and all in another order, so that norms may differ
     by 1e-5 of themselves. Parameters may be on several meshes (dense ones on `fsdp`, experts on `efsdp` and `ep`,
     others on `dp` and `tp`); plain tensors count as the same on all ranks. A parameter without a gradient on this rank
-    adds nothing; other ranks may have one. A gradient that you replaced is clipped where it is.
+    adds nothing; other ranks may have one. A gradient that you replaced is clipped where it is. The norm is in fp32, or
+    the widest dtype of a gradient.
 
     Communicates one all-reduce of 8 bytes for all gradients that are cut over the same ranks; if several axes cut each
     of them, one for each axis. Nothing is gathered.
@@ -54,9 +55,6 @@ def clip_grad_norm_(
             they may be different parameters (experts that are plain tensors), the norm is not known.
         pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are
             joined by one more all-reduce, of 8 bytes.
-
-    Returns:
-        A plain 0-d tensor, fp32 or the widest dtype of a gradient.
 
     Raises:
         RuntimeError: the norm is not finite, if asked.
@@ -91,22 +89,18 @@ def clip_grad_norm_(
 class _Cut:
     """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank."""
 
-    # to reduce over, one after another, so that all of these ranks contribute: one if one group has them
-    groups: list[dist.ProcessGroup]
-    # plain tensors, those that are adjacent in memory as one
-    slices: list[torch.Tensor] = field(default_factory=list)
+    groups: list[dist.ProcessGroup]  # to reduce over in turn; a single one if it has all of these ranks
+    slices: list[torch.Tensor] = field(default_factory=list)  # those that are adjacent in memory as one
 
 
 class _Gradients:
     """This rank's part of the gradients of `params`."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        # by their ranks; in the same order on every rank, regardless of which gradients a rank has
-        self.cuts: dict[frozenset[int], _Cut] = {}
+        self.cuts: dict[frozenset[int], _Cut] = {}  # by their ranks; in the same order on every rank
         self.meshes: dict[int, DeviceMesh] = {}  # those of the parameters
         self.scaled: list[torch.Tensor] = []  # the tensors to multiply
-        # the norm's; of all gradients, also where this rank has no element of some
-        self.dtype = torch.float32
+        self.dtype = torch.float32  # the norm's; of gradients without elements on this rank too
         self._device = params[0].device if params else CPU
         by_axes: dict[Any, _Cut] = {}
         for param in params:

@@ -7,10 +7,10 @@
 
 import dataclasses
 import platform
-import statistics
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -58,16 +58,11 @@ class Way:
         """Medians over all runs, and the last training loss."""
         steps = [[entry for entry in entries if entry["kind"] == "train"] for entries in self.entries]
         timed = [run[int(_WARM * len(run)) :] for run in steps]
-
-        def median(key: str) -> float:
-            return float(statistics.median(statistics.median(entry[key] for entry in run) for run in timed))
-
-        return {
-            "tokens_per_s": median("tokens_per_s"),
-            "step_s": median("cpu_s"),
-            "memory_mb": statistics.median(max(entry["memory_mb"] for entry in run) for run in steps),
-            "loss": self.losses()[-1],
-        }
+        speeds = [median(entry["tokens_per_s"] for entry in run) for run in timed]
+        seconds = [median(entry["cpu_s"] for entry in run) for run in timed]
+        peaks = [max(entry["memory_mb"] for entry in run) for run in steps]
+        row = {"tokens_per_s": median(speeds), "step_s": median(seconds), "memory_mb": median(peaks)}
+        return {**row, "loss": self.losses()[-1]}
 
     def losses(self) -> list[float]:
         """Training losses of the last run."""

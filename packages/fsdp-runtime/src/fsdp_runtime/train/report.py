@@ -18,11 +18,9 @@ CURVES = "curves.png"
 
 
 class Report:
-    """Writes metrics to a file, and every 25th part of a run as a line on the terminal.
+    """Writes metrics of `steps` steps to a file, and every 25th part of a run as a line on the terminal.
 
-    Args:
-        start, steps: first step, and number of steps in all. Lines of the file from `start` on are dropped: a killed
-            run wrote them, and its steps are repeated.
+    Lines of the file from step `start` on are dropped: a killed run wrote them, and its steps are repeated.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, *, quiet: bool) -> None:

@@ -75,22 +75,14 @@ class Trainer:
         self.world_size = dist.get_world_size() if distributed else 1
         config.check(self.world_size)
         self.device = own_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
-        allowed = timedelta(seconds=config.timeout)
         with agreed("reading the data"):
             self.data = data_of(config)
-        self.batches = Batches(
-            self.data.train,
-            config.seq_len,
-            config.batch,
-            config.accumulate,
-            self.rank,
-            self.world_size,
-            config.seed,
-            self.data.vocab_size,
-        )
+        sizes = config.seq_len, config.batch, config.accumulate, self.rank, self.world_size
+        self.batches = Batches(self.data.train, *sizes, config.seed, self.data.vocab_size)
         self.held_out = dataclasses.replace(self.batches, corpus=self.data.held_out, seed=12345)
         check_agreement({"--data (a digest of names and sizes)": self.data.identity})
-        self.system = make_system(config, self.device, make_mesh(config.hsdp, self.device.type, allowed))
+        mesh = make_mesh(config.hsdp, self.device.type, timedelta(seconds=config.timeout))
+        self.system = make_system(config, self.device, mesh)
         self.model, self.optimizer = self._build()
         self.step = 0
         self._saved: int | None = None  # step of the newest checkpoint
@@ -245,9 +237,9 @@ class Trainer:
                     total += losses_of(self.model, tokens, targets)[0].double()
         if self.world_size > 1:
             dist.all_reduce(total)
-        loss = self._last_held_out = float(total) / (count * self.config.accumulate * self.world_size)
+        self._last_held_out = float(total) / (count * self.config.accumulate * self.world_size)
         if report:
-            report.held_out(self.step, loss)
+            report.held_out(self.step, self._last_held_out)
 
     def _save(self) -> None:
         """Save this step, unless that is done. Collective."""
@@ -284,12 +276,8 @@ class Trainer:
         )
 
 
-def data_of(config: RunConfig) -> TextData:
+def data_of(run: RunConfig) -> TextData:
     """Training and held-out text of a run."""
     return read_data(
-        config.data,
-        dtype=config.dtype,
-        vocab_size=config.vocab_size,
-        held_out=config.held_out,
-        seq_len=config.seq_len,
+        run.data, dtype=run.dtype, vocab_size=run.vocab_size, held_out=run.held_out, seq_len=run.seq_len
     )
