@@ -70,8 +70,14 @@ def clip_grad_norm_(
             f"pp_mesh has {pp_mesh.ndim} axes {pp_mesh.mesh_dim_names}; pass one, such as mesh['pp']"
         )
     gradients = _Gradients(params)
-    if not copies:
-        gradients.check_ranks()
+    everywhere = {frozenset(mesh.mesh.flatten().tolist()): mesh for mesh in gradients.meshes.values()}
+    if len(everywhere) > 1 and not copies:
+        raise NotImplementedError(
+            f"clip_grad_norm_: parameters are on different ranks, {' and '.join(map(str, everywhere.values()))}; "
+            "whether the ranks outside hold copies or other parameters is not known. Pass copies=True if they are "
+            "copies, as after tensor parallelism; else make the parameters DTensors on the missing axes before "
+            "fully_shard"
+        )
     norm = gradients.norm(order)
     if pp_mesh is not None:
         device = torch.device(pp_mesh.device_type) if norm.device.type != pp_mesh.device_type else norm.device
@@ -126,8 +132,11 @@ class _Gradients:
             if self._device.type != mesh.device_type:  # offloaded
                 self._device = torch.device(mesh.device_type)
         axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-        groups = [mesh.get_group(axis) for axis in axes]
-        ranks = ranks_along(mesh, axes) if axes else frozenset()
+        groups, ranks = [mesh.get_group(axis) for axis in axes], frozenset[int]()
+        if axes:  # the ranks that they spread this rank's coordinate over
+            coordinate = enumerate(mesh.get_coordinate() or [0] * mesh.ndim)
+            index = tuple(slice(None) if axis in axes else place for axis, place in coordinate)
+            ranks = frozenset(mesh.mesh[index].flatten().tolist())
         cut = self.cuts.setdefault(ranks, _Cut(groups))
         if len(groups) < len(cut.groups):
             cut.groups = groups
@@ -136,17 +145,6 @@ class _Gradients:
             joint = f"{self._device.type}:" in dist.get_backend_config(world)
             cut.groups = [world] if joint else cut.groups
         return cut
-
-    def check_ranks(self) -> None:
-        """Raises if parameters are on different ranks: what the others hold is not known."""
-        ranks = {frozenset(mesh.mesh.flatten().tolist()): mesh for mesh in self.meshes.values()}
-        if len(ranks) > 1:
-            raise NotImplementedError(
-                f"clip_grad_norm_: parameters are on different ranks, {' and '.join(map(str, ranks.values()))}; "
-                "whether the ranks outside hold copies or other parameters is not known. Pass copies=True if they are "
-                "copies, as after tensor parallelism; else make the parameters DTensors on the missing axes before "
-                "fully_shard"
-            )
 
     def norm(self, order: float) -> torch.Tensor:
         """Norm of all of them, on all ranks: 0-d, at least fp32."""
@@ -169,13 +167,6 @@ class _Gradients:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a gradient's norm is taken."""
     return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> frozenset[int]:
-    """The ranks that some axes of a mesh spread this rank's coordinate over."""
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
-    return frozenset(mesh.mesh[index].flatten().tolist())
 
 
 def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -76,6 +76,7 @@ class QuantizationPolicy:
 
     def __post_init__(self) -> None:
         weights, gradients, at_rest = self.weights, self.gradients, self.at_rest
+        select: Any = self.select
         checked: Any = (("weights", weights, OnWire), ("at_rest", at_rest, AtRest))
         for name, blocks, formats in checked:
             if blocks is not None and not isinstance(blocks, formats):
@@ -83,28 +84,25 @@ class QuantizationPolicy:
                 raise ValueError(f"QuantizationPolicy: {name} is {blocks!r}; expected {expected} or None")
             if blocks is not None and blocks.needs_noise:
                 raise ValueError(f"QuantizationPolicy: {name}={blocks}: weights are rounded to nearest only")
+        problem = ""
         if gradients not in (None, "bf16") and not isinstance(gradients, BlockInt8):
-            raise ValueError(
-                f"QuantizationPolicy: gradients is {gradients!r}; expected 'bf16', BlockInt8 or None"
+            problem = f"gradients is {gradients!r}; expected 'bf16', BlockInt8 or None"
+        elif at_rest is not None and weights is not None:
+            problem = (
+                f"weights={weights} does not go with at_rest={at_rest}: codes at rest travel as they are; give one of "
+                "the two, and units of trained weights a separate policy"
             )
-        if at_rest is not None and weights is not None:
-            raise ValueError(
-                f"QuantizationPolicy: weights={weights} does not go with at_rest={at_rest}: codes at rest travel as "
-                "they are; give one of the two, and units of trained weights a separate policy"
+        elif at_rest is not None and isinstance(gradients, BlockInt8):
+            problem = (
+                f"gradients={gradients} does not go with at_rest={at_rest}: selected weights have no gradients; use "
+                "'bf16' or None"
             )
-        if at_rest is not None and isinstance(gradients, BlockInt8):
-            raise ValueError(
-                f"QuantizationPolicy: gradients={gradients} does not go with at_rest={at_rest}: selected weights have "
-                "no gradients; use 'bf16' or None"
-            )
-        if weights is None and gradients is None and at_rest is None:
-            raise ValueError(
-                "QuantizationPolicy: nothing is quantized; give weights, at_rest or gradients, or no policy"
-            )
-        if self.select is not None and not callable(self.select):
-            raise ValueError(
-                f"QuantizationPolicy: select is {self.select!r}; expected (name, parameter, module) -> bool"
-            )
+        elif weights is None and gradients is None and at_rest is None:
+            problem = "nothing is quantized; give weights, at_rest or gradients, or no policy"
+        elif select is not None and not callable(select):
+            problem = f"select is {select!r}; expected (name, parameter, module) -> bool"
+        if problem:
+            raise ValueError(f"QuantizationPolicy: {problem}")
 
     def selects(self, param: Any) -> bool:
         """Whether a parameter (a `ManagedParam`) is quantized: it is selected wherever it is used."""

@@ -23,7 +23,7 @@ from .errors import TrainError, say
 from .hardware import pick_device
 from .launch import num_cores, pick_ranks, start_ranks
 from .optimizers import OPTIMIZERS
-from .report import METRICS, draw_curves, read_metrics
+from .report import CURVES, METRICS, draw_curves, losses, read_metrics
 from .systems import not_installed
 
 # Largest relative distance of two systems' losses over a run: sums are taken in another order, and casts to bf16
@@ -62,11 +62,7 @@ class Way:
         seconds = [median(entry["cpu_s"] for entry in run) for run in timed]
         peaks = [max(entry["memory_mb"] for entry in run) for run in steps]
         row = {"tokens_per_s": median(speeds), "step_s": median(seconds), "memory_mb": median(peaks)}
-        return {**row, "loss": self.losses()[-1]}
-
-    def losses(self) -> list[float]:
-        """Training losses of the last run."""
-        return [entry["loss"] for entry in self.entries[-1] if entry["kind"] == "train"]
+        return {**row, "loss": steps[-1][-1]["loss"]}
 
 
 def compare(config: RunConfig, vary: str, rounds: int, asked_ranks: int | None) -> int:
@@ -132,8 +128,8 @@ def _conclude(config: RunConfig, ways: list[Way], out: Path, what: str) -> int:
     print(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
-    draw_curves({way.name: way.entries[-1] for way in ways}, out / "curves.png", f"by {what}")
-    print(f"table.md and curves.png are in {out}")
+    draw_curves({way.name: way.entries[-1] for way in ways}, out / CURVES, f"by {what}")
+    print(f"table.md and {CURVES} are in {out}")
     return status
 
 
@@ -155,15 +151,15 @@ def table(rows: dict[str, dict[str, float]], what: str, cuda: bool) -> list[str]
 
 def compare_losses(config: RunConfig, ways: list[Way]) -> tuple[int, list[str]]:
     """Status and a line per system: the largest distance of its losses from the first system's."""
-    first, *others = ways
+    (first, expected), *others = [(way, losses(way.entries[-1], "train")[1]) for way in ways]
     status, lines = 0, []
     quantized = config.quantize != "none" or config.reduce != "none"
-    for way in others:
+    for way, values in others:
         rounded = quantized and "fsdp_runtime" in (first.name, way.name)
         tolerance = QUANTIZED_TOLERANCE if rounded else TOLERANCE[config.precision]
-        pairs = list(zip(way.losses(), first.losses(), strict=False))
+        pairs = zip(values, expected, strict=False)
         distance = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
-        same = distance <= tolerance and len(way.losses()) == len(first.losses())
+        same = distance <= tolerance and len(values) == len(expected)
         status = status if same else 1
         verdict = "agree" if same else "DO NOT AGREE"
         lines.append(f"losses of {way.name} and {first.name}: {distance:.1e} apart at most, {verdict}")

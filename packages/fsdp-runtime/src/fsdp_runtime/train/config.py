@@ -50,9 +50,7 @@ class RunConfig:
     precision: Literal["fp32", "bf16"] = _option("fp32", "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPU)")
     checkpointing: bool = _option(False, "recompute each block's activations in backward (default: no)")
     seed: int = _option(0, "seed of initial values and of the shuffle", least=0)
-    system: System = _option(  # noqa: RUF009  (a string)
-        "fsdp_runtime", "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)"
-    )
+    system: System = _option("fsdp_runtime", "fsdp_runtime, fsdp2, ddp, deepspeed or one (no sharding)")  # noqa: RUF009
     block: str = _option("auto", "uncut blocks: auto (the optimizer's), none, rows:N, tile:RxC or whole")
     quantize: Literal["none", "fp8", "int8"] = _option(
         "none", "gather the layers' matrices as codes: none, fp8 (128x128 tiles) or int8 (1x256)"
@@ -68,9 +66,7 @@ class RunConfig:
     save_every: int = _option(100, "steps between checkpoints; 0 for none", least=0)
     keep: int = _option(2, "checkpoints kept", least=1)
     out: str | None = _option(None, "run's folder (default: next free runs/NNN; with --resume the newest)")
-    resume: bool = _option(
-        False, "resume at the newest checkpoint; its options are the defaults (default: no)"
-    )
+    resume: bool = _option(False, "resume at the newest checkpoint, its options as defaults (default: no)")
     plot: bool = _option(True, "draw curves at the end (default: yes)")
     device: str = _option("auto", "auto, cpu, cuda or another accelerator")
     timeout: float = _option(300.0, "seconds that a collective may take before the run ends")

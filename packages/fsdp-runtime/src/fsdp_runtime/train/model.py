@@ -58,9 +58,7 @@ class ModelConfig:
 # ff_dim is per expert where there are experts.
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ff_dim=88),
-    "tiny-moe": ModelConfig(
-        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ff_dim=40, num_experts=5, tied=False
-    ),
+    "tiny-moe": ModelConfig(dim=32, num_layers=2, num_heads=4, ff_dim=40, num_experts=5, tied=False),
     "small": ModelConfig(),
     "small-moe": ModelConfig(ff_dim=256, num_experts=8, top_k=2),
     "30m": ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=4, ff_dim=1536, tied=False),
