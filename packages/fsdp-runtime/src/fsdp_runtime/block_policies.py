@@ -56,8 +56,7 @@ def _whole_matrix(name: str, param: torch.Tensor) -> Block | None:
 def by_pattern(table: Mapping[str, Block | BlockPolicy | None]) -> BlockPolicy:
     """The first entry whose regular expression is found in the name (`re.search`); none: single rows.
 
-    Raises:
-        ValueError: a key is not a regular expression.
+    Raises ValueError if a key is not a regular expression.
     """
     compiled = []
     for pattern, entry in table.items():
@@ -75,14 +74,10 @@ def _first_found(table: list[tuple[re.Pattern[str], Any]], name: str, param: tor
 
 
 def declared_by(*optimizers: Any) -> BlockPolicy:
-    """What optimizers say they need: the first block that one of them names.
+    """The first block that one of several optimizers needs.
 
-    Args:
-        optimizers: classes or objects with a method `block_policy()` that returns a policy (those of
-            `block_optim` have one), or policies themselves.
-
-    Raises:
-        TypeError: one is neither.
+    They are classes or objects with a method `block_policy()` that returns a policy (those of `block_optim` have one),
+    or policies themselves. Raises TypeError for any other.
     """
     policies: list[BlockPolicy] = []
     for optimizer in optimizers:

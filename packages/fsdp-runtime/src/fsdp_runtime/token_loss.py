@@ -72,13 +72,9 @@ class TokenLoss:
     def step(self, counts: Iterable[int | Tensor]) -> "TokenStep":
         """Count the tokens of a step; call it on every rank, before the step's first loss. The host waits for nothing.
 
-        Communicates one all-reduce of 8 bytes for each axis of the mesh with several ranks.
-
-        Args:
-            counts: this rank's tokens in each microbatch, as `count_tokens` gives them; may be 0.
-
-        Raises:
-            RuntimeError: a unit's gradient divide factor is not 1.0 any more.
+        `counts` are this rank's tokens in each microbatch, as `count_tokens` gives them; may be 0. Communicates one
+        all-reduce of 8 bytes for each axis of the mesh with several ranks. Raises RuntimeError if a unit's gradient
+        divide factor is not 1.0 any more.
         """
         for unit in units_of(self._module):
             if (factor := unit.options.reduction.divide_factor) != 1.0:
@@ -96,10 +92,9 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class TokenStep:
-    """One step's number of tokens over all ranks; from `TokenLoss.step`.
+    """One step's number of tokens over all ranks, from `TokenLoss.step`: a 0-d int64 tensor on the units' device.
 
-    Attributes:
-        tokens: a 0-d int64 tensor on the units' device. Without any token losses are NaN, as torch's means are.
+    Without any token losses are NaN, as torch's means are.
     """
 
     tokens: Tensor
@@ -112,9 +107,8 @@ class TokenStep:
     def loss(self, losses: Tensor) -> Tensor:
         """The scalar for `backward` of one microbatch: its summed token losses, divided by the tokens of all ranks.
 
-        Args:
-            losses: of this rank's tokens in one microbatch, of any shape, or their sum; not their mean. Tokens that do
-                not count are 0, as `cross_entropy(..., reduction="none" or "sum")` has them.
+        `losses` are of this rank's tokens, of any shape, or their sum; not their mean. Tokens that do not count are 0,
+        as `cross_entropy(..., reduction="none" or "sum")` has them.
         """
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)) if losses.ndim else losses
         return total / self.tokens

@@ -35,11 +35,8 @@ def parallelize(
     Args:
         classes: each module of one of these classes becomes a unit, inner ones first; then the model with the rest.
         tensor_parallel: called first, with the model and the `tensor_parallel` axis of Fabric's mesh, if that has more
-            than one rank.
+            than one rank. Without it the function raises ValueError for such an axis.
         options: of `fully_shard`; its mesh is the `data_parallel` axis.
-
-    Raises:
-        ValueError: (by the function) a `tensor_parallel` axis of several ranks without the argument of that name.
     """
 
     def apply(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -48,10 +48,8 @@ class UnitMemory(GroupMemory):
 def unit_memory(module: nn.Module) -> UnitMemory:
     """The memory of the unit that `fully_shard` made of a module, at rest and while it runs. Communicates nothing.
 
-    Parameters may be on meta or fake: nothing is measured, all follows from the plan.
-
-    Raises:
-        ValueError: `fully_shard` was not called on this module.
+    Parameters may be on meta or fake: nothing is measured, all follows from the plan. Raises ValueError if
+    `fully_shard` was not called on this module.
     """
     unit = _member(module).unit
     elements = sum(math.prod(param.shape) for param in unit.params)
@@ -82,8 +80,7 @@ def _scratch(unit: Unit) -> int:
 def gathered_memory(module: nn.Module) -> RecyclerStats:
     """Bytes of gathered buffers, now and at the peak, on the device of a sharded module; of all its models together.
 
-    Raises:
-        ValueError: `fully_shard` was not called on this module.
+    Raises ValueError if `fully_shard` was not called on this module.
     """
     return _member(module).passes.streams.recycler.stats
 

@@ -102,10 +102,9 @@ def read_data(
                 f"a sequence of {seq_len} tokens is longer than the {label} data ({side.num_tokens} tokens of "
                 f"{where}, {len(files)} files): give more with --data or a shorter --seq-len"
             )
-    digest = hashlib.sha256()
-    for side in sides:
-        digest.update(repr([(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)]).encode())
-    return TextData(sides[0], sides[1], size, where, digest.hexdigest()[:16])
+    lengths = [[(n, len(a)) for n, a in zip(side.names, side.arrays, strict=True)] for side in sides]
+    identity = hashlib.sha256("".join(map(repr, lengths)).encode()).hexdigest()[:16]
+    return TextData(sides[0], sides[1], size, where, identity)
 
 
 def _standard_library() -> dict[str, Path]:

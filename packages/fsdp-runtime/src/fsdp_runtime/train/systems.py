@@ -144,11 +144,9 @@ class FSDP2(System):
 class Runtime(FSDP2):
     """fsdp_runtime.fully_shard, with `--block` as its block policy."""
 
-    def __init__(
-        self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """`options` are further arguments of `fully_shard`; they replace arguments from the config."""
-        super().__init__(config, device, mesh)
+        super().__init__(*args)
         self.options = options
 
     def fully_shard(self, model: nn.Module, layers: list[nn.Module]) -> Callable[..., Any]:
@@ -159,9 +157,8 @@ class Runtime(FSDP2):
         else:
             policy = parse_block_option(self.config.block)
         quantized = quantization(self.config.quantize, self.config.reduce)
-        return partial(
-            fully_shard, **{"block_policy": policy, "quantization_policy": quantized, **self.options}
-        )
+        options = {"block_policy": policy, "quantization_policy": quantized, **self.options}
+        return partial(fully_shard, **options)
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Seed the rounding of gradients by the step, so that a resumed run rounds equally."""
@@ -204,11 +201,10 @@ class DeepSpeed(System):
             },
             "steps_per_print": 10**9,
         }
-        engine, optimizer, _, _ = deepspeed.initialize(
+        self.engine, optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(model), config=settings, dist_init_required=False
         )
-        self.engine = engine
-        return engine, optimizer
+        return self.engine, optimizer
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate; the engine divides by the microbatches, and the loop has done so already."""
@@ -219,8 +215,7 @@ class DeepSpeed(System):
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         """The engine's step."""
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return torch.as_tensor(float(norm if norm is not None else 0.0), device=self.device)
+        return torch.as_tensor(float(self.engine.get_global_grad_norm() or 0.0), device=self.device)
 
 
 def make_system(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> System:

@@ -126,8 +126,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; save; return a summary (the same on every rank but times).
 
-        Raises:
-            TrainError: a save failed, or the loss is not finite.
+        Raises `TrainError` if a save failed, or the loss is not finite.
         """
         config, first, begun = self.config, self.step, time.perf_counter()
         with agreed("opening the metrics"):
