@@ -1,8 +1,7 @@
 """Block policies by name: what of a parameter may not be cut.
 
-A block policy is any callable `(name, parameter) -> block or None`, given to `fully_shard(block_policy=...)`. The
-name is the parameter's in the module that was passed (with its number in front for a list of modules), None
-means single rows.
+A block policy is any callable `(name, parameter) -> block or None`, given to `fully_shard(block_policy=...)`. The name
+is the parameter's in the module that was passed (after its number in a list of modules); None means single rows.
 
     rows(32)                                     every parameter in runs of 32 rows
     tiles(128, 128)                              matrices in bands of 128 rows, so that no 128x128 tile is cut

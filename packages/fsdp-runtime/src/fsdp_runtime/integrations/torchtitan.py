@@ -5,12 +5,10 @@
     Trainer.Config(model_spec=spec, ...)                          everything else stays as it is
 
 torchtitan's own function still decides which modules are units, their meshes (`fsdp`, `efsdp`, `dp_replicate`), mixed
-precision, resharding, offload, prefetching, and that gradients are summed, not divided. Tensor and expert parallelism,
-activation checkpointing and compilation are applied before, by the same function. Pipelines and context parallelism are
-refused.
+precision, resharding, offload, prefetching, and that gradients are summed, not divided. Before, it applies tensor and
+expert parallelism, activation checkpointing and compilation. Pipelines and context parallelism are refused.
 
-Tried with torchtitan 0.3.0: `parallelism.spmd_backend` "partial_dtensor", and "spmd_types" without tensor and expert
-parallelism.
+Tried with torchtitan 0.3.0: `spmd_backend` "partial_dtensor", and "spmd_types" without tensor and expert parallelism.
 """
 
 import functools

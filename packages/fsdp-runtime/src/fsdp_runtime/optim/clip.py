@@ -40,8 +40,7 @@ def clip_grad_norm_(
     scaled as one, padding is not. Half precision is summed in fp32, and all in another order, so that norms may differ
     by 1e-5 of themselves. Parameters may be on several meshes (dense ones on `fsdp`, experts on `efsdp` and `ep`,
     others on `dp` and `tp`); plain tensors count as the same on all ranks. A parameter without a gradient on this rank
-    adds nothing; other ranks may have one. A gradient that you replaced is clipped where it is. The norm is in fp32, or
-    the widest dtype of a gradient.
+    adds nothing; other ranks may have one. A replaced gradient is clipped where it is. The norm is in fp32 or wider.
 
     Communicates one all-reduce of 8 bytes for all gradients that are cut over the same ranks; if several axes cut each
     of them, one for each axis. Nothing is gathered.
@@ -53,8 +52,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is not finite, on all ranks, and clip nothing.
         copies: parameters on fewer ranks than others are copies on the rest, as tensor parallelism leaves them. If
             they may be different parameters (experts that are plain tensors), the norm is not known.
-        pp_mesh: a 1-D mesh of pipeline stages, each of which calls this with its own parameters. Their norms are
-            joined by one more all-reduce, of 8 bytes.
+        pp_mesh: a 1-D mesh of pipeline stages, each with its own parameters; one more all-reduce of 8 bytes.
 
     Raises:
         RuntimeError: the norm is not finite, if asked.

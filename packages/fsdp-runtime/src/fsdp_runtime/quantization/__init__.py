@@ -44,9 +44,8 @@ class QuantizationPolicy:
     """In which form the selected weights of a unit are kept or gathered, and its gradients are reduced.
 
     Args:
-        weights: the blocks that selected weights are quantized in before a gather, and read back from after it:
-            `BlockFP8((128, 128))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints stay as they are. None:
-            gathers are not quantized.
+        weights: None, or the blocks that selected weights are quantized in before a gather, and read back from after:
+            `BlockFP8((128, 128))` or `BlockInt8(256)`. Shards, optimizer states and checkpoints keep values.
         gradients: None: a reduce-scatter in `MixedPrecisionPolicy.reduce_dtype`. "bf16": all gradients travel in bf16.
             `BlockInt8(256, rounding="stochastic")`: gradients of selected weights travel as integer codes, others in
             their dtype. Both by one all-to-all, summed in fp32 in the order of the ranks. HSDP's all-reduce over
@@ -62,8 +61,7 @@ class QuantizationPolicy:
     `torch.autograd.graph.increment_version(param.to_local())`.
 
     Weights at rest keep shape and dtype of their values. `load_state_dict` and `copy_` quantize values; every other
-    write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each
-    weight `X`.
+    write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each `X`.
 
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.

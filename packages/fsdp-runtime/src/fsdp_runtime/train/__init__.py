@@ -4,8 +4,7 @@
     fsdp-train compare             the same work on several systems, optimizers or wire formats
     fsdp-train plan                the bytes of a rank, before a run
 
-Needs the extra ``train``. The parts can be used alone: `Transformer` knows nothing of sharding, `Batches` nothing
-of models.
+Needs the extra ``train``. Parts can be used alone: `Transformer` knows no sharding, `Batches` no models.
 """
 
 try:

@@ -2,11 +2,9 @@
 
     checkpoints/step-00000100.part/   DCP's files of all ranks, and run.json; synced
     checkpoints/step-00000100/        the same folder, renamed: complete
-
     run.json                          {"about": {"config", "data", "step", "files": {file: SHA-256}}, "digest": SHA-256}
 
-A save that is killed leaves a ``.part`` folder, which nothing loads and the next run removes. Digests detect files that
-changed on disk, which DCP would load.
+A killed save leaves a ``.part`` folder, which the next run removes. Digests detect changed files, which DCP would load.
 """
 
 import contextlib

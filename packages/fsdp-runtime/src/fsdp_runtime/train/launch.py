@@ -120,10 +120,6 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
     return f"rank {rank} was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-# Options that may differ between ranks: rank 0 chooses the folder, and paths may differ between machines.
-_OWN = ("out", "data", "held_out")
-
-
 class RankError(Exception):
     """An unexpected exception of a rank, as one line that names the rank."""
 
@@ -188,15 +184,18 @@ def run_rank(config: RunConfig, *, quiet: bool = False) -> int:
         else:
             say(traceback.format_exc())
         raise RankError(text) from error
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+    with contextlib.suppress(Exception):  # there may be none
+        dist.destroy_process_group()
     return 128 + summary["stopped_by"] if summary["stopped"] else 0
 
 
 def check_options(config: RunConfig) -> None:
-    """Raise `TrainError`, on every rank, if options or versions differ between ranks."""
-    options = {flag_of(name): v for name, v in config.to_json().items() if name not in _OWN}
+    """Raise `TrainError`, on every rank, if options or versions differ between ranks.
+
+    Paths may differ between machines, and rank 0 chooses the folder.
+    """
+    own = ("out", "data", "held_out")
+    options = {flag_of(name): v for name, v in config.to_json().items() if name not in own}
     check_agreement({**options, **installed_versions("torch", "fsdp-runtime", "block-optim")})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import block_optim
 from layout_planner import Tile, parse_block
@@ -19,12 +20,11 @@ Groups = list[dict[str, Any]]
 class OptimizerSpec:
     """One row: a class, its default learning rate, and further arguments."""
 
-    cls: Callable[..., torch.optim.Optimizer]
+    cls: Callable[..., Optimizer]
     lr: float
     extra: tuple[tuple[str, Any], ...] = ()
     routed: bool = False  # it takes matrices only: `block_optim.mixed_optimizer_for` sends the rest to AdamW
-    # It works in a basis of each dimension, except the vocabulary's, few of whose rows get a gradient.
-    rotates: bool = False
+    rotates: bool = False  # it works in a basis of each dimension, except the vocabulary's with its rare rows
 
     @property
     def is_torch(self) -> bool:
@@ -51,13 +51,8 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     return OPTIMIZERS[name]
 
 
-def make_optimizer(
-    name: str, model: nn.Module, *, lr: float | None, weight_decay: float
-) -> torch.optim.Optimizer:
-    """An optimizer over a sharded (or plain) model's parameters.
-
-    Norms and other vectors get no weight decay. `lr` None takes the table's.
-    """
+def make_optimizer(name: str, model: nn.Module, *, lr: float | None, weight_decay: float) -> Optimizer:
+    """An optimizer of a sharded or plain model, by default with the table's rate. Vectors get no weight decay."""
     spec = optimizer_spec(name)
     peak = spec.lr if lr is None else lr
     if spec.routed:

@@ -32,6 +32,7 @@ from .optimizers import declared_blocks, optimizer_spec, parse_block_option
 
 Initialise = Callable[[str, Tensor], None]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Built = tuple[nn.Module, torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]  # a microbatch: tokens and next tokens, (rows, positions)
 
 
@@ -60,9 +61,7 @@ class System:
     def __init__(self, config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> None:
         self.config, self.device, self.mesh = config, device, mesh
 
-    def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer) -> Built:
         """The sharded, initialised model and its optimizer. `initialise` is None if the model has values."""
         model = self.materialise(model, initialise)
         return model, make_optimizer(model)
@@ -78,8 +77,7 @@ class System:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             initialise(name, whole)
             with torch.no_grad():
-                local = distribute_like(whole.to(self.device), parameter, src_data_rank=None)
-                parameter.copy_(local)
+                parameter.copy_(distribute_like(whole.to(self.device), parameter, src_data_rank=None))
         return model
 
     def autocast(self) -> Any:
@@ -178,9 +176,7 @@ class DeepSpeed(System):
 
     casts = True
 
-    def build(
-        self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: nn.Module, initialise: Initialise | None, make_optimizer: MakeOptimizer) -> Built:
         """The engine shards a materialised model."""
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         import deepspeed  # type: ignore[import-untyped,import-not-found,unused-ignore]

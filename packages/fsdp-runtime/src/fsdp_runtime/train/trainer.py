@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,6 @@ class Trainer:
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = self.config
 
-        def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-            return make_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay)
-
         sizes = dataclasses.replace(config.model, vocab_size=self.data.vocab_size)
         with torch.device("meta"):
             skeleton = Transformer(sizes, checkpointing=config.checkpointing)
@@ -109,6 +107,9 @@ class Trainer:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed}/{name}".encode()))
             init_parameter(sizes, name, value, generator)
 
+        optimizer_of = partial(
+            make_optimizer, config.optimizer, lr=config.lr, weight_decay=config.weight_decay
+        )
         return self.system.build(skeleton, initialise, optimizer_of)
 
     def _resume(self) -> None:
