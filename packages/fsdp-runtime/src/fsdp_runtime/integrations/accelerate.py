@@ -107,18 +107,15 @@ def _move_to_meta(model: nn.Module) -> None:
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     """`accelerator.prepare` of a sharded model, its optimizer, loaders and schedulers. Communicates nothing more.
 
-    Accelerate identifies parameters by their memory's address, which is the same for all parameters without elements on
-    this rank. So this restores the optimizers' parameters.
+    Accelerate identifies parameters by the address of their memory, which those without elements on this rank share: so
+    this restores the optimizers' parameters.
     """
-    before = [
-        (optimizer, [list(group["params"]) for group in optimizer.param_groups])
-        for optimizer in objects
-        if isinstance(optimizer, torch.optim.Optimizer)
-    ]
+    optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    before = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
     prepared = accelerator.prepare(*objects, **options)
-    for optimizer, groups in before:
-        for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = params
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, params in zip(groups, before, strict=True):
+        group["params"] = params
     return prepared
 
 
@@ -134,10 +131,7 @@ def load_state(accelerator: Any, input_dir: str | Path | None = None, **options:
 
 @contextmanager
 def full_state_dicts() -> Iterator[None]:
-    """Inside, torch's setters of state dicts load full ones into models of fsdp_runtime.
-
-    Replaces `set_model_state_dict` and `set_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`.
-    """
+    """Inside, `torch.distributed.checkpoint.state_dict`'s two setters are replaced: ours load full state dicts, too."""
     of_model, of_optimizer = torch_state_dict.set_model_state_dict, torch_state_dict.set_optimizer_state_dict
 
     def set_model(model: nn.Module, model_state_dict: Any, *, options: Any = None) -> Any:

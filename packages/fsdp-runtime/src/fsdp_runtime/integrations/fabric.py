@@ -76,10 +76,10 @@ class RaggedStrategy(_Strategy):
 
     def clip_gradients_norm(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        module: Any,
+        optimizer: Any,
         max_norm: float,
-        norm_type: float = 2.0,
+        norm_type: float = 2,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         """The norm before clipping, a plain 0-d tensor, also with parameters on several meshes."""
@@ -99,9 +99,7 @@ class RaggedStrategy(_Strategy):
 
         theirs = model_parallel._load_raw_module_state
 
-        def load_raw(
-            state_dict: dict[str, Any], module: nn.Module, world_size: int = 1, strict: bool = True
-        ) -> None:
+        def load_raw(state_dict: Any, module: nn.Module, world_size: int = 1, strict: bool = True) -> None:
             if isinstance(module, FSDPModule):
                 set_full_state_dict(module, state_dict, strict=strict)
             else:

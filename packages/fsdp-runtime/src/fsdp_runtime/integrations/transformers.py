@@ -63,9 +63,8 @@ class RaggedTrainer(_Trainer):
 
     @property
     def _sharded(self) -> bool:
-        if not self.is_fsdp_enabled:
-            return False
-        return isinstance(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), FSDPModule)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return self.is_fsdp_enabled and isinstance(model, FSDPModule)
 
     def _shard(self) -> None:
         if self.is_fsdp_enabled and not self._sharded:

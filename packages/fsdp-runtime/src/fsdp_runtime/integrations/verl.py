@@ -42,13 +42,9 @@ def engine_class(theirs: type, **options: Any) -> type:
     During `_build_fsdp_module`, and only then, `fully_shard` in `verl.utils.fsdp_utils` is ours, and full state dicts
     load into our models (`accelerate.full_state_dicts`): verl has no option for either.
 
-    Args:
-        theirs: `FSDPEngineWithLMHead`, `FSDPEngineWithValueHead`, or your own subclass of one.
-        options: as for `register`.
-
-    Raises:
-        ValueError: (when a model is built) another `strategy` than "fsdp2".
-        TypeError: (when a model is built) an option that verl passes itself.
+    `theirs` is `FSDPEngineWithLMHead`, `FSDPEngineWithValueHead`, or your own subclass of one; `options` are as for
+    `register`. Building a model raises ValueError for another `strategy` than "fsdp2", and TypeError for an option that
+    verl passes itself.
     """
     from verl.utils import fsdp_utils
 

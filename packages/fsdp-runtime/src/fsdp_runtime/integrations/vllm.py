@@ -59,8 +59,7 @@ def weight_source(
             """A pass over the whole tensors."""
             exporter = Exporter("iter_full", model, dtype, bucket_bytes, None, buffers=True)
             groups = file_groups(model, exporter.entries, dtype)
-            before = [(meta.name, meta.dtype, meta.shape) for meta in self.metadata]
-            if before != _described(groups):
+            if [(meta.name, meta.dtype, meta.shape) for meta in self.metadata] != _described(groups):
                 raise RuntimeError("iter_full: tensors differ from metadata; make a new weight_source")
             return _pass(exporter, groups)
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from .checkpoint import latest, read_about, run_to_resume
+from .checkpoint import checkpoint_to_resume, read_about
 from .compare import compare
 from .config import RunConfig, add_run_options, resumed_config, run_config
 from .errors import TrainError, one_line, say
@@ -79,10 +79,9 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace) -> int:
     if options.resume:
-        run = run_to_resume(options.out)
-        checkpoint = latest(run)
-        assert checkpoint is not None  # run_to_resume returns no other
-        config = resumed_config(options, run, RunConfig.from_json(read_about(checkpoint)["config"]))
+        checkpoint = checkpoint_to_resume(options.out)
+        saved = RunConfig.from_json(read_about(checkpoint)["config"])
+        config = resumed_config(options, checkpoint.parents[1], saved)
     else:
         config = run_config(options)
     if "RANK" in os.environ:
@@ -98,9 +97,8 @@ def _config_to_compare(options: argparse.Namespace) -> RunConfig:
     """The run to compare: unless optimizers differ, a short one that saves nothing, with torch's AdamW."""
     short = {"steps": 40, "save_every": 0, "eval_every": 0, "optimizer": "torch-adamw"}
     if not options.vary.startswith("optimizer"):
-        for name, value in short.items():
-            if getattr(options, name) is None:
-                setattr(options, name, value)
+        chosen = vars(options)
+        chosen.update({name: value for name, value in short.items() if chosen[name] is None})
     return run_config(options)
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
 
 from ragged_shard.dist import gather_from_ranks
 
@@ -58,10 +59,8 @@ class Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def save(
-    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any], keep: int
-) -> Path:
-    """Write a checkpoint of all ranks; returns its folder. The `keep` newest stay, this one included. Collective.
+def save(run: Path, model: nn.Module, optimizer: Optimizer, about: dict[str, Any], keep: int) -> None:
+    """Write a checkpoint of all ranks. The `keep` newest stay, this one included. Collective.
 
     `about` becomes part of ``run.json``; its "step" names the folder. Raises `TrainError` on every rank if it could not
     be written; the one before stays.
@@ -91,7 +90,6 @@ def save(
         if isinstance(error, CheckpointException):
             reason = f"rank {min(error.failures)}: {reason}"
         raise TrainError(f"cannot save {final}: {reason}; {stays}") from error
-    return final
 
 
 def _publish(part: Path, final: Path, about: dict[str, Any], keep: int) -> None:
@@ -176,7 +174,7 @@ def check_same_run(checkpoint: Path, config: RunConfig, data: str) -> int:
     return step
 
 
-def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Fill model and optimizer from a checkpoint written at any world size. Collective.
 
     Raises `TrainError` on every rank if files are missing or damaged, or do not fit the model.
@@ -219,7 +217,7 @@ def choose_folder(config: RunConfig) -> Iterator[tuple[Path, bool]]:
 def _taken(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Path, bool]:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     new = Path(config.out) if config.out else next_free(RUNS)
-    path = run_to_resume(config.out) if config.resume else new
+    path = checkpoint_to_resume(config.out).parents[1] if config.resume else new
     again = launch != "none" and (path / LOCK).is_file() and (path / LOCK).read_text() == launch
     path.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context((path / LOCK).open("a"))
@@ -237,13 +235,13 @@ def _taken(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Path, bool]:
     return path, resume
 
 
-def run_to_resume(out: str | None) -> Path:
-    """The run that ``--resume`` continues: `out`, or the newest in ``runs``. Raises `TrainError` if none is saved."""
-    folders = RUNS.glob("*") if out is None else [Path(out)]
-    runs = [path for path in folders if latest(path) is not None]
-    if not runs:
+def checkpoint_to_resume(out: str | None) -> Path:
+    """The newest checkpoint of `out`, or of the newest run in ``runs``. Raises `TrainError` if there is none."""
+    runs = RUNS.glob("*") if out is None else [Path(out)]
+    checkpoints = [checkpoint for run in runs if (checkpoint := latest(run)) is not None]
+    if not checkpoints:
         raise TrainError(f"--resume: {out or RUNS.resolve()} has no complete checkpoint; add --out FOLDER")
-    return max(runs, key=lambda path: path.stat().st_mtime)
+    return max(checkpoints, key=lambda checkpoint: checkpoint.parents[1].stat().st_mtime)
 
 
 def next_free(parent: Path) -> Path:

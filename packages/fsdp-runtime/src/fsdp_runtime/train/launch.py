@@ -51,15 +51,14 @@ def num_cores() -> int:
 
 def pick_ranks(config: RunConfig, asked: int | None) -> int:
     """Local ranks of a run: `asked`, or the largest number that the machine has and that the batch allows."""
-    device = pick_device(config.device)
+    gpus = 0 if is_cpu(pick_device(config.device)) else torch.accelerator.device_count()
+    if asked is not None and 0 < gpus < asked:
+        raise TrainError(f"--ranks {asked}: there are {gpus} GPUs")
     if asked is not None:
-        if not is_cpu(device) and asked > torch.accelerator.device_count():
-            raise TrainError(f"--ranks {asked}: there are {torch.accelerator.device_count()} GPUs")
         return asked
     if config.system == "one":
         return 1
-    most = num_cores() if is_cpu(device) else torch.accelerator.device_count()
-    return max((n for n in range(1, max(1, most) + 1) if config.divides(n)), default=1)
+    return max((n for n in range(1, (gpus or num_cores()) + 1) if config.divides(n)), default=1)
 
 
 def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> int:

@@ -73,8 +73,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> MemoryPlan
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # an exchange between ranks
                     optimizer.step() if spec.is_torch else optimizer.step(grad_norm=1.0)
         units = [unit_memory(module) for module in modules]
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        states = sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
+        states = sum(local_tensor(value).nbytes for value in tensors_in(optimizer.state))
     rows = config.batch // (world_size * config.accumulate)
     activations, with_gradients = _pass_bytes(config, sizes, rows, device, units)
     gradients, buffers = sum(unit.gradients for unit in units), _buffers(units)
