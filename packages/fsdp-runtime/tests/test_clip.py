@@ -9,6 +9,7 @@ import torch.distributed as dist
 from runtime_helpers import Ops, assert_same_gradients, loss_of, plain_backward, seeded, shard, tokens
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_runtime import clip_grad_norm_, fully_shard
 from ragged_shard import RaggedDTensor, RaggedShard, distribute_like
@@ -215,3 +216,13 @@ def test_plain_parameters_are_clipped_as_by_torch():
     long = nn.Parameter(torch.zeros(3_000_000))
     long.grad = torch.full((3_000_000,), 0.1)  # which one sum in fp32 would round by 4e-4
     assert clip_grad_norm_(long, 1.0).item() == pytest.approx(0.1 * 3_000_000**0.5, rel=5e-5)
+
+
+def test_gradients_of_a_subclass_without_memory_are_clipped_one_by_one():
+    params = [nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))) for _ in range(2)]
+    for number, param in enumerate(params):
+        full = torch.full((4, 4), number + 1.0)
+        param.grad = TwoTensor(full, full.clone())
+    norm: Any = clip_grad_norm_(params, 1.0)
+    assert norm.a.item() == pytest.approx((16 + 64) ** 0.5)
+    assert params[0].grad.a.sum().item() == pytest.approx(16 / 80**0.5, rel=1e-5)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from ragged_shard import RaggedDTensor
 from ragged_shard.device import CPU, is_cpu
 
 from .. import _torch_compat as compat
@@ -94,7 +95,8 @@ class _Cut:
     """This rank's slices of all gradients that are cut over the same ranks; whole gradients if there is one rank."""
 
     groups: list[dist.ProcessGroup]  # to reduce over in turn; a single one if it has all of these ranks
-    slices: list[torch.Tensor] = field(default_factory=list)  # those that are adjacent in memory as one
+    slices: list[torch.Tensor] = field(default_factory=list)  # as backward left them in shards; runs of them
+    separate: list[torch.Tensor] = field(default_factory=list)  # of other gradients
 
 
 class _Gradients:
@@ -117,8 +119,10 @@ class _Gradients:
             if grad is None:
                 continue
             self.dtype = torch.promote_types(self.dtype, _wide(grad.dtype))
-            cut.slices.append(grad if mesh is None else local_like(param, grad))
-            if getattr(grad, "placements", ()) != placements:  # the slice is a copy
+            if type(grad) is RaggedDTensor and grad.placements == placements:
+                cut.slices.append(grad.local)
+            else:
+                cut.separate.append(grad if mesh is None else local_like(param, grad))
                 self.scaled.append(grad)
         for cut in self.cuts.values():
             cut.slices = runs_of(cut.slices)
@@ -148,9 +152,10 @@ class _Gradients:
         """Norm of all of them, on all ranks: 0-d, at least fp32."""
         totals = []
         for cut in self.cuts.values():
+            pieces = chain.from_iterable(map(_pieces, cut.slices + cut.separate))
             norms = [
-                compat.norms(pieces, order, _wide(dtype)).to(self._device, torch.float64)
-                for (_, dtype, _), pieces in _by_kind(chain.from_iterable(map(_pieces, cut.slices))).items()
+                compat.norms(tensors, order, _wide(dtype)).to(self._device, torch.float64)
+                for (_, dtype, _), tensors in _by_kind(pieces).items()
             ]
             totals.append(_reduced(self._joined(norms, order), order, cut.groups))
         return self._joined([total.view(1) for total in totals], order).to(self.dtype)
@@ -196,9 +201,10 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor in parts that torch sums accurately."""
+    """A tensor in parts that torch sums accurately; none if it is empty."""
     splits = is_cpu(tensor.device) and tensor.numel() > _PIECE
-    return tensor.reshape(-1).split(_PIECE) if splits else (tensor,)
+    whole = (tensor,) if tensor.numel() else ()
+    return tensor.reshape(-1).split(_PIECE) if splits else whole
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
@@ -210,10 +216,7 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
 
 
 def _reduced(norm: torch.Tensor, order: float, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The norm over all ranks of `groups` from this rank's: one all-reduce of 8 bytes for each group.
-
-    16 bytes for the order infinity: not every backend's MAX keeps a NaN.
-    """
+    """The norm over all ranks of `groups`: one all-reduce each, of 8 bytes; of 16 for infinity: MAX may lose a NaN."""
     infinite = math.isinf(order)
     nan = norm.isnan()
     total = torch.stack([torch.where(nan, 0, norm), nan.to(norm.dtype)]) if infinite else norm.pow(order)

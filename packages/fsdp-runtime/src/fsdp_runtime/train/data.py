@@ -200,13 +200,10 @@ def permute(positions: Any, count: int, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one corpus, cut into windows of `seq_len` tokens and the one that follows.
+    """The batches of one corpus, cut into windows of `seq_len` tokens and the one that follows, shuffled by `seed`.
 
-    Args:
-        batch: sequences of a global batch, in `accumulate` microbatches.
-        rank, world_size: the rank whose part is read.
-        seed: of the shuffle.
-        vocab_size: tokens must be below it.
+    A global batch has `batch` sequences, in `accumulate` microbatches, of which `rank` of `world_size` reads its part.
+    Tokens must be below `vocab_size`.
     """
 
     corpus: Corpus

@@ -59,12 +59,9 @@ class _Sums:
 class Trainer:
     """One rank of a run. `torch.distributed` is initialised, except for a run in one process without it.
 
-    Args:
-        out: folder of the run, the same on every rank.
-        stop: called at every step; returns the number of a stop signal, or 0.
-
-    Raises:
-        TrainError: on every rank: options do not fit together, or data or a checkpoint cannot be read.
+    `out` is the run's folder, the same on every rank; `stop` is called at every step and returns the number of a stop
+    signal, or 0. Raises `TrainError`, on every rank, if options do not fit together, or data or a checkpoint cannot be
+    read.
     """
 
     def __init__(
