@@ -1,10 +1,13 @@
 """`fsdp-train compare`: several ways to train the same, interleaved, with a table and a check of the losses."""
 
+import dataclasses
+
 import pytest
 from train_helpers import tiny
 
 from fsdp_runtime.train import compare
 from fsdp_runtime.train.compare import GATHERS, Way, compare_losses, table
+from fsdp_runtime.train.errors import TrainError
 
 pytestmark = pytest.mark.long
 
@@ -48,6 +51,20 @@ def test_a_system_that_is_not_installed_is_reported_and_the_others_are_compared(
     assert "losses of ddp and fsdp_runtime: 0.0e+00 apart at most, agree" in said.out
 
 
+def test_a_way_that_cannot_be_trained_is_refused_before_the_first_one_is(config, seen, monkeypatch):
+    monkeypatch.setattr(compare, "not_installed", {}.get)
+    changed = dataclasses.replace(config, save_every=5)
+    with pytest.raises(TrainError, match="saves no checkpoints"):
+        compare.compare(changed, "system=fsdp_runtime,deepspeed", 1, 2)
+    assert seen == []
+
+
+def test_options_that_one_system_has_are_left_out_of_the_others(config, seen):
+    changed = dataclasses.replace(config, hsdp=2, reduce="bf16")
+    assert compare.compare(changed, "system=fsdp_runtime,ddp", 1, 2) == 0
+    assert [(one.hsdp, one.reduce) for one in seen] == [(2, "bf16"), (1, "none")]
+
+
 def test_two_systems_are_trained_and_compared(config, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert compare.compare(config, "system=fsdp_runtime,ddp", 1, 2) == 0
@@ -68,7 +85,7 @@ def test_losses_of_systems_that_differ_fail_a_comparison(config, loss, status):
 
 def test_the_table_has_ratios_to_the_first_system():
     rows = {
-        "ours": {"tokens_per_s": 200.0, "step_s": 0.1, "memory_mb": 50.0, "loss": 1.0},
-        "theirs": {"tokens_per_s": 100.0, "step_s": 0.2, "memory_mb": 100.0, "loss": 1.0},
+        "ours": {"tokens_per_s": 200.0, "seconds": 0.1, "memory_mb": 50.0, "loss": 1.0},
+        "theirs": {"tokens_per_s": 100.0, "seconds": 0.2, "memory_mb": 100.0, "loss": 1.0},
     }
-    assert table(rows, "system", cuda=False)[-1] == "| theirs | 100 | 0.50 | 0.200 | 100 | 2.00 | 1.00000 |"
+    assert table(rows, "system", "s/step")[-1] == "| theirs | 100 | 0.50 | 0.200 | 100 | 2.00 | 1.00000 |"

@@ -54,14 +54,14 @@ class Way:
     ranks: int
     entries: list[Entries] = field(default_factory=list)
 
-    def row(self) -> dict[str, float]:
-        """Medians over all runs, and the last training loss."""
+    def row(self, seconds: str) -> dict[str, float]:
+        """Medians over all runs, also of this entry's seconds, and the last training loss."""
         steps = [[entry for entry in entries if entry["kind"] == "train"] for entries in self.entries]
         timed = [run[int(_WARM * len(run)) :] for run in steps]
         speeds = [median(entry["tokens_per_s"] for entry in run) for run in timed]
-        seconds = [median(entry["cpu_s"] for entry in run) for run in timed]
+        steps_s = [median(entry[seconds] for entry in run) for run in timed]
         peaks = [max(entry["memory_mb"] for entry in run) for run in steps]
-        row = {"tokens_per_s": median(speeds), "step_s": median(seconds), "memory_mb": median(peaks)}
+        row = {"tokens_per_s": median(speeds), "seconds": median(steps_s), "memory_mb": median(peaks)}
         return {**row, "loss": steps[-1][-1]["loss"]}
 
 
@@ -74,6 +74,8 @@ def compare(config: RunConfig, vary: str, rounds: int, asked_ranks: int | None) 
     if rounds < 1:
         raise TrainError(f"--rounds {rounds}: expected at least 1")
     what, ways = ways_of(config, vary, asked_ranks)
+    for way in ways:  # before the first is trained
+        dataclasses.replace(config, **way.changes).check(way.ranks)
     out = Path(config.out) if config.out else next_free(RUNS)
     for number in range(rounds):
         for way in ways if number % 2 == 0 else ways[::-1]:
@@ -99,7 +101,7 @@ def ways_of(config: RunConfig, vary: str, asked_ranks: int | None) -> tuple[str,
             continue
         changes: dict[str, Any] = GATHERS[name] if what == "gathers" else {what: name}
         if what == "system" and name != "fsdp_runtime":
-            changes = {**changes, "block": "auto", "quantize": "none", "reduce": "none"}
+            changes = {**changes, "block": "auto", "quantize": "none", "reduce": "none", "hsdp": 1}
         asked = None if name == "one" else asked_ranks
         ways.append(Way(name, changes, pick_ranks(dataclasses.replace(config, **changes), asked)))
     if not ways:
@@ -117,14 +119,16 @@ def run_quietly(config: RunConfig, ranks: int) -> Entries:
 
 def _conclude(config: RunConfig, ways: list[Way], out: Path, what: str) -> int:
     """Print and save the table; 1 if losses differ too much."""
-    rows = {way.name: way.row() for way in ways}
+    # On a CPU its time varies less than a clock's.
+    seconds, title = ("cpu_s", "CPU s/step") if is_cpu(pick_device(config.device)) else ("step_s", "s/step")
+    rows = {way.name: way.row(seconds) for way in ways}
     head = (
         f"{date.today().isoformat()}, {platform.machine()} with {num_cores()} cores, torch {torch.__version__}, "
         f"ranks {', '.join(f'{way.name}: {way.ranks}' for way in ways)}; {config.batch} x {config.seq_len} tokens a "
         f"step, {config.steps} steps, {config.precision}"
     )
     status, verdict = compare_losses(config, ways) if what == "system" else (0, [])
-    report = "\n".join([head, "", *table(rows, what, not is_cpu(pick_device("auto"))), "", *verdict, ""])
+    report = "\n".join([head, "", *table(rows, what, title), "", *verdict, ""])
     print(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
@@ -133,17 +137,16 @@ def _conclude(config: RunConfig, ways: list[Way], out: Path, what: str) -> int:
     return status
 
 
-def table(rows: dict[str, dict[str, float]], what: str, cuda: bool) -> list[str]:
+def table(rows: dict[str, dict[str, float]], what: str, seconds: str) -> list[str]:
     """The rows as a Markdown table; ratios of tokens/s and memory are to the first."""
     first = next(iter(rows))
-    seconds = "s/step" if cuda else "CPU s/step"
     lines = [f"| {what} | tokens/s | to {first} | {seconds} | peak memory MB | to {first} | last loss |"]
     lines.append("| --- " * 7 + "|")
     base = rows[first]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / base['tokens_per_s']:.2f} "
-            f"| {row['step_s']:.3f} | {row['memory_mb']:,.0f} | {row['memory_mb'] / base['memory_mb']:.2f} "
+            f"| {row['seconds']:.3f} | {row['memory_mb']:,.0f} | {row['memory_mb'] / base['memory_mb']:.2f} "
             f"| {row['loss']:.5f} |"
         )
     return lines
