@@ -239,8 +239,7 @@ class GradBuffer:
     def write(self, index: int, grad: torch.Tensor) -> None:
         """Keep one gradient for the reduction, or add it to the gradients since the last one.
 
-        Raises:
-            RuntimeError: the parameter was unfrozen while gradients of others wait for their reduction.
+        Raises RuntimeError if the parameter was unfrozen while gradients of others wait for their reduction.
         """
         if index in self.written:
             if self._kept:
@@ -273,12 +272,10 @@ class GradBuffer:
             compat.scale(views, scale)
 
     def close(self, *, shows_all: bool) -> Closed:
-        """Zero the slots without a gradient, and hand the buffer to a reduction.
+        """Zero the slots without a gradient, and give the buffer to a reduction.
 
-        Afterwards there is a shard for its result: a new one, or a partial sum to add to.
-
-        Args:
-            shows_all: all trained parameters count as used.
+        Afterwards there is a shard for its result: a new one, or a partial sum to add to. With `shows_all` all trained
+        parameters count as used.
         """
         stays_partial = self._plan.data.hybrid and not self.options.all_reduce
         if self.full is not Full.PRESENT:
@@ -314,12 +311,9 @@ class GradBuffer:
     def reduction_of(
         self, buffers: list[DBuffer], transport: TransportChoice | None, separate: bool
     ) -> ReduceScatter:
-        """The reduction of closed buffers of one mesh and scaling; prepared again if anything has changed since.
+        """The reduction of closed buffers, this one's first, of one mesh and scaling; prepared again after a change.
 
-        Args:
-            buffers: this one's first.
-            transport: of the reduction. Defaults to that given to `fully_shard`.
-            separate: whether reductions have separate process groups.
+        The transport is by default as given to `fully_shard`; `separate`: reductions have separate process groups.
         """
         op, divide = self.scaling.op, None if self._summed_later else self.scaling.divide
         key = (buffers, op, divide, transport, separate)
@@ -349,10 +343,8 @@ class GradBuffer:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
-        Gradients of parameters that were not used here wait for `publish_missing`.
-
-        Returns:
-            what this uses on the current stream: not to be freed before that.
+        Gradients of parameters that were not used here wait for `publish_missing`. Returns the tensors that this uses
+        on the current stream, which are not to be freed before that.
         """
         buffer, copy = closed.slots.buffer, closed.copy
         if closed.divide is not None:
@@ -372,11 +364,10 @@ class GradBuffer:
         return used + self._show({param.index: views[param.key] for param in closed.used})
 
     def publish_missing(self, used_anywhere: Iterator[int]) -> None:
-        """Do the same for parameters that were not used here, but on another rank.
+        """Show gradients of parameters that were not used here, but on another rank.
 
-        Args:
-            used_anywhere: whether any rank has used it, of each expected parameter of each unconfirmed reduction; or
-                nothing, where this rank misses none.
+        `used_anywhere` says of each expected parameter of each unconfirmed reduction whether any rank has used it; it
+        is empty where this rank misses none.
         """
         unconfirmed, self.unconfirmed = self.unconfirmed, []
         for reduction in unconfirmed:

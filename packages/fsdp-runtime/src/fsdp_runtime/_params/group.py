@@ -123,9 +123,8 @@ class Group:
     def _slice_of(self, param: ManagedParam[Any], plan: ParamPlan, value: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a value, like the local tensor or its plain values; shares memory where it can.
 
-        Args:
-            value: the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh, which is
-                redistributed if it has another layout (see `ragged_shard.redistribute`).
+        The value is the plain tensor that this rank computes with, or a RaggedDTensor on the planned mesh, which is
+        redistributed if it has another layout (see `ragged_shard.redistribute`).
         """
         value = value.detach()
         if not isinstance(value, RaggedDTensor):
@@ -157,12 +156,9 @@ class Group:
     def adopt(self) -> None:
         """Move parameters that were given other memory (`to`, `to_empty`, an assigned state dict) into the buffer.
 
-        Its shard is new: users may hold the memory before, to put it back.
-        Communicates only for assigned parameters of another layout (the collective that `ragged_shard.redistribute`
-        uses for it).
-
-        Raises:
-            ValueError: an assigned parameter of another shape or kind, or dtypes that differ within the group.
+        Its shard is new: users may hold the memory before, to put it back. Communicates only for assigned parameters of
+        another layout (see `ragged_shard.redistribute`). Raises ValueError for one of another shape or kind, and for
+        dtypes that differ within the group.
         """
         moved = self._moved()
         if not moved:
@@ -194,8 +190,8 @@ class Group:
     def materialize(self) -> None:
         """Allocate zeros in the buffer for parameters on the meta device; move the others there with their values.
 
-        Those that were on meta are other objects afterwards, as after `to_empty`.
-        Issues the 64-byte all-reduce per mesh axis that compares the ranks' layouts, if there was no buffer.
+        Those that were on meta are other objects afterwards, as after `to_empty`. If there was no buffer, one 64-byte
+        all-reduce per mesh axis compares the ranks' layouts.
         """
         if self.buffer is not None:
             return
@@ -372,11 +368,7 @@ class Group:
                 param.set_unsharded(self._views[param.key], self._make_hook, self.plan.dtypes.reduce)
 
     def keep_storage(self, enable: bool) -> None:
-        """Keep the gathered memory while the parameters are sharded; also of later buffers.
-
-        Raises:
-            NotImplementedError: unsharded parameters are not views of it.
-        """
+        """Keep gathered memory while parameters are sharded; NotImplementedError if parameters are no views of it."""
         self.keeps_storage = enable
         if self.buffer is None:
             return
@@ -425,11 +417,7 @@ class Group:
                 self.gradients.training_changed()
 
     def follow_users(self, param: "ManagedParam[Group]", before: Settings) -> None:
-        """Copy attributes that users have set on the unsharded parameter since `before` to the sharded one.
-
-        Raises:
-            ValueError: it cannot require a gradient.
-        """
+        """Copy attributes set on the unsharded parameter since `before`; ValueError if it cannot require a gradient."""
         unsharded = param.unsharded
         assert unsharded is not None
         if unsharded.requires_grad is not before.requires_grad:
@@ -485,8 +473,7 @@ class Group:
     def begin_gather(self) -> bool:
         """Record the versions of the gathered values. Returns whether the shard was written to in this pass.
 
-        Raises:
-            NotImplementedError: before the first gather, if all-gather methods were set on a local tensor.
+        The first time it raises NotImplementedError if all-gather methods were set on a local tensor.
         """
         assert self.buffer is not None
         self._keep_autograd_out()

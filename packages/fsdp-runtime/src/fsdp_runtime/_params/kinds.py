@@ -14,8 +14,7 @@ from .subclass import Extension, SubclassGroup
 def find_kinds(params: Iterable[ManagedParam[Any]], request: Request) -> None:
     """Set the precision and kind of each parameter, and whether the quantization policy selects it.
 
-    Raises:
-        ValueError, NotImplementedError: one cannot be sharded as requested; naming the parameter or option.
+    Raises ValueError or NotImplementedError, by name, if one cannot be sharded as requested.
     """
     policy = request.quantization
     if policy is not None and policy.blocks is not None and isinstance(request.offload, CPUOffloadPolicy):

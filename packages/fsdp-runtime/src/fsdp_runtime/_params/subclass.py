@@ -58,9 +58,8 @@ class Extension(Wrapper):
 def extension_of(name: str, tensor: torch.Tensor) -> Extension:
     """How to take a tensor subclass apart.
 
-    Raises:
-        WrongCallError: one of the two methods is missing, or the first takes other arguments than FSDP2 passes.
-        NotImplementedError: it has neither, or is not around one plain tensor of the same shape and dtype.
+    Raises WrongCallError if one of the two methods is missing, or the first takes other arguments than FSDP2 passes;
+    NotImplementedError if it has neither, or is not around one plain tensor of the same shape and dtype.
     """
     what = f"parameter {name} is a {type(tensor).__name__}"
     has = [hasattr(tensor, PRE), hasattr(tensor, POST)]
@@ -141,10 +140,8 @@ class SubclassGroup(Group):
     ) -> tuple[Layout, WireForm | None]:
         """Each parameter in a separate segment, cut between slices of its first dimension.
 
-        All ranks but the last ones get equally many, as extensions expect: gathered rows are contiguous.
-
-        Raises:
-            ValueError: the planner lays a tensor out differently.
+        All ranks but the last ones get equally many, as extensions expect: gathered rows are contiguous. Raises
+        ValueError if the planner lays a tensor out differently.
         """
         align, ranks = dtypes.alignment, params[0].data.shard_size
         specs, segments = [], []

@@ -157,11 +157,7 @@ class Unit:
         return f"{self.name}, which trains {', '.join(names) or 'nothing'}"
 
     def lay_out(self, params: list[Param], values: dict[str, torch.Tensor]) -> list[Group]:
-        """Groups of these parameters, with memory and values, for `take`. Unit, parameters and modules do not change.
-
-        Args:
-            values: full ones, the same on every rank; by name.
-        """
+        """Groups of these parameters with full values, which all ranks share, for `take`; changes nothing else."""
         kinds: dict[tuple[Any, ...], list[Param]] = {}
         for param in params:
             dtypes = (param.dtype, param.grad_dtype, param.precision)
@@ -188,11 +184,7 @@ class Unit:
             group.commit()
 
     def take_over(self, group: Group, giver: "Unit", names: Mapping[Place, str]) -> None:
-        """Gather and reduce a group from now on, instead of a unit inside this one. Its memory stays as it is.
-
-        Args:
-            names: of the parameters in this unit.
-        """
+        """Gather and reduce a group from now on, instead of a unit inside this one, under its names in this one."""
         giver.groups.remove(group)
         giver._gathers = []
         self.groups.append(group)
@@ -213,10 +205,8 @@ class Unit:
     def prepare(self) -> None:
         """Before a pass: adopt parameters that were moved or assigned, and drop gathered values that are out of date.
 
-        Modules of a list that the last pass left out are not waited for.
-
-        Raises:
-            RuntimeError: parameters without memory, by name.
+        Modules of a list that the last pass left out are not waited for. Raises RuntimeError for parameters without
+        memory, by name.
         """
         if not self.entered:
             self._waiting_for.clear()
@@ -256,8 +246,7 @@ class Unit:
     def materialize(self) -> None:
         """Like `adopt`, and allocate parameters that are on the meta device; see `Group`.
 
-        Raises:
-            Exception: the first error of a group, after the all-reduces of the others, which other ranks are in.
+        Raises the first error of a group after the all-reduces of the others, which other ranks are in.
         """
         self.adopt()
         problem: Exception | None = None
@@ -310,9 +299,8 @@ class Unit:
     def gather(self, after: Sequence[Any] | None = None) -> None:
         """Start gathering the parameters, unless they are gathered or on their way: one coalesced all-gather.
 
-        Args:
-            after: events that must have completed first. Defaults to all work of the current stream. Where the shards
-                were written to since the pass began: these, and all reductions.
+        It runs after these events, by default all work of the current stream; where the shards were written to since
+        the pass began, after all reductions too.
         """
         if self.installed or self.full is Full.BUSY:
             return
@@ -367,8 +355,7 @@ class Unit:
     def reshard(self, *, keep_slices: bool = False) -> None:
         """Put the sharded parameters into the modules and free the gathered memory.
 
-        Args:
-            keep_slices: with an integer `reshard_after_forward`, keep this rank's slice of the smaller group.
+        With `keep_slices` and an integer `reshard_after_forward`, this rank's slice of the smaller group stays.
         """
         written = False
         if self.shown:
@@ -426,12 +413,8 @@ class Unit:
     def hide(self, *, in_backward: bool = False) -> None:
         """Copy attributes that users have set on the unsharded parameters since `show` to the sharded ones.
 
-        Args:
-            in_backward: a backward has begun, which uses hooks and adds to gradients.
-
-        Raises:
-            RuntimeError: a change that is lost, with the parameter's name.
-            ValueError: a parameter that cannot require a gradient.
+        Raises RuntimeError for a change that is lost, with the parameter's name, except `in_backward`, which uses hooks
+        and adds to gradients; ValueError for a parameter that cannot require a gradient.
         """
         lost = "" if in_backward or not self.shown else self.lost_changes()
         shown, self.shown = self.shown, []
@@ -490,13 +473,9 @@ class Unit:
             self.first = module
 
     def leave_module(self, module: nn.Module, *, end: bool) -> bool:
-        """Record that `module` finished its forward, possibly by raising.
+        """Record that `module` finished its forward, possibly by raising; with `end` no further one is waited for.
 
-        Args:
-            end: wait for no further module.
-
-        Returns:
-            whether all of its modules have run in this pass, and none is under way.
+        Returns whether all modules have run in this pass, and none is under way.
         """
         if module in self.entered:
             self.entered.remove(module)
@@ -512,10 +491,9 @@ class Unit:
     # -- recovery ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Free the gathered memory and the unreduced gradients of a failed iteration.
+        """Free the gathered memory and the unreduced gradients of a failed iteration; frozen parameters stay so.
 
-        Returns:
-            whether gathered parameters were changed since, which is lost. Frozen ones stay so.
+        Returns whether gathered parameters were changed since, which is lost.
         """
         written = self.installed and not self._handles and any(g.gathered_written() for g in self.groups)
         changed = written or any(param.has_other_data for param in self.params)

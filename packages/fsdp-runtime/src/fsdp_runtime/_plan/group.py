@@ -56,9 +56,8 @@ class Dtypes:
 def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtype | None = None) -> Dtypes:
     """The dtypes of parameters kept in `kept` under a policy. Integers stay as they are.
 
-    Args:
-        grad: of sharded gradients, and of their reduction if the policy has none. Defaults to `kept`, and the
-            reduction's dtype to torch's.
+    `grad` is the dtype of sharded gradients, and of their reduction if the policy has none: by default `kept`, and the
+    reduction's is torch's.
     """
     if not kept.is_floating_point:
         return Dtypes(kept, kept, kept, kept)
@@ -70,8 +69,7 @@ def dtypes_for(kept: torch.dtype, policy: MixedPrecisionPolicy, grad: torch.dtyp
 def precision_of(param: ManagedParam[Any], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """The policy of one parameter. Calls `param_dtype_override_fn`, which policies have from torch 2.15 on.
 
-    Raises:
-        ValueError: naming the parameter: that returned something else than None, `param_dtype` or its own dtype.
+    Raises ValueError, by name, if that returned something else than None, `param_dtype` or the parameter's dtype.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
@@ -196,13 +194,9 @@ class Request:
 
 
 def plan_group(params: Sequence[ManagedParam[Any]], request: Request, lay_out: LayOut) -> GroupPlan:
-    """Plan where parameters of one dtype, mesh and kind lie. Makes process groups for an integer reshard.
+    """Plan the layout of parameters of one dtype, mesh and kind. Makes process groups for an integer reshard.
 
-    Args:
-        lay_out: returns the kind's layout and wire form.
-
-    Raises:
-        ValueError: naming the parameter, if the block policy returned something that is not a block or does not fit.
+    `lay_out` is the kind's. Raises ValueError, by name, if the block policy returned no block, or a wrong one.
     """
     data, policy = params[0].data, request.quantization
     dtypes = dtypes_for(params[0].dtype, params[0].precision, params[0].grad_dtype)
@@ -234,8 +228,7 @@ def planned(
 ) -> Layout:
     """The planner's layout of these parameters; for layout-planner's own, equal tensors get the same object.
 
-    Args:
-        enlarged: the block that is not cut, for a block of the block policy and a shape. Defaults to the policy's.
+    `enlarged` makes the block that is not cut of the block policy's and a shape. Defaults to the policy's.
     """
     specs, ranks = [spec_of(param, request.blocks, enlarged) for param in params], params[0].data.shard_size
     if request.planner is not layout_planner.plan:
@@ -267,9 +260,6 @@ def trained_layout(layout: Layout, trained: frozenset[int]) -> Layout:
 
     A rank gets the gradient of the very elements that it holds of the parameter. Each run of elements of a tensor on a
     rank is a separate tensor here, `name@rank`; the shard is as large as the most that one rank holds.
-
-    Args:
-        trained: the numbers of the tensors.
     """
     runs: list[TensorSpec] = []
     starts: list[tuple[int, int]] = []  # (rank, offset in its shard)

@@ -127,8 +127,7 @@ class DataMesh:
 def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
     """The data-parallel mesh that the arguments of `fully_shard` mean.
 
-    Raises:
-        ValueError: more than two dimensions, two without names, or names that the mesh does not have.
+    Raises ValueError for more than two dimensions, two without names, or names that the mesh does not have.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -154,11 +153,9 @@ def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> DataMesh:
 
 
 def data_mesh_of(info: Any) -> DataMesh:
-    """The same for torch's FSDPMeshInfo and HSDPMeshInfo.
+    """The data-parallel mesh of torch's FSDPMeshInfo or HSDPMeshInfo; TypeError for anything else.
 
-    Raises:
-        TypeError: it is something else.
-        ValueError: as `data_mesh`, or other axes than the mesh's last to cut over and its first to copy over.
+    Raises ValueError as `data_mesh`, and for other axes than the mesh's last to cut over and its first to copy over.
     """
     mesh = getattr(info, "mesh", None)
     shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
@@ -223,8 +220,7 @@ def take_apart(
 ) -> tuple[torch.Tensor, OtherParallelism | None]:
     """A parameter's plain tensor on this rank, and the other parallelism that cut it, if one did.
 
-    Raises:
-        ValueError: it is on the data-parallel mesh already, or its placements do not combine with it.
+    Raises ValueError if it is on the data-parallel mesh already, or its placements do not combine with it.
     """
     if not isinstance(param, DISTRIBUTED):
         return param, None

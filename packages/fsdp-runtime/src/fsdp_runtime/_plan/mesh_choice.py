@@ -22,10 +22,8 @@ def choose_meshes(
     """Mesh of each parameter. Those over the same process groups get the same object, the unit's if it is among them.
 
     Issues one all-reduce of 64 bytes on each axis of the unit's mesh to check that all ranks choose the same meshes.
-
-    Raises:
-        ValueError, TypeError: naming the parameter: the function returned something else, or a mesh that this rank is
-            not in; or ranks that choose differently. On every rank.
+    Raises ValueError or TypeError on every rank, by the parameter's name: the function returned something else, or a
+    mesh that this rank is not in; or ranks choose differently.
     """
     known = {default.groups: default}
     chosen: dict[torch.Tensor, DataMesh] = {}

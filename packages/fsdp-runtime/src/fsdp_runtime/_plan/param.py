@@ -278,11 +278,7 @@ class ManagedParam(Generic[G]):
 
 
 def checked_grad_dtype(name: str, param: torch.Tensor) -> torch.dtype:
-    """The `grad_dtype` that was set on a parameter.
-
-    Raises:
-        ValueError: it is None, which lets gradients have any dtype.
-    """
+    """The `grad_dtype` that was set on a parameter; ValueError if it is None, which lets gradients have any dtype."""
     if param.grad_dtype is None:
         raise ValueError(
             f"parameter {name} has grad_dtype None, any dtype; fully_shard allocates gradients of one: set it"

@@ -52,8 +52,7 @@ class Member:
     def begin(self) -> None:
         """Before a forward that this unit begins: from the first one on no unit is added. Checks tied parameters.
 
-        Raises:
-            RuntimeError: a module uses a parameter of a unit that is not around it, or not in this forward.
+        Raises RuntimeError if a module uses a parameter of a unit that is not around it, or not in this forward.
         """
         if not self._checked:
             self._find_ties()
@@ -101,9 +100,7 @@ def _find_followers(
 ) -> None:
     """Add the units inside a module that ranks may skip, by the nearest unit around them that no rank skips.
 
-    Args:
-        host: that unit, for parameters directly inside the module.
-        skippable: whether the module is inside a unit that ranks may skip.
+    `host` is that unit for those directly inside; `skippable`: the module is inside a unit that ranks may skip.
     """
     for child in module.children():
         member = member_of(child)

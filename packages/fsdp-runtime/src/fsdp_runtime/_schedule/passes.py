@@ -193,11 +193,7 @@ class Pass:
         return self._root.name if self._root is not None and self._thread == thread else ""
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
-        """Unshard a unit, and gather ahead the units expected next.
-
-        Returns:
-            whether this is a recomputation inside the unit's own backward.
-        """
+        """Unshard a unit, and gather the next ones ahead. Returns whether the unit's own backward recomputes it."""
         if unit.host is not None:
             self._check_follower(unit)
             unit.unshard(_AT_ONCE)
@@ -318,8 +314,7 @@ class Pass:
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
 
-        Args:
-            free: free gathered memory, except of units that were asked to keep it after forward. Else it stays.
+        With `free` gathered memory is freed, except of units that were asked to keep it after forward.
         """
         if self.is_idle:
             offloaded = False
@@ -370,8 +365,7 @@ class Pass:
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: finish the reductions at its end.
 
-        Raises:
-            NotImplementedError: it is compiled autograd's.
+        Raises NotImplementedError if it is compiled autograd's.
         """
         if compat.compiled_autograd():
             raise NotImplementedError(
@@ -498,8 +492,7 @@ class Pass:
     def reset(self) -> None:
         """Forget the pass under way: wait for collectives, free gathered memory, drop unreduced gradients.
 
-        Raises:
-            RuntimeError: gathered parameters were changed, as by a user after a failure: that is lost.
+        Raises RuntimeError if gathered parameters were changed, as by a user after a failure: that is lost.
         """
         self.resets += 1
         self.backward.abandon()
