@@ -78,7 +78,7 @@ class GradientReductionHandle(compat.GradientReductionHandle):
 class FSDPModule(fsdp.FSDPModule):
     """Mixed into the class of each module that `fully_shard` was called on. A subclass of torch's.
 
-    Every public method of torch's class is this package's own, or raises NotImplementedError with its name.
+    Every public method of torch's class is this package's own, calls one, or raises NotImplementedError with its name.
 
     Methods with `recurse` act on this module's unit and, if true, on all units inside. None communicates unless it
     says so.

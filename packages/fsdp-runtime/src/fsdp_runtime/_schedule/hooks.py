@@ -25,9 +25,19 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def attach(member: Member) -> None:
     """Hook a unit into its modules."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with label("pre_forward", member.unit.name):
+            return before_forward(member, module, args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        with label("post_forward", member.unit.name):
+            return after_forward(member, module, output)
+
+    before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     for module in member.unit.modules:
-        module.register_forward_pre_hook(_pre_forward(member), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_post_forward(member), always_call=True)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
         module.register_state_dict_pre_hook(lambda *_: member.passes.before_save())
 
 
@@ -37,24 +47,6 @@ def _outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     with compat.without_transforms():
         return call(*args)
-
-
-def _pre_forward(member: Member) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with label("pre_forward", member.unit.name):
-            return before_forward(member, module, args, kwargs)
-
-    disabled: Callable[..., Any] = torch.compiler.disable(hook)
-    return disabled
-
-
-def _post_forward(member: Member) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        with label("post_forward", member.unit.name):
-            return after_forward(member, module, output)
-
-    disabled: Callable[..., Any] = torch.compiler.disable(hook)
-    return disabled
 
 
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

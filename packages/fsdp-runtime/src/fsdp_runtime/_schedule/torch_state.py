@@ -15,33 +15,18 @@ from typing import Any
 from torch import nn
 
 from .. import _torch_compat as compat
-from .._params.unit import Unit
 from .hooks import after_forward, before_forward
-from .model import Member
-from .passes import Pass
-
-
-class ParamGroupForTorch:
-    """One unit, as torch takes it for a group of parameters."""
-
-    comm_ctx: Any = None
-
-    def __init__(self, passes: Pass, unit: Unit) -> None:
-        self._passes, self._unit = passes, unit
-
-    def post_backward(self) -> None:
-        """Free the parameters and start reducing the gradients, also ones written past autograd's hooks."""
-        self._passes.leave_backward_by_hand(self._unit)
+from .model import Member, member_of
 
 
 class StateForTorch:
-    """A unit, as torch takes it for the state of a module."""
+    """A unit, as torch takes it for the state of a module, and for its only group of parameters."""
 
     _comm_ctx: Any = None
+    comm_ctx: Any = None
 
-    def __init__(self, member: Member, unit: Unit | None = None) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = member
-        self._unit = unit or member.unit
 
     @property
     def _state_ctx(self) -> "StateForTorch":
@@ -50,16 +35,20 @@ class StateForTorch:
     @property
     def all_states(self) -> "list[StateForTorch]":
         """One for each unit of the model."""
-        return [StateForTorch(self._member, unit) for unit in self._member.passes.units]
+        members = [member_of(unit.modules[0]) for unit in self._member.passes.units]
+        return [StateForTorch(member) for member in members if member is not None]
 
     @property
-    def _fsdp_param_groups(self) -> list[ParamGroupForTorch]:
-        return [ParamGroupForTorch(self._member.passes, self._unit)]
+    def _fsdp_param_groups(self) -> "list[StateForTorch]":
+        return [self]
 
     @property
-    def _fsdp_param_group(self) -> ParamGroupForTorch:
-        """The same on torch 2.11, where a unit has one group."""
-        return self._fsdp_param_groups[0]
+    def _fsdp_param_group(self) -> "StateForTorch":
+        return self
+
+    def post_backward(self) -> None:
+        """Free the parameters and start reducing the gradients, also ones written past autograd's hooks."""
+        self._member.passes.leave_backward_by_hand(self._member.unit)
 
     def _root_post_backward_final_callback(self) -> None:
         self._member.passes.finish_backward()
