@@ -20,28 +20,18 @@ from dbuffer import Collectives, Op, Pairs, Transport
 _OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 
 
-def checked(comm: Any, method: str) -> Any:
-    """The object, which must have FSDP2's protocol. Raises TypeError: it has not."""
-    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise TypeError(
-            f"{method} got {comm!r}; expected an object with allocate(size, *, dtype, device) and __call__, such as a "
-            "subclass of torch.distributed.fsdp's AllGather or ReduceScatter"
-        )
-    return comm
-
-
-def gathering_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
-    """Factory of the transport of an all-gather, for dbuffer."""
-    return lambda group: _CustomAllGather(group, comm)
-
-
-def reducing_by(comm: Any) -> Callable[[dist.ProcessGroup], Transport]:
-    """Factory of the transport of a reduce-scatter, for dbuffer."""
-    return lambda group: _CustomReduceScatter(group, comm)
-
-
 class _Custom(Collectives):
     """torch's collectives, except the one that the user replaced."""
+
+    @classmethod
+    def by(cls, comm: Any, method: str) -> Callable[[dist.ProcessGroup], Transport]:
+        """Factory of the transport, for dbuffer. Raises TypeError if `comm` has not FSDP2's protocol."""
+        if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+            raise TypeError(
+                f"{method} got {comm!r}; expected an object with allocate(size, *, dtype, device) and __call__, as "
+                "subclasses of torch.distributed.fsdp's AllGather or ReduceScatter have"
+            )
+        return lambda group: cls(group, comm)
 
     def __init__(self, group: dist.ProcessGroup, comm: Any) -> None:
         super().__init__(group)
@@ -65,7 +55,9 @@ class _Custom(Collectives):
             work.wait()
 
 
-class _CustomAllGather(_Custom):
+class CustomAllGather(_Custom):
+    """An all-gather of the user's."""
+
     def all_gather(self, pairs: Pairs, label: str) -> None:
         """One call on the tensors of one dtype, or on bytes where there are several. Nothing is left to wait for."""
         if len({send.dtype for _, send in pairs}) > 1:
@@ -82,7 +74,9 @@ class _CustomAllGather(_Custom):
             receive.view(self._ranks, -1).copy_(place)
 
 
-class _CustomReduceScatter(_Custom):
+class CustomReduceScatter(_Custom):
+    """A reduce-scatter of the user's."""
+
     def reduce_scatter(self, pairs: Pairs, op: Op, label: str) -> None:
         """One call for each dtype, in the order in which they come. Nothing is left to wait for."""
         for dtype in dict.fromkeys(send.dtype for _, send in pairs):

@@ -372,9 +372,9 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             TypeError: `comm` does not have the protocol.
         """
-        from ._custom_comm import checked, gathering_by
+        from ._custom_comm import CustomAllGather
 
-        _unit(self).configure(gather_by=gathering_by(checked(comm, "set_custom_all_gather")))
+        _unit(self).configure(gather_by=CustomAllGather.by(comm, "set_custom_all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit's gradients with FSDP2's `ReduceScatter` protocol: `comm.allocate` twice, then `comm(...)`.
@@ -385,9 +385,9 @@ class FSDPModule(fsdp.FSDPModule):
         Raises:
             TypeError: `comm` does not have the protocol.
         """
-        from ._custom_comm import checked, reducing_by
+        from ._custom_comm import CustomReduceScatter
 
-        _unit(self).configure(reduce_by=reducing_by(checked(comm, "set_custom_reduce_scatter")))
+        _unit(self).configure(reduce_by=CustomReduceScatter.by(comm, "set_custom_reduce_scatter"))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a separate process group, so that a GPU runs gathers at the same time.
