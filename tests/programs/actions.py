@@ -279,7 +279,8 @@ def all_reduce_hook(w: World) -> None:
     w.system.average(w.params)
     for param in w.params.values():
         if param.grad is not None:
-            param.grad = param.grad if w.full(param.grad).any() else None
+            # Numbers that one process rounds to zero may be tiny where ranks' halves are added.
+            param.grad = param.grad if (w.full(param.grad).abs() > 1e-30).any() else None
     for param in w.params.values() if not w.units else ():
         if param.grad is not None:
             param.grad.mul_(0.5)
