@@ -263,12 +263,21 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run every benchmark once on the working tree and keep nothing; `asv run` keeps the history."""
+    """Run every benchmark once on the working tree and keep nothing; `history` keeps figures."""
     _prepare(session, *_workspace(*_group("bench")))
     session.run("asv", "machine", "--yes", silent=True)
     session.run("asv", "check", "--python=same")
     quick = ["--quick", "--dry-run", "--launch-method=forkserver", "--python=same", "--show-stderr"]
     session.run("asv", "run", *quick, *session.posargs)
+
+
+@nox.session
+def history(session: nox.Session) -> None:
+    """Measure commits with asv into bench/results, and render the pages: `-- main^!`; by default HEAD."""
+    _prepare(session, *_group("bench"))
+    session.run("asv", "machine", "--yes", silent=True)
+    session.run("asv", "run", "--show-stderr", *(session.posargs or ["HEAD^!"]))
+    session.run("asv", "publish")
 
 
 @nox.session
