@@ -17,7 +17,7 @@ from .._torch.tree import cast_to, local_tensor
 from .conversions import FileGroups
 from .files import split_into_files, write_files
 from .merged import Adapter, Merged
-from .runs import Run, gather, receivers_of, runs_of_entries, tensors_of
+from .runs import Run, gather, runs_of, tensors_of
 from .targets import Target, entries_of_model
 
 
@@ -151,11 +151,13 @@ class Exporter:
             options.update(dtype=dtype, bucket_bytes=bucket_bytes, ranks=self._ranks)
             _check(bucket_bytes, self._ranks)
             self.entries = entries_of(model, buffers=buffers)  # in the order in which they come
-        grouped = [entry for entry in self.entries if entry.param is not None]
-        self._single = [entry for entry in self.entries if entry.param is None]
-        dtypes = [e.tensor.dtype if e.name in self.adapters else self.dtype_of(e) for e in grouped]
+        self._by_param = {entry.param: entry for entry in self.entries if entry.param is not None}
+        dtypes = (
+            (param, entry.tensor.dtype if entry.name in self.adapters else self.dtype_of(entry))
+            for param, entry in self._by_param.items()
+        )
         # The caller still holds the last run when the next is gathered; and a slice may be cast to be sent.
-        self._runs = runs_of_entries(grouped, dtypes, bucket_bytes // (2 if ranks is None else 3))
+        self._runs = list(runs_of(dtypes, bucket_bytes // (2 if ranks is None else 3)))
 
     def dtype_of(self, entry: Target) -> torch.dtype:
         """In which a tensor is exported."""
@@ -174,17 +176,18 @@ class Exporter:
         """All of them, whole."""
         for run in self._runs:
             yield from self._whole_run(run)
-        for entry in self._single:
-            yield from self._whole_entry(entry)
+        for entry in self.entries:
+            if entry.param is None:
+                yield from self._whole_entry(entry)
 
     def _whole_run(self, run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         with torch.no_grad():
-            full = gather(run, receivers_of(run, self._ranks))
-        tensors = None if full is None else tensors_of(run, full)
+            full = gather(run, self._ranks)
+        tensors = iter(()) if full is None else tensors_of(run, full)
         del full
-        for entry in run.members:
+        for entry in map(self._by_param.__getitem__, run.members):
             with torch.no_grad():
-                tensor = None if tensors is None else next(tensors)
+                tensor = next(tensors, None)
                 if entry.name in self.adapters:
                     tensor = self._merged(entry, tensor)
             if tensor is not None and self._receives:

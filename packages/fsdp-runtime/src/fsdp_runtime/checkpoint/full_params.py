@@ -10,10 +10,8 @@ from torch import nn
 
 from .._params.group import Group
 from .._params.unit import Param, Unit
-from .runs import gather, runs_of_entries, tensors_of
-from .targets import Target, units_of
-
-_INSIDE = "are whole inside of full_params; leave it before they are used"
+from .runs import gather, in_order_of_memory, runs_of, tensors_of
+from .targets import units_of
 
 
 @contextmanager
@@ -41,15 +39,12 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     for unit in units:
         _check(unit)
     for unit in units:
-        unit.reshard()
         unit.adopt()
-    whole: list[tuple[Param, torch.Tensor]] = []
+    groups = [group for unit in units for group in unit.groups]
     with torch.no_grad():
-        for unit in units:
-            for group in unit.groups:
-                whole += _gathered(group)
+        whole = [pair for group in groups for pair in _gathered(group)]
     for unit in units:
-        unit.closed = _INSIDE
+        unit.closed = "are whole inside of full_params; leave it before they are used"
     for param, full in whole:
         put = nn.Parameter(full, requires_grad=False)
         for slots, attribute in param.slots:
@@ -87,14 +82,10 @@ def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
             sharded: Any = param.sharded
             yield param, sharded.full_tensor()
         return
-    entries = [Target(param.name, param.sharded.detach(), param) for param in group.params]
-    entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
-    for run in runs_of_entries(entries, [param.sharded.dtype for param in group.params], most=sys.maxsize):
+    for run in runs_of(((param, param.sharded.dtype) for param in in_order_of_memory(group)), sys.maxsize):
         full = gather(run, None)
         assert full is not None
-        for entry, tensor in zip(run.members, tensors_of(run, full), strict=True):
-            assert entry.param is not None
-            yield entry.param, tensor
+        yield from zip(run.members, tensors_of(run, full), strict=True)
 
 
 def _written(param: Param) -> torch.Tensor:

@@ -55,28 +55,27 @@ def load_safetensors(
 ) -> LoadReport:
     """Load a checkpoint into a model, sharded or not, on the meta device or not; every rank calls it.
 
-    Each rank reads the byte ranges of its shards: over all ranks the bytes of the files once (with HSDP once for each
-    replica; FP8 scales and tensors that are not sharded on every rank that needs them). Files are mapped, and nothing
-    is broadcast: a 64-byte all-reduce compares the files that ranks see, another one their errors, and groups on meta
-    issue the all-reduce of `fully_shard`.
+    Each rank reads the byte ranges of its shards from mapped files: all ranks together each byte once (with HSDP once
+    for each replica; FP8 scales and tensors that are not sharded on every rank that needs them). Nothing is broadcast:
+    a 64-byte all-reduce compares the files that ranks see, another one their errors, and groups on meta issue the
+    all-reduce of `fully_shard`.
 
-    Values are cast to the parameters' dtype. FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values.
-    Parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: if
+    Values are cast to the parameters' dtype; FP8 files (`X` in e4m3 with `X_scale_inv`) are read back to values;
+    parameters that are kept as codes are quantized. Names, shapes, dtypes and the files' sizes are checked first: if
     one is wrong, nothing is changed. Non-persistent buffers, which no file has, stay as they are.
 
     Args:
         model: on every rank with the same names.
         path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
-        rules: for tensors that have another name or form in the files; the first rule that fits counts. Rules of
-            transformers 5 for its own models come after them.
+        rules: for tensors that have another name or form in the files; the first that fits counts, before rules of
+            transformers 5 for its own models.
         strict: raise if names are missing or unexpected, or a buffer would be left without values: compute rotary
             tables first. False: leave them, and report them; parameters on meta must all be there.
         group: the ranks that load. Defaults to all.
 
     Raises:
-        ValueError, TypeError: missing or unexpected names, a wrong shape or dtype, tied parameters with different
-            values, a damaged file, or ranks that see different files; on every rank, by name.
-        OSError: a file is missing or cannot be read; on every rank.
+        ValueError, TypeError, OSError: missing or unexpected names, a wrong shape or dtype, tied parameters with
+            different values, a missing or damaged file, or ranks that see different files; on every rank, by name.
         RuntimeError: a tensor could not be copied after all checks; on every rank, naming the tensor and its files.
             Tensors before it are loaded.
         NotImplementedError: a parameter that is a tensor subclass of another kind.
@@ -91,6 +90,9 @@ def load_safetensors(
         give_memory(model)
         targets = targets_of(model)
         bytes_read = sum(map(plan.fill, targets))
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    devices = {name: tensor.device for name, tensor in tensors}
+    common = Counter(devices.values()).most_common(1)
     return LoadReport(
         bytes_read,
         missing=tuple(plan.missing),
@@ -98,16 +100,8 @@ def load_safetensors(
         empty=tuple(plan.empty),
         cast=tuple(sorted(plan.cast)),
         tied=tuple((target.name, *target.also) for target in targets if target.also),
-        elsewhere=_elsewhere(model),
+        elsewhere=tuple(name for name, device in devices.items() if device != common[0][0]),
     )
-
-
-def _elsewhere(model: nn.Module) -> tuple[str, ...]:
-    """Names of parameters and buffers that are not on the device of most of them."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    devices = {name: tensor.device for name, tensor in tensors}
-    most = [device for device, _ in Counter(devices.values()).most_common(1)]
-    return tuple(name for name, device in devices.items() if device not in most)
 
 
 class _Plan:
@@ -145,18 +139,18 @@ class _Plan:
         self, target: Target, name: str, equations: list[Equation | None], shapes: dict[str, tuple[int, ...]]
     ) -> None:
         """Find a tensor's pieces under one of its names; under each name they must have the same values."""
-        for equation in filter(None, equations):
-            pieces = equation.pieces(name, shapes, self._checkpoint.tensors)
-            if pieces is not None:
-                break
-        else:
+        tensors = self._checkpoint.tensors
+        present = (each for each in equations if each and not tensors.keys().isdisjoint(each.files))
+        equation = next(present, None)
+        if equation is None:
             return
+        pieces = equation.pieces(name, shapes, tensors)
         target.values(_INSTEAD)  # raises for a tensor subclass
-        for file in dict.fromkeys(file for row in equation.rows for file in row):
+        for file in dict.fromkeys(equation.files):
             self._use(file, target)
         others = self._pieces.setdefault(target.name, pieces)
-        pairs = list(zip(pieces, others, strict=False))
         same = [piece.box for piece in pieces] == [other.box for other in others]
+        pairs = zip(pieces, others, strict=False)
         if not same or not all(a == b or self._read(a, a.box).equal(self._read(b, b.box)) for a, b in pairs):
             raise ValueError(
                 f"{target.name} and {', '.join(target.also)} are one parameter of the model, and have different "

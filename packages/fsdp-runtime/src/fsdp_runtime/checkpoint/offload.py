@@ -8,7 +8,7 @@ One copy for each storage. The objects stay: parameters, views and states are th
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -17,16 +17,15 @@ from torch import nn
 
 from ragged_shard.device import CPU, device_layer
 
-from .._params.unit import Unit
-from .._plan.group import wrap_local
+from .._params.unit import Param, Unit
 from .._schedule.model import member_of
 from .._torch.tree import local_tensor, tensors_in
 from .targets import units_of
 
-_OFFLOADED = "are offloaded; call fsdp_runtime.reload(model) before they are used"
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]  # emptied storages, and their bytes in CPU memory
-# By owner, a unit or an optimizer: the copies, and a function that shows the owner's tensors again.
+# By owner, a unit or an optimizer: the copies, and a function that shows the owner's tensors again. It must not refer to
+# the owner, which may end.
 Moved = WeakKeyDictionary[Any, tuple[Copies, Callable[[Any], None]]]
 _parameters, _gradients, _states = Moved(), Moved(), Moved()
 
@@ -39,12 +38,10 @@ def offload(
     One copy for each storage (a group's shard, its gradients; an optimizer's states as it allocates them), to
     page-locked memory where there is a device. Communicates nothing; waits for the copies. Freed memory is torch's:
     call `torch.accelerator.empty_cache()` for other processes to have it. Not moved: offloaded tensors, shards that are
-    kept in CPU memory anyway, parameters that no unit has, buffers, and memory that torch cannot free since numpy or a
-    mapped file has it.
+    kept in CPU memory anyway, parameters that no unit has, buffers, and memory that numpy or a mapped file has.
 
     Args:
-        model: in which no forward or backward is under way; a backward that raised is cleared away, as by
-            `reset_iter_state`.
+        model: in which no forward or backward is under way; a backward that raised is cleared as by `reset_iter_state`.
         optimizer: whose states are moved: one, several or none.
         parameters, gradients: whether to move them.
 
@@ -116,11 +113,10 @@ def _as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
 
 
-def _emptied(tensors: Iterable[torch.Tensor], devices: Collection[torch.device]) -> Copies:
-    """Empties the storages that tensors have on these devices, and returns them with copies, on the current stream."""
-    plain = [each for tensor in tensors for each in _plain_of(tensor) if each.device in devices]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in plain}
-    copies = []
+def _move(moved: Moved, owner: Any, tensors: Iterable[torch.Tensor], show: Callable[[Any], None]) -> int:
+    """Copy the storages of an owner's tensors on the current stream, and empty them; returns the bytes."""
+    plain = [each.untyped_storage() for tensor in tensors for each in _plain_of(tensor)]
+    storages, copies = {storage.data_ptr(): storage for storage in plain}, []
     for storage in storages.values():
         if storage.nbytes() and storage.resizable():
             pinned = device_layer(storage.device).asynchronous
@@ -128,7 +124,8 @@ def _emptied(tensors: Iterable[torch.Tensor], devices: Collection[torch.device])
             copies.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
     for storage, _ in copies:  # once all are copied: an allocation may fail
         device_layer(storage.device).resize(storage, 0)
-    return copies
+    moved[owner] = copies, show
+    return sum(host.nbytes for _, host in copies)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -142,39 +139,36 @@ def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [plain for name in names for plain in _plain_of(getattr(local, name))] or [local]
 
 
-def _keep(moved: Moved, owner: Any, copies: Copies, show: Callable[[Any], None]) -> int:
-    """Keep copies for `reload`; returns their bytes. The function must not refer to the owner, which may end."""
-    moved[owner] = copies, show
-    return sum(host.nbytes for _, host in copies)
+def _params_on_device(unit: Unit) -> list[Param]:
+    """Parameters with memory that is not kept on the CPU anyway."""
+    groups = [group for group in unit.groups if group.buffer is not None and group.plan.offload is None]
+    return [param for group in groups for param in group.params]
 
 
 def _offload_parameters(unit: Unit) -> int:
     unit.check_open()
     unit.reshard()
     unit.adopt()
-    moving = [group for group in unit.groups if group.buffer is not None and group.plan.offload is None]
-    copies = _emptied((s for group in moving if group.buffer for s in group.buffer.shard), [unit.data.device])
-    freed, unit.closed = _keep(_parameters, unit, copies, _show_parameters), _OFFLOADED
-    for group in moving:
-        for param in group.params:
-            sharded: Any = param.sharded.detach()
-            empty = group.without_memory(local_tensor(param.plain(sharded)))
-            param.set_sharded(sharded.with_local(param.wrapper.wrap(empty)))
+    params = _params_on_device(unit)
+    before: list[Any] = [param.sharded.detach() for param in params]
+
+    def show(owner: Unit) -> None:
+        owner.closed = ""
+        for param, sharded in zip(_params_on_device(owner), before, strict=True):
+            param.set_sharded(sharded)
+
+    buffers = {param.group.buffer for param in params}
+    shards = [flat for buffer in buffers if buffer is not None for flat in buffer.shard]
+    freed = _move(_parameters, unit, shards, show)
+    unit.closed = "are offloaded; call fsdp_runtime.reload(model) before they are used"
+    for param, sharded in zip(params, before, strict=True):
+        empty = param.group.without_memory(local_tensor(param.plain(sharded)))
+        param.set_sharded(sharded.with_local(param.wrapper.wrap(empty)))
     return freed
 
 
-def _show_parameters(unit: Unit) -> None:
-    unit.closed = ""
-    for group in unit.groups:
-        if group.buffer is not None and group.plan.offload is None:
-            for param, plan in zip(group.params, group.plan.params, strict=True):
-                local = group.buffer.local_views[param.key]
-                param.set_sharded(wrap_local(plan, param.wrapper.wrap(local)))
-
-
 def _offload_gradients(unit: Unit) -> int:
-    groups = [group for group in unit.groups if group.plan.offload is None]
-    pairs = [(param.sharded, param.sharded.grad) for group in groups for param in group.params]
+    pairs = [(param.sharded, param.sharded.grad) for param in _params_on_device(unit)]
     grads = [grad for _, grad in pairs if grad is not None]
     if not grads:
         return 0
@@ -183,27 +177,29 @@ def _offload_gradients(unit: Unit) -> int:
         for param, grad in pairs:
             param.grad = grad
 
-    freed = _keep(_gradients, unit, _emptied(grads, [unit.data.device]), show)
+    freed = _move(_gradients, unit, grads, show)
     for param, _ in pairs:
         param.grad = None
     return freed
 
 
 def _offload_states(optimizer: torch.optim.Optimizer, devices: set[torch.device]) -> int:
-    state, copies = optimizer.state, _emptied(tensors_in(list(optimizer.state.values())), devices)
-    hooks = [
-        optimizer.register_step_pre_hook(_refuse),
-        optimizer.register_state_dict_pre_hook(_refuse),
-        optimizer.register_load_state_dict_pre_hook(_refuse),
-    ]
-    optimizer.state = defaultdict(dict)
+    state = optimizer.state
+    tensors = [tensor for tensor in tensors_in(list(state.values())) if tensor.device in devices]
 
     def show(owner: torch.optim.Optimizer) -> None:
         owner.state = state
         for hook in hooks:
             hook.remove()
 
-    return _keep(_states, optimizer, copies, show)
+    freed = _move(_states, optimizer, tensors, show)
+    hooks = [
+        optimizer.register_step_pre_hook(_refuse),
+        optimizer.register_state_dict_pre_hook(_refuse),
+        optimizer.register_load_state_dict_pre_hook(_refuse),
+    ]
+    optimizer.state = defaultdict(dict)
+    return freed
 
 
 def _refuse(*_: Any) -> NoReturn:

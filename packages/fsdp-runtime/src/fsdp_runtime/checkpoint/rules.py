@@ -112,16 +112,17 @@ class Equation:
     index: int | None = None  # the element, if the files' tensor is a stack
     dim: int = 0  # as of `Rule`
 
-    def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece] | None:
-        """Pieces of a tensor of the model, None if files have none. Raises ValueError, by name, if one does not fit."""
-        files = [file for row in self.rows for file in row]
-        missing = [file for file in files if file not in source]
-        if len(missing) == len(files):
-            return None
-        if missing:
-            raise ValueError(f"{name} is made of {len(files)} tensors, and the files have no {missing[0]}")
+    @property
+    def files(self) -> list[str]:
+        """Names in the files."""
+        return [file for row in self.rows for file in row]
+
+    def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece]:
+        """Pieces of a tensor of the model. Raises ValueError, by name, if one is missing or does not fit."""
+        if missing := [file for file in self.files if file not in source]:
+            raise ValueError(f"{name} is made of {len(self.files)} tensors, and the files have no {missing[0]}")
         if unknown := [model for model in self.models if model not in shapes]:
-            raise ValueError(f"{name} is joined in {files[0]} with {unknown[0]}, which the model lacks")
+            raise ValueError(f"{name} is joined in {self.files[0]} with {unknown[0]}, which the model lacks")
         if self.stacked and shapes[name][:1] != (len(self.rows),):
             raise ValueError(f"{name} of shape {shapes[name]} is a stack of {len(self.rows)} in the files")
         return [

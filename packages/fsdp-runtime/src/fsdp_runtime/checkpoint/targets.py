@@ -1,6 +1,5 @@
 """A model's tensors by their names in checkpoints: targets of loading, and entries of exports."""
 
-import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dbuffer import TensorSlice
 from ragged_shard import Box
 from ragged_shard.dist import DISTRIBUTED
 
 from .. import _torch_compat as compat
 from .._params.empty_buffers import empty_buffers
-from .._params.group import Group
 from .._params.unit import Param, Unit
 from .._schedule.model import member_of
 from .._torch.tree import local_tensor
+from .runs import in_order_of_memory
 
 # Parts of names: of torch's activation checkpointing, which state dicts leave out, and of torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -34,25 +32,13 @@ class Target:
     param: Param | None
     also: tuple[str, ...] = ()  # the other names of a tied tensor
 
-    @property
-    def group(self) -> Group:
-        """Group of a parameter."""
-        assert self.param is not None
-        return self.param.group
-
-    @property
-    def place(self) -> TensorSlice:
-        """Position of a parameter in its group's memory."""
-        assert self.param is not None
-        return self.group.plan.geometry.slices[self.param.key]
-
     def values(self, instead: str) -> torch.Tensor:
         """Its values, distributed as it is: its tensor itself, or a copy that is read back from codes.
 
         Raises:
             NotImplementedError: a tensor subclass, whose values this does not reach; names `instead`.
         """
-        values = self.tensor if self.param is None else self.group.values_of(self.tensor)
+        values = self.tensor if self.param is None else self.param.group.values_of(self.tensor)
         if compat.is_wrapper_subclass(local_tensor(values)):
             raise NotImplementedError(
                 f"{self.name} is kept as a {type(local_tensor(values)).__name__}; {instead}"
@@ -95,12 +81,8 @@ def boxes_of(tensor: Any) -> Iterator[tuple[Box, torch.Tensor]]:
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units in a model, in the order of its modules."""
-    units: dict[Unit, None] = {}
-    for module in model.modules():
-        member = member_of(module)
-        if member is not None:
-            units[member.unit] = None
-    return list(units)
+    members = filter(None, map(member_of, model.modules()))
+    return list(dict.fromkeys(member.unit for member in members))
 
 
 def adopt_assigned(model: nn.Module) -> None:
@@ -164,16 +146,16 @@ def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
         ValueError: a parameter on the meta device, by name.
     """
     adopt_assigned(model)
-    in_groups: dict[Group, list[Target]] = {group: [] for unit in units_of(model) for group in unit.groups}
+    by_param: dict[Param, Target] = {}
     others: list[Target] = []
     for target in targets_of(model):
         if target.tensor.is_meta:
             raise ValueError(f"{target.name} is on the meta device and has no values; load them first")
         name, param, value = plain_name(target.name), target.param, target.tensor.detach()
         if param is not None and param.group.holds_values:
-            in_groups[param.group].append(Target(name, param.sharded.detach(), param))
+            by_param[param] = Target(name, param.sharded.detach(), param)
         elif buffers or param is not None or isinstance(target.tensor, nn.Parameter):
             others.append(Target(name, value if param is None else param.plain(value), None))
-    for entries in in_groups.values():
-        entries.sort(key=lambda entry: (entry.place.segment, entry.place.offset))
-    return [*itertools.chain(*in_groups.values()), *others]
+    groups = [group for unit in units_of(model) for group in unit.groups if group.holds_values]
+    in_order = [param for group in groups for param in in_order_of_memory(group)]
+    return [*(by_param[param] for param in in_order if param in by_param), *others]
