@@ -9,8 +9,9 @@ import itertools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from .. import _torch_compat as compat
 from .._torch.tree import cast_to
 from .targets import boxes_of, entries_of_model, plain_name, targets_of
 
+Boxes = Mapping[str, Sequence[Box]]
+Listed = tuple[Any, Sequence[Box]]  # shape and dtype of a tensor, and boxes of it
 _NAME = operator.attrgetter("name")
 
 
@@ -60,10 +63,9 @@ def local_shards(model: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
     """Yield this rank's boxes of every parameter and persistent buffer, as views of the shards; communicates nothing.
 
     They come in the order of names, so that ranks with different modules send in one order. A rank may hold no box of a
-    tensor, or several. Together the ranks hold every element: replicas of HSDP, and all ranks of a tensor that is not
-    sharded, hold the same boxes; tensor- and expert-parallel ranks their parts. With another `dtype` (of floating-point
-    tensors), and where parameters are kept as codes, a box is a copy. Views are valid until values change, as by an
-    optimizer's step.
+    tensor, or several; together they hold every element: replicas of HSDP, and all ranks of a tensor that is not
+    sharded, the same boxes; tensor- and expert-parallel ranks their parts. With another `dtype` (of floating-point
+    tensors), and where parameters are kept as codes, a box is a copy. Views are valid until values change.
 
     Raises:
         NotImplementedError: a parameter is a tensor subclass.
@@ -79,9 +81,7 @@ def local_shards(model: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
             yield LocalShard(plain_name(target.name), tuple(values.shape), box, cast(view))
 
 
-def transfers(
-    held: Sequence[Mapping[str, Sequence[Box]]], wanted: Sequence[Mapping[str, Sequence[Box]]]
-) -> list[Transfer]:
+def transfers(held: Sequence[Boxes], wanted: Sequence[Boxes]) -> list[Transfer]:
     """Transfers by which engines get the boxes that they want, by name and engine; every element is sent once to each.
 
     Where several ranks hold a box, engines take turns. Equal on every rank that has the same arguments.
@@ -94,34 +94,35 @@ def transfers(
         ValueError: no rank holds some of a wanted box, or ranks hold parts of it twice, in boxes that differ.
     """
     owners: dict[str, dict[Box, list[int]]] = {}
-    for rank, boxes_by_name in enumerate(held):
-        for name, boxes in boxes_by_name.items():
-            for box in boxes:
-                owners.setdefault(name, {}).setdefault(box, []).append(rank)
-    found: list[Transfer] = []
-    for target, boxes_by_name in enumerate(wanted):
-        for name, boxes in boxes_by_name.items():
-            for box in boxes:
-                parts = [
-                    Transfer(name, ranks[target % len(ranks)], target, own, box, part)
-                    for own, ranks in owners.get(name, {}).items()
-                    if (part := own.intersection(box)) is not None
-                ]
-                covered = sum(transfer.part.numel for transfer in parts)
-                if covered != box.numel:
-                    raise ValueError(
-                        f"{name}: engine {target} wants {box.numel} elements at {box.offsets}; ranks hold {covered}"
-                    )
-                found += parts
-    return sorted(found, key=lambda each: (each.name, each.target, each.part.offsets))
+    for rank, name, box in _flat(held):
+        owners.setdefault(name, {}).setdefault(box, []).append(rank)
+    planned: list[Transfer] = []
+    for target, name, box in _flat(wanted):
+        parts = [
+            Transfer(name, ranks[target % len(ranks)], target, own, box, part)
+            for own, ranks in owners.get(name, {}).items()
+            if (part := own.intersection(box)) is not None
+        ]
+        covered = sum(transfer.part.numel for transfer in parts)
+        if covered != box.numel:
+            raise ValueError(
+                f"{name}: engine {target} wants {box.numel} elements at {box.offsets}; ranks hold {covered}"
+            )
+        planned += parts
+    return sorted(planned, key=lambda each: (each.name, each.target, each.part.offsets))
+
+
+def _flat(members: Sequence[Boxes]) -> list[tuple[int, str, Box]]:
+    return [
+        (index, name, box) for index, boxes in enumerate(members) for name in boxes for box in boxes[name]
+    ]
 
 
 class Link:
     """One member of a group of senders, the ranks of a trainer, which come first, and receivers, of an engine.
 
-    An engine has a world of its own. Members meet at a store, where each lists the boxes that it holds or wants; from
-    these all make the same plan. All then go through it tensor by tensor, in the order of names, so that none waits for
-    one that waits for it.
+    Members meet at a store, where each lists the boxes that it holds or wants; from these all make the same plan. They
+    go through it tensor by tensor, in the order of names, so that none waits for one that waits for it.
 
     Args:
         address: host and port of the store, which the first sender opens.
@@ -142,7 +143,7 @@ class Link:
         self._store = compat.store_at(*address, self._size, timeout, is_master=member == 0)
         self._group = compat.group_across(self._store, member, self._size, device, timeout)
         self._dtypes: dict[str, torch.dtype] = {}
-        self._own: dict[str, Any] = {}
+        self._own: dict[str, Listed] = {}
         self._plan: dict[str, list[Transfer]] = {}
 
     def hold(self, shards: Iterable[LocalShard]) -> None:
@@ -154,34 +155,34 @@ class Link:
         self._own = {name: _described(list(those)) for name, those in itertools.groupby(shards, _NAME)}
         self._plan_with(self._own)
 
-    def want(self, wanted: Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, Sequence[Box]]]) -> None:
+    def want(self, wanted: Callable[[Mapping[str, tuple[int, ...]]], Boxes]) -> None:
         """List the boxes that this receiver wants of tensors of these shapes, and plan; waits and raises as `hold`."""
-        boxes_by_name = wanted({name: tuple(shape) for name, (shape, _) in self._held().items()})
-        self._plan_with({name: list(map(_listed, boxes)) for name, boxes in boxes_by_name.items()})
+        about = self._about()
+        boxes = wanted({name: tuple(shape) for name, (shape, _) in about.items()})
+        self._plan_with({name: (about.get(name), those) for name, those in boxes.items()})
 
-    def _held(self) -> dict[str, list[Any]]:
+    def _about(self) -> dict[str, Any]:
         """Shape and dtype of each tensor that senders hold; waits for them."""
-        held: dict[str, list[Any]] = {}
+        about: dict[str, Any] = {}
         for sender in range(self._senders):
-            for name, (*about, _) in self._listed_by(sender).items():
-                if (first := held.setdefault(name, about)) != about:
-                    raise ValueError(f"{name}: sender {sender} has {about}, one before it {first}")
-        return held
+            for name, (own, _) in self._listed_by(sender).items():
+                if (first := about.setdefault(name, own)) != own:
+                    raise ValueError(f"{name}: sender {sender} has {own}, one before it {first}")
+        return about
 
-    def _plan_with(self, own: Mapping[str, Any]) -> None:
-        self._store.set(f"boxes/{self._member}", json.dumps(own))
-        self._dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self._held().items()}
-        members = [self._listed_by(member) for member in range(self._size)]
-        held = [
-            {name: _boxes(those) for name, (*_, those) in each.items()} for each in members[: self._senders]
-        ]
-        wanted = [{name: _boxes(those) for name, those in each.items()} for each in members[self._senders :]]
-        planned = transfers(held, wanted)
+    def _plan_with(self, own: Mapping[str, Listed]) -> None:
+        self._store.set(f"boxes/{self._member}", json.dumps(own, default=asdict))
+        self._dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self._about().items()}
+        listed = [self._listed_by(member) for member in range(self._size)]
+        boxes = [{name: those for name, (_, those) in each.items()} for each in listed]
+        planned = transfers(boxes[: self._senders], boxes[self._senders :])
         self._plan = {name: list(those) for name, those in itertools.groupby(planned, _NAME)}
 
-    def _listed_by(self, member: int) -> dict[str, Any]:
-        listed: dict[str, Any] = json.loads(self._store.get(f"boxes/{member}"))
-        return listed
+    def _listed_by(self, member: int) -> dict[str, Listed]:
+        return {
+            name: (about, [Box(tuple(box["offsets"]), tuple(box["sizes"])) for box in boxes])
+            for name, (about, boxes) in json.loads(self._store.get(f"boxes/{member}")).items()
+        }
 
     def send(self, shards: Iterable[LocalShard]) -> int:
         """Send this sender's parts of the plan; returns the bytes. Raises RuntimeError for others than it listed."""
@@ -192,15 +193,12 @@ class Link:
                 raise RuntimeError(f"{name}: other boxes or another dtype than when listed; connect again")
             views = {shard.box: shard.tensor for shard in those}
             own = [each for each in self._plan.get(name, ()) if each.source == self._member]
-            parts = (views[each.held][each.part.slices(each.held.offsets)] for each in own)
-            sent = [_bytes(part.contiguous()) for part in parts]
-            works = [
-                self._group.send([part], self._senders + each.target, 0)
-                for part, each in zip(sent, own, strict=True)
-            ]
+            parts = [_bytes(views[e.held][e.part.slices(e.held.offsets)].contiguous()) for e in own]
+            targets = [self._senders + each.target for each in own]
+            works = [self._group.send([p], to, 0) for p, to in zip(parts, targets, strict=True)]
             for work in works:
                 work.wait()
-            nbytes += sum(part.nbytes for part in sent)
+            nbytes += sum(part.nbytes for part in parts)
         if left:
             raise RuntimeError(f"{next(iter(left))}: it was listed, but has left the model; connect again")
         return nbytes
@@ -209,34 +207,24 @@ class Link:
         """Name, box and values of each box that this receiver wants; each is on its device, in the senders' dtype."""
         for name, those in self._plan.items():
             own = [each for each in those if self._senders + each.target == self._member]
-            dtype = self._dtypes[name]
-            parts = [torch.empty(each.part.sizes, dtype=dtype, device=self._device) for each in own]
+            new = partial(torch.empty, dtype=self._dtypes[name], device=self._device)
+            parts = [new(each.part.sizes) for each in own]
             works = [
-                self._group.recv([_bytes(part)], each.source, 0)
-                for part, each in zip(parts, own, strict=True)
+                self._group.recv([_bytes(p)], each.source, 0) for p, each in zip(parts, own, strict=True)
             ]
             for work in works:
                 work.wait()
             for box in dict.fromkeys(each.wanted for each in own):
-                mine = [(p, each.part) for p, each in zip(parts, own, strict=True) if each.wanted == box]
-                values = torch.empty(box.sizes, dtype=dtype, device=self._device)
-                for part, place in mine:
-                    values[place.slices(box.offsets)] = part
+                values = new(box.sizes)
+                for part, each in zip(parts, own, strict=True):
+                    if each.wanted == box:
+                        values[each.part.slices(box.offsets)] = part
                 yield name, box, values
 
 
-def _described(shards: Sequence[LocalShard]) -> tuple[Any, ...]:
-    """Shape, dtype and boxes of one tensor, for JSON."""
+def _described(shards: Sequence[LocalShard]) -> Listed:
     dtype = str(shards[0].tensor.dtype).removeprefix("torch.")
-    return shards[0].shape, dtype, [_listed(shard.box) for shard in shards]
-
-
-def _listed(box: Box) -> tuple[Sequence[int], Sequence[int]]:
-    return box.offsets, box.sizes
-
-
-def _boxes(listed: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[Box]:
-    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in listed]
+    return (shards[0].shape, dtype), [shard.box for shard in shards]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ from .targets import units_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]  # emptied storages, and their bytes in CPU memory
-# By owner, a unit or an optimizer: the copies, and a function that shows the owner's tensors again. It must not refer to
-# the owner, which may end.
+# By owner, a unit or an optimizer: the copies, and a function that shows the owner's tensors again, which must not refer
+# to the owner.
 Moved = WeakKeyDictionary[Any, tuple[Copies, Callable[[Any], None]]]
 _parameters, _gradients, _states = Moved(), Moved(), Moved()
 

@@ -120,7 +120,9 @@ class Equation:
     def pieces(self, name: str, shapes: Shapes, source: Source) -> list[Piece]:
         """Pieces of a tensor of the model. Raises ValueError, by name, if one is missing or does not fit."""
         if missing := [file for file in self.files if file not in source]:
-            raise ValueError(f"{name} is made of {len(self.files)} tensors, and the files have no {missing[0]}")
+            raise ValueError(
+                f"{name} is made of {len(self.files)} tensors, and the files have no {missing[0]}"
+            )
         if unknown := [model for model in self.models if model not in shapes]:
             raise ValueError(f"{name} is joined in {self.files[0]} with {unknown[0]}, which the model lacks")
         if self.stacked and shapes[name][:1] != (len(self.rows),):
