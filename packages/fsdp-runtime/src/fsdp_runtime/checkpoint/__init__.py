@@ -11,16 +11,13 @@ full_params             whole parameters in the modules for a while             
 offload                 shards in CPU memory                                       imports: units
 """
 
+from ragged_shard.state_dict import full_state_dict as get_full_state_dict
+
 from .convert import convert_checkpoint
 from .export import iter_full_params, save_safetensors
 from .files import read_safetensors
 from .full_params import full_params
-from .full_state import (
-    get_full_optimizer_state_dict,
-    get_full_state_dict,
-    set_full_optimizer_state_dict,
-    set_full_state_dict,
-)
+from .full_state import get_full_optimizer_state_dict, set_full_optimizer_state_dict, set_full_state_dict
 from .loading import LoadReport, load_safetensors
 from .local_shards import LocalShard, local_shards
 from .merged import merged_params

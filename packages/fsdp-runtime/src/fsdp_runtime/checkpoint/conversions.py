@@ -71,12 +71,14 @@ class FileGroups:
 
     Tensors that are converted together are a group, which is complete once all have come; others are groups of one.
 
+    Args:
+        tensors: on meta, in the order in which they will come.
+
     Attributes:
         made: tensors of each group in the form of files, on meta, by name; in the order in which groups are complete.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors`: on meta, in the order in which they will come."""
         self._in_files: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict
         groups: dict[str | tuple[str], list[str]] = {name: [name] for name in tensors}
         known = _transformers_of(model)
@@ -103,12 +105,7 @@ class FileGroups:
     def in_file_form(
         self, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in the form of files, each group when its last one has come.
-
-        Args:
-            tensors: whole ones, by the model's names.
-            device: where tensors are copied to that wait for others. Defaults to theirs.
-        """
+        """Whole tensors in the form of files, each group when its last one has come; others wait on `device`."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}  # by the last name of their group
         for name, full in tensors:
             group = self._group_of[name]

@@ -59,18 +59,18 @@ def convert_checkpoint(
     optimizer's, are left out.
 
     Args:
-        source: a DCP folder, which any number of ranks of any system may have written: it becomes safetensors; or
-            safetensors files, which become a DCP folder.
+        source: a DCP folder, written by any number of ranks of any system, which becomes safetensors; or safetensors
+            files, which become a DCP folder.
         destination: a folder that does not exist, or is empty. It appears when it is complete.
         dtype: of floating-point tensors in the destination. Defaults to theirs.
-        entry: entry of the DCP state dict that is the model's state dict, such as "model" or "app.model". For a DCP
-            source it defaults to "model" if there is one, else to the tensors at the top; for a DCP destination to the
-            top, as torchtitan and `dcp.save(model.state_dict())` write them.
+        entry: of the DCP state dict, the model's state dict, such as "model" or "app.model". Of a source it defaults to
+            "model" if there is one, else to the tensors at the top; of a destination to the top, as torchtitan and
+            `dcp.save(model.state_dict())` write them.
         max_file_bytes: of one safetensors file; a larger tensor has a file to itself.
 
     Raises:
         FileExistsError: the destination is not empty.
-        OSError, ValueError, ImportError: of the source: missing, damaged, without such an entry; a dtype that the
+        OSError, ValueError, ImportError: a source that is missing, damaged, or without such an entry; a dtype that the
             destination does not have; by name.
     """
     source, destination = Path(source), Path(destination).absolute()
@@ -128,7 +128,7 @@ def _keys_of_model(
         for key, about in metadata.state_dict_metadata.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    roots = {path[0] if len(path) > 1 else "" for path in by_path}
+    roots = {path[0] if len(path) > 1 else "tensors at the top" for path in by_path}
     if entry is None:
         entry = "model" if "model" in roots else ""
     names = {
@@ -137,8 +137,9 @@ def _keys_of_model(
         if (".".join(path).startswith(f"{entry}.") if entry else len(path) == 1)
     }
     if not names:
-        there = sorted(root or "tensors at the top" for root in roots)
-        raise ValueError(f"{source} has no tensors in the entry {entry!r} of its state dict; it has {there}")
+        raise ValueError(
+            f"{source} has no tensors in the entry {entry!r} of its state dict; it has {sorted(roots)}"
+        )
     return names
 
 
@@ -185,11 +186,9 @@ class Reader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``.
+        """Read ``.metadata``; raises OSError if it is missing, and ValueError if it is damaged.
 
-        Raises:
-            OSError: it is missing.
-            ValueError: it is damaged, has another name or type, or does not have each element of a tensor once.
+        That is: it has another name or type, or does not have each element of a tensor once.
         """
         if self._metadata is None:
             content = (Path(self.path) / METADATA).read_bytes()
@@ -198,7 +197,7 @@ class Reader(FileSystemReader):
                 for name, about in made.state_dict_metadata.items():
                     if isinstance(about, TensorStorageMetadata):
                         _check_tensor(name, about)
-                _check_paths(made.planner_data)
+                _check_paths(made.planner_data or {})
             except Exception as error:  # a damaged pickle raises anything
                 raise ValueError(f"{METADATA}: damaged: {type(error).__name__}: {error}") from error
             self._metadata = made
@@ -207,26 +206,22 @@ class Reader(FileSystemReader):
 
 def _check_paths(paths: Any) -> None:
     """Raise ValueError unless `planner_data` has a path for each key: torch does not look at it."""
-    if not isinstance(paths or {}, dict):
+    if not isinstance(paths, dict):
         raise ValueError(f"planner_data is {paths!r:.100}; expected a dict from keys to paths")
-    for key, path in (paths or {}).items():
+    for key, path in paths.items():
         if not isinstance(path, tuple) or not path:
             raise ValueError(f"planner_data of {key} is {path!r:.100}; expected a tuple of keys and indices")
 
 
 def _check_tensor(name: str, about: TensorStorageMetadata) -> None:
-    """Raise ValueError unless a tensor has a dtype, and each element is in one chunk.
-
-    torch would leave the other elements uninitialised.
-    """
+    """Raise ValueError unless a tensor has a dtype, and each element is in one chunk: torch would not set others."""
     dtype = getattr(about.properties, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has the dtype {dtype!r:.100}; expected a torch.dtype")
     whole, covered = Box((0,) * len(about.size), tuple(about.size)), 0
     open_ones: list[Box] = []  # which reach beyond where the next chunk begins, along the first dimension
-    for box in sorted((Box(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks), key=lambda b: b.offsets):
-        if not box.numel:
-            continue
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
+    for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offsets):
         if whole.intersection(box) != box:
             raise ValueError(f"a chunk of {name} at {box.offsets} of {box.sizes} is not inside {whole.sizes}")
         open_ones = [b for b in open_ones if not box.sizes or b.offsets[0] + b.sizes[0] > box.offsets[0]]

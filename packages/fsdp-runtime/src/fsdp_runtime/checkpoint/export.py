@@ -17,8 +17,12 @@ from .._torch.tree import cast_to, local_tensor
 from .conversions import FileGroups
 from .files import split_into_files, write_files
 from .merged import Adapter, Merged
-from .runs import Run, gather, runs_of, tensors_of
+from .runs import gather, runs_of, tensors_of
 from .targets import Target, entries_of_model
+
+Model = nn.Module | Merged
+Dtype = torch.dtype | None  # None: as they are
+Ranks = Collection[int] | None  # None: all
 
 
 def iter_full_params(
@@ -34,12 +38,11 @@ def iter_full_params(
     all-gather where a run is all of a segment, else one broadcast from each rank that holds some of it; with `ranks`
     one all-to-all for each of them. Each receiver is sent the bytes that it lacks, in `dtype`, once. Tensors that
     another parallelism cuts are then gathered over its mesh; codes, tensor subclasses and DTensors one at a time on all
-    ranks. At first one all-gather of small objects compares the arguments; before each run an all-reduce of 64 bytes on
-    each axis finds a rank without memory for it.
+    ranks. All-reduces of 64 bytes compare the arguments, and before each run find a rank without memory for it.
 
-    Memory for it is at most `bucket_bytes` at any time, as long as the caller holds nothing but the last tensor; or
-    twice the largest tensor if it is larger (with `ranks` three times). Tensors are the caller's; tensors of one run
-    share memory. Of tied parameters the first name comes. The parameters must not change meanwhile.
+    Takes at most `bucket_bytes`, as long as the caller holds nothing but the last tensor; or twice the largest tensor
+    if it is larger (with `ranks` three times). Tensors are the caller's; those of one run share memory. Of tied
+    parameters the first name comes. The parameters must not change meanwhile.
 
     Args:
         model: in which no forward or backward is under way; or `merged_params` of it.
@@ -64,20 +67,20 @@ def save_safetensors(
 ) -> list[Path]:
     """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
 
-    Tensors are gathered as in `iter_full_params`, on rank 0 alone, which writes them one by one: memory is at most
-    `bucket_bytes` on any rank. One file is `model.safetensors`; several are `model-00001-of-0000N.safetensors` with
-    `model.safetensors.index.json`. Of tied parameters the first name is written. Files are complete under their names
-    or not there. Files of an earlier export into the folder are removed first: loaders would take its index or its
-    single file for the new weights. One `model.safetensors` replaces another when it is complete.
+    Tensors are gathered as in `iter_full_params`, on rank 0 alone, which writes them one by one. One file is
+    `model.safetensors`; several are `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied
+    parameters the first name is written. Files are complete under their names or not there. Files of an earlier export
+    into the folder, which loaders could take for the new weights, are removed first; one `model.safetensors` replaces
+    another when it is complete.
 
     Args:
         module: with the names that the files should have; of a transformers model the files have the names and forms
             that its `save_pretrained` writes, and tensors that it converts together are on rank 0's CPU together. Or
             `merged_params` of it.
         folder: made where it is missing.
-        dtype: of floating-point tensors in the files; None: as they are.
-        max_file_bytes: begin a new file before one gets larger (a larger tensor has a file to itself).
-        bucket_bytes: of memory for gathered tensors; see `iter_full_params`.
+        dtype: of floating-point tensors in the files. Defaults to theirs.
+        max_file_bytes: of one file; a larger tensor has a file to itself.
+        bucket_bytes: of gathered memory on any rank; see `iter_full_params`.
 
     Returns:
         The files, on every rank.
@@ -108,38 +111,25 @@ def save_safetensors(
     return list(files)
 
 
-def entries_of(model: nn.Module | Merged, *, buffers: bool) -> list[Target]:
+def entries_of(model: Model, *, buffers: bool) -> list[Target]:
     """The tensors to export; see `entries_of_model`."""
     if isinstance(model, Merged):
         return model.entries(buffers=buffers)
     return entries_of_model(model, buffers=buffers)
 
 
-def file_groups(
-    model: nn.Module | Merged, entries: Iterable[Target], dtype: torch.dtype | None
-) -> FileGroups:
+def file_groups(model: Model, entries: Iterable[Target], dtype: Dtype) -> FileGroups:
     """Entries, exported in a dtype and in their order, in the form of files."""
     kept = {e.name: torch.empty(e.tensor.shape, dtype=e.tensor.dtype, device="meta") for e in entries}
-    base = model.base if isinstance(model, Merged) else model
-    return FileGroups(base, {name: cast_to(dtype)(tensor) for name, tensor in kept.items()})
+    exported = {name: cast_to(dtype)(tensor) for name, tensor in kept.items()}
+    return FileGroups(model.base if isinstance(model, Merged) else model, exported)
 
 
 class Exporter:
-    """A plan of gathers, equal on all ranks.
-
-    Args:
-        buffers: persistent buffers too.
-    """
+    """A plan of gathers, equal on all ranks; with `buffers` also of persistent ones. Raises as `iter_full_params`."""
 
     def __init__(
-        self,
-        caller: str,
-        model: nn.Module | Merged,
-        dtype: torch.dtype | None,
-        bucket_bytes: int,
-        ranks: Collection[int] | None,
-        *,
-        buffers: bool,
+        self, caller: str, model: Model, dtype: Dtype, bucket_bytes: int, ranks: Ranks, *, buffers: bool
     ) -> None:
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -161,10 +151,9 @@ class Exporter:
 
     def dtype_of(self, entry: Target) -> torch.dtype:
         """In which a tensor is exported."""
-        tensor = entry.tensor
-        if self._dtype is None or not tensor.is_floating_point():
-            return tensor.dtype
-        return self._dtype
+        if self._dtype is not None and entry.tensor.is_floating_point():
+            return self._dtype
+        return entry.tensor.dtype
 
     def sources(self, entry: Target) -> list[torch.Tensor]:
         """This rank's tensors that an entry is made of."""
@@ -175,45 +164,37 @@ class Exporter:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, whole."""
         for run in self._runs:
-            yield from self._whole_run(run)
+            with torch.no_grad():
+                full = gather(run, self._ranks)
+            tensors = iter(()) if full is None else tensors_of(run, full)
+            del full
+            for param in run.members:
+                yield from self._exported(self._by_param[param], tensors)
+            del tensors  # and with them their memory, before the next run is gathered
         for entry in self.entries:
             if entry.param is None:
-                yield from self._whole_entry(entry)
+                yield from self._exported(entry, self._whole(entry))
 
-    def _whole_run(self, run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-        with torch.no_grad():
-            full = gather(run, self._ranks)
-        tensors = iter(()) if full is None else tensors_of(run, full)
-        del full
-        for entry in map(self._by_param.__getitem__, run.members):
-            with torch.no_grad():
-                tensor = next(tensors, None)
-                if entry.name in self.adapters:
-                    tensor = self._merged(entry, tensor)
-            if tensor is not None and self._receives:
-                yield entry.name, tensor
-            del tensor
-
-    def _whole_entry(self, entry: Target) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole(self, entry: Target) -> Iterator[torch.Tensor]:
         tensor: Any = entry.tensor
-        with torch.no_grad():
-            own = True  # whether the whole tensor is the model's own memory
-            if isinstance(tensor, DISTRIBUTED):
-                own = all(placement.is_replicate() for placement in tensor.placements)
-                tensor = tensor.full_tensor()
-            if entry.name in self.adapters:
-                tensor, own = self._merged(entry, tensor.clone() if own else tensor), False
-            if self._receives:
-                tensor = tensor.to(self.dtype_of(entry), copy=own)
-        if self._receives:
-            yield entry.name, tensor
+        own = True  # whether the whole tensor is the model's own memory
+        if isinstance(tensor, DISTRIBUTED):
+            own = all(placement.is_replicate() for placement in tensor.placements)
+            tensor = tensor.full_tensor()
+        yield tensor.clone() if own and self._receives else tensor
 
-    def _merged(self, entry: Target, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """A weight with its adapters, on ranks that have it; the others send their part of the factors."""
-        for adapter in self.adapters[entry.name]:
-            factors = adapter.whole_factors()
-            whole = adapter.merge(whole, factors) if whole is not None and self._receives else whole
-        return None if whole is None else whole.to(self.dtype_of(entry))
+    def _exported(self, entry: Target, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The next tensor with its adapters, on ranks that receive; the others send their part of it."""
+        with torch.no_grad():
+            tensor = next(tensors, None)
+            if not self._receives:
+                tensor = None
+            for adapter in self.adapters.get(entry.name, ()):
+                factors = adapter.whole_factors()
+                tensor = None if tensor is None else adapter.merge(tensor, factors)
+            tensor = None if tensor is None else tensor.to(self.dtype_of(entry))
+        if tensor is not None:
+            yield entry.name, tensor
 
 
 def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:

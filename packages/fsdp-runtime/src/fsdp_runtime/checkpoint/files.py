@@ -2,9 +2,8 @@
 
 folder  ->  index or *.safetensors  ->  mapped tensors by name  ->  values of a box
 
-Bytes are read when they are used. The library checks headers against files.
-
-FP8 weights are `X` in e4m3 and `X_scale_inv` with a scale for each tile; `config.json` has the size of tiles.
+Bytes are read when they are used. The library checks headers against files. FP8 weights are `X` in e4m3 and
+`X_scale_inv` with a scale for each tile; `config.json` has the size of tiles.
 """
 
 import ctypes
@@ -24,7 +23,6 @@ from ragged_shard.device import CPU
 
 Ints = tuple[int, ...]
 SCALES = "_scale_inv"
-_LONGEST_NAME = 255  # of a file
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(_INDEX))
 
@@ -32,13 +30,7 @@ _WRITTEN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(_IN
 class Checkpoint:
     """The files of a checkpoint, mapped as long as one of their tensors lives. They must not be cut off meanwhile.
 
-    Args:
-        path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`.
-
-    Raises:
-        ImportError: safetensors is not installed.
-        OSError: a file is missing or cannot be read.
-        ValueError: a header or index that is damaged, or that does not fit its file; naming the file.
+    Takes a path and raises errors as `read_safetensors`, here only of headers and indices.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -66,8 +58,7 @@ class Checkpoint:
     def decoder(self, name: str) -> Callable[[Box], torch.Tensor]:
         """A function that reads a box of an e4m3 tensor, multiplied by the scales of its tiles, in fp32.
 
-        Raises:
-            ValueError: it has no scales, or scales of other tiles than the folder's `config.json` says; by name.
+        Raises ValueError, by name, if it has no scales, or those of other tiles than the folder's `config.json` says.
         """
         codes, scales, file = self.tensors[name], self.tensors.get(name + SCALES), self.files[name]
         if scales is None:
@@ -90,11 +81,10 @@ class Checkpoint:
             )
 
         def values(box: Box) -> torch.Tensor:
-            *above, row, column = box.slices()
-            of_rows, of_columns = (
-                torch.arange(at.start, at.stop) // step for at, step in zip((row, column), size, strict=True)
-            )
-            factors = scales[tuple(above)][..., of_rows[:, None], of_columns].float()
+            *above, rows, columns = box.slices()
+            row_tiles = torch.arange(rows.start, rows.stop) // size[0]
+            column_tiles = torch.arange(columns.start, columns.stop) // size[1]
+            factors = scales[tuple(above)][..., row_tiles[:, None], column_tiles].float()
             return codes[box.slices()].float().mul_(factors)
 
         return values
@@ -108,13 +98,13 @@ def read_safetensors(
     On the CPU, on every rank that calls it; communicates nothing.
 
     Args:
-        path: a `.safetensors` file, an index, or a folder with either; where weights are FP8 next to a `config.json`
-            that has `weight_block_size`.
+        path: a `.safetensors` file, an index, or a folder with an index or with `*.safetensors`; where weights are FP8
+            next to a `config.json` that has `weight_block_size`.
         dtype: of weights that were FP8.
 
     Raises:
         ValueError: an FP8 weight without scales, or with scales of another shape than `weight_block_size` says; or a
-            damaged file; by name.
+            file or index that is damaged, or does not fit the other; by name.
         OSError: a file is missing or cannot be read.
         ImportError: safetensors is not installed.
     """
@@ -162,7 +152,7 @@ def _files_of(path: Path) -> list[tuple[Path, list[str] | None]]:
     for tensor, name in listed.items():
         by_file.setdefault(name, []).append(tensor)
     for name in by_file:
-        if len(name) > _LONGEST_NAME or not name.isprintable() or Path(name).name != name:
+        if len(name) > 255 or not name.isprintable() or Path(name).name != name:
             raise ValueError(f"{path}: weight_map names {name[:100]!r}, which is not a file name")
     return [(path.parent / name, tensors) for name, tensors in sorted(by_file.items())]
 
@@ -179,16 +169,13 @@ def write_files(
 ) -> None:
     """Write safetensors files, and the index of several, a tensor at a time, in place of an earlier export's.
 
-    Each has its name when it is complete.
+    Each has its name when it is complete. Raises ValueError for a dtype that files do not have before anything is
+    changed, naming the tensor.
 
     Args:
-        folder: folder of the index; made where it is missing.
+        folder: of the index; made where it is missing.
         files: content of each, on meta.
         tensors: their values, in that order.
-
-    Raises:
-        ValueError: a dtype that files do not have, before anything is changed; naming the tensor.
-        OSError: a file cannot be written.
     """
     headers = [_header_of(content) for content in files.values()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +183,7 @@ def write_files(
         if _WRITTEN.fullmatch(path.name) and [path] != list(files):
             path.unlink()
     for (path, content), header in zip(files.items(), headers, strict=True):
-        with _atomic_write(path) as unfinished, unfinished.open("wb") as file:
+        with _atomic_write(path) as file:
             file.write(header)
             for name, like in content.items():
                 _write_tensor(file, name, like, next(tensors))
@@ -204,8 +191,8 @@ def write_files(
         total = sum(tensor.nbytes for content in files.values() for tensor in content.values())
         where = {name: path.name for path, content in files.items() for name in content}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-        with _atomic_write(folder / _INDEX) as unfinished:
-            unfinished.write_text(text + "\n")
+        with _atomic_write(folder / _INDEX) as file:
+            file.write(f"{text}\n".encode())
 
 
 def _write_tensor(file: BinaryIO, name: str, like: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -248,13 +235,9 @@ def _header_of(content: Mapping[str, torch.Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, tensor in content.items():
-        end = begin + tensor.nbytes
-        entries[name] = {
-            "dtype": _code(name, tensor.dtype),
-            "shape": tuple(tensor.shape),
-            "data_offsets": (begin, end),
-        }
-        begin = end
+        place, dtype = (begin, begin + tensor.nbytes), _code(name, tensor.dtype)
+        entries[name] = {"dtype": dtype, "shape": tuple(tensor.shape), "data_offsets": place}
+        begin += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text
@@ -270,11 +253,12 @@ def _code(name: str, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _atomic_write(path: Path) -> Iterator[Path]:
-    """Yields another path to write to; the file gets its name when the block ends, and is removed if it raises."""
+def _atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which gets its name when the block ends, and is removed if it raises."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        yield unfinished
+        with unfinished.open("wb") as file:
+            yield file
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -20,20 +20,18 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
     For code that works on weights, such as peft's `merge_adapter`, and `merge_and_unload`, whose result trains on if
     `fully_shard` took `model.get_base_model()` and not the model around it. Every rank enters, and must write the same.
-    One all-gather a segment of a group, in the dtype that parameters are kept in, so that nothing is rounded, after an
-    all-reduce of 64 bytes on each axis, which finds a rank without memory for it; leaving
-    communicates nothing. Memory: all parameters of the module's units; go unit by unit where that is too much.
-    Parameters are other objects inside, without gradients. With an exception nothing is written back.
+    One all-gather a segment of a group, in the dtype that parameters are kept in, after an all-reduce of 64 bytes on
+    each axis, which finds a rank without memory for it; leaving communicates nothing. Memory: all parameters of the
+    module's units; go unit by unit where that is too much. Parameters are other objects inside, without gradients.
 
     Args:
         module: with units inside, or one itself; in which no forward or backward is under way.
-        writeback: copy written values into the shards. False: for reading.
+        writeback: copy written values into the shards, unless an exception is raised. False: for reading.
 
     Raises:
         RuntimeError: parameters are offloaded, or in another `full_params`.
-        NotImplementedError: a parameter that another parallelism has cut, or a tensor subclass, by name.
-        ValueError: a parameter on the meta device; or, leaving, one that has another shape, or different values in
-            modules that share it; by name.
+        NotImplementedError, ValueError: a parameter that another parallelism has cut, a tensor subclass, or on meta;
+            or, leaving, one that has another shape, or different values in modules that share it; by name.
     """
     units = units_of(module)
     for unit in units:

@@ -3,7 +3,8 @@
 `ragged_shard` moves them tensor by tensor, also the other way; here parameters on the meta device get memory first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,20 +13,10 @@ from torch import nn
 
 import ragged_shard.state_dict
 from ragged_shard.dist import gather_from_ranks, on_all_ranks
-from ragged_shard.state_dict import check_full_tensor
-from ragged_shard.state_dict import full_state_dict as get_full_state_dict
+from ragged_shard.state_dict import Optimizers, check_full_tensor
 
 from .._params.empty_buffers import is_empty
-from .targets import adopt_assigned, buffers_without_values, give_memory, targets_of, units_of
-
-__all__ = [
-    "get_full_optimizer_state_dict",
-    "get_full_state_dict",
-    "set_full_optimizer_state_dict",
-    "set_full_state_dict",
-]
-_SET = "set_full_state_dict"
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+from .targets import adopt_assigned, buffers_without_values, device_of, give_memory, targets_of, units_of
 
 
 def set_full_state_dict(
@@ -34,10 +25,10 @@ def set_full_state_dict(
     """Load whole tensors into a model, sharded or not, on meta or not; every rank calls it.
 
     Tensor by tensor, cast to the model's dtypes but not between floating point and integers. Each rank copies its
-    ranges out of its own state dict and communicates only a few bytes; with `rank0_only` they are sent from
-    rank 0, each byte to the ranks that hold it. Names and shapes are checked first; where one is wrong nothing is
-    changed. Parameters that were on meta are other objects afterwards: build optimizers then. With `rank0_only` buffers
-    that no state dict has (`persistent=False`) come from rank 0 too, where another rank has none and rank 0 does.
+    ranges out of its own state dict and communicates only a few bytes; with `rank0_only` rank 0 sends each byte to the
+    ranks that hold it, and values of buffers that no state dict has (`persistent=False`) where another rank has none.
+    All names and shapes are checked first: if one is wrong nothing is changed. Parameters that were on meta are other
+    objects afterwards: build optimizers then.
 
     Args:
         model: the same on every rank.
@@ -52,35 +43,34 @@ def set_full_state_dict(
         TypeError: a value that is not a plain tensor, or floating point for integers (or the reverse).
     """
     adopt_assigned(model)
-    with on_all_ranks(_SET):
+    with on_all_ranks("set_full_state_dict"):
         if not rank0_only or not dist.is_initialized() or dist.get_rank() == 0:
             _check(model, state_dict, strict)
-    with on_all_ranks(_SET):
+    with on_all_ranks("set_full_state_dict"):
         give_memory(model)
     ragged_shard.state_dict.load_full_state_dict(model, state_dict, rank0_only=rank0_only, strict=strict)
-    if rank0_only:
+    if rank0_only and dist.is_initialized():
         _send_buffers(model)
 
 
 def _send_buffers(model: nn.Module) -> None:
     """Send rank 0's values of the buffers that are in no state dict, where another rank has none. Collective."""
-    places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
+    places: dict[str, tuple[dict[str, Any], str]] = {}
     for prefix, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
-            if (buffer := module._buffers.get(name)) is not None:
-                places[f"{prefix}.{name}"] = (module._buffers, name, buffer)
-    own = [key for key, (_, _, buffer) in places.items() if buffer.is_meta or is_empty(buffer)]
-    if not places or not dist.is_initialized():
+            if module._buffers.get(name) is not None:
+                places[f"{prefix}.{name}"] = (module._buffers, name)
+    if not places:
         return
+    own = [key for key, (slots, name) in places.items() if slots[name].is_meta or is_empty(slots[name])]
     of_rank0, *others = gather_from_ranks(own)
     sent = [key for key in places if key not in of_rank0 and any(key in missing for missing in others)]
-    units, carrier = units_of(model), nn.Module()
-    device = units[0].data.device if units else torch.get_default_device()
+    carrier, device = nn.Module(), device_of(model)
     for number, key in enumerate(sent):
-        slots, name, buffer = places[key]
-        if buffer.is_meta:
-            slots[name] = buffer = torch.empty_like(buffer, device=device)
-        carrier.register_buffer(str(number), buffer)
+        slots, name = places[key]
+        if slots[name].is_meta:
+            slots[name] = torch.empty_like(slots[name], device=device)
+        carrier.register_buffer(str(number), slots[name])
     values = carrier.state_dict() if dist.get_rank() == 0 else {}
     ragged_shard.state_dict.load_full_state_dict(carrier, values, rank0_only=True)
 
@@ -139,9 +129,9 @@ def set_full_optimizer_state_dict(
             `rank0_only` ranks whose states fit have loaded them.
     """
     _reshard(model)
-    load = ragged_shard.state_dict.load_full_optimizer_state_dict
-    if rank0_only:  # then it raises on all ranks
-        load(model, optimizers, state_dict, rank0_only=True)
-        return
-    with on_all_ranks("set_full_optimizer_state_dict"):
-        load(model, optimizers, state_dict)
+    with (
+        nullcontext() if rank0_only else on_all_ranks("set_full_optimizer_state_dict")
+    ):  # else it raises on all
+        ragged_shard.state_dict.load_full_optimizer_state_dict(
+            model, optimizers, state_dict, rank0_only=rank0_only
+        )

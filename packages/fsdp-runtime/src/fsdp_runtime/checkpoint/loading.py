@@ -16,7 +16,7 @@ from ragged_shard.dist import on_all_ranks
 from .._torch.tree import local_tensor
 from .conversions import equations_of
 from .files import SCALES, Checkpoint
-from .rules import Equation, Piece, Rule
+from .rules import Equation, Piece, Rule, Shapes
 from .targets import Target, adopt_assigned, boxes_of, buffers_without_values, give_memory, targets_of
 
 _INSTEAD = "use model.load_state_dict(read_safetensors(path))"
@@ -135,14 +135,13 @@ class _Plan:
                     "first, or pass a rule"
                 )
 
-    def _find(
-        self, target: Target, name: str, equations: list[Equation | None], shapes: dict[str, tuple[int, ...]]
-    ) -> None:
+    def _find(self, target: Target, name: str, equations: list[Equation | None], shapes: Shapes) -> None:
         """Find a tensor's pieces under one of its names; under each name they must have the same values."""
         tensors = self._checkpoint.tensors
-        present = (each for each in equations if each and not tensors.keys().isdisjoint(each.files))
-        equation = next(present, None)
-        if equation is None:
+        for equation in filter(None, equations):
+            if not tensors.keys().isdisjoint(equation.files):
+                break
+        else:
             return
         pieces = equation.pieces(name, shapes, tensors)
         target.values(_INSTEAD)  # raises for a tensor subclass

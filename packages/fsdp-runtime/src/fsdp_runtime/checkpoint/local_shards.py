@@ -84,14 +84,11 @@ def local_shards(model: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
 def transfers(held: Sequence[Boxes], wanted: Sequence[Boxes]) -> list[Transfer]:
     """Transfers by which engines get the boxes that they want, by name and engine; every element is sent once to each.
 
-    Where several ranks hold a box, engines take turns. Equal on every rank that has the same arguments.
+    Where several ranks hold a box, engines take turns. Raises ValueError if no rank holds some of a wanted box, or if
+    ranks hold parts of it twice, in boxes that differ.
 
     Args:
-        held: boxes of each rank, by name.
-        wanted: boxes of each engine, by name.
-
-    Raises:
-        ValueError: no rank holds some of a wanted box, or ranks hold parts of it twice, in boxes that differ.
+        held, wanted: boxes of each rank, and of each engine.
     """
     owners: dict[str, dict[Box, list[int]]] = {}
     for rank, name, box in _flat(held):

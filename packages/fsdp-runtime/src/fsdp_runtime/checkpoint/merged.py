@@ -20,12 +20,10 @@ _INSTEAD = "use full_params(model) and peft's merge_adapter()"
 def merged_params(model: nn.Module) -> "Merged":
     """The model for `iter_full_params`, `save_safetensors` and `weight_source`, with its LoRA in its weights.
 
-        save_safetensors(merged_params(model), "out")
-
-    They then export the base model: its names, no adapters, and each adapted weight as peft's `merge` makes it of whole
-    tensors, in the dtype that it is kept in, before it is cast. Nothing in the model changes. They send the factors of
-    each adapted weight too, to every rank. Linear layers are merged some rows at a time, which takes an eighth of the
-    weight; others take two more weights.
+    `save_safetensors(merged_params(model), "out")` exports the base model: its names, no adapters, and each adapted
+    weight as peft's `merge` makes it of whole tensors, in the dtype that it is kept in, before it is cast. Nothing in
+    the model changes. The factors of each adapted weight are sent to every rank too. Linear layers are merged some rows
+    at a time, which takes an eighth of the weight; others take two more weights.
 
     Args:
         model: a `peft.PeftModel`, or one with LoRA layers inside, sharded or not. Adapters count that are active now
@@ -111,7 +109,7 @@ class Merged:
         self._walk(model, "", "")
 
     def entries(self, *, buffers: bool) -> list[Target]:
-        """As `entries_of_model`, of the base."""
+        """Entries of the base, as of `entries_of_model`."""
         entries = entries_of_model(self._model, buffers=buffers)
         return [replace(e, name=self._names[e.name]) for e in entries if e.name in self._names]
 

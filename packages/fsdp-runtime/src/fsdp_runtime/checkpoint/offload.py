@@ -23,9 +23,8 @@ from .._torch.tree import local_tensor, tensors_in
 from .targets import units_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
-Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]  # emptied storages, and their bytes in CPU memory
-# By owner, a unit or an optimizer: the copies, and a function that shows the owner's tensors again, which must not refer
-# to the owner.
+Copies = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]  # emptied storages, each with its copy
+# By owner, a unit or an optimizer: the copies, and a function that shows its tensors again, and must not refer to it.
 Moved = WeakKeyDictionary[Any, tuple[Copies, Callable[[Any], None]]]
 _parameters, _gradients, _states = Moved(), Moved(), Moved()
 
@@ -45,12 +44,8 @@ def offload(
         optimizer: whose states are moved: one, several or none.
         parameters, gradients: whether to move them.
 
-    Returns:
-        the bytes freed.
-
-    Raises:
-        RuntimeError: gradients of a unit wait for their reduction, or were made since the last `offload`, or a
-            collective of a unit failed.
+    Returns the bytes freed. Raises RuntimeError if gradients of a unit wait for their reduction, or were made since the
+    last `offload`, or a collective of a unit failed.
     """
     for passes in {member.passes for module in model.modules() if (member := member_of(module))}:
         passes.forget_failed_backward()
@@ -61,13 +56,13 @@ def offload(
                 f"offload: a collective of {group.name} failed, and other ranks may still use its shard's memory, "
                 "which therefore cannot be freed"
             )
-    waiting = [unit.name for unit in units if any(group.gradients.waiting for group in unit.groups)]
-    if gradients and waiting:
-        raise RuntimeError(
-            f"offload: gradients of {waiting} wait for their reduction; finish the accumulation (a backward after "
-            "set_is_last_backward(True)), or call with gradients=False"
-        )
     if gradients:
+        waiting = [unit.name for unit in units if any(group.gradients.waiting for group in unit.groups)]
+        if waiting:
+            raise RuntimeError(
+                f"offload: gradients of {waiting} wait for their reduction; finish the accumulation (a backward after "
+                "set_is_last_backward(True)), or call with gradients=False"
+            )
         _check_gradients(units, "offload")
     devices, freed = {unit.data.device for unit in units}, 0
     for unit in units:
@@ -95,8 +90,8 @@ def reload(model: nn.Module, optimizer: Optimizers = None) -> None:
             if owner in moved:
                 copies, show = moved.pop(owner)
                 for storage, host in copies:
-                    device_layer(storage.device).resize(storage, host.nbytes)
-                    _bytes_of(storage).copy_(host, non_blocking=True)
+                    device_layer(storage.device).resize(storage, host.nbytes())
+                    storage.copy_(host, non_blocking=True)
                 show(owner)
 
 
@@ -121,15 +116,11 @@ def _move(moved: Moved, owner: Any, tensors: Iterable[torch.Tensor], show: Calla
         if storage.nbytes() and storage.resizable():
             pinned = device_layer(storage.device).asynchronous
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned, device=CPU)
-            copies.append((storage, host.copy_(_bytes_of(storage), non_blocking=True)))
+            copies.append((storage, host.untyped_storage().copy_(storage, non_blocking=True)))
     for storage, _ in copies:  # once all are copied: an allocation may fail
         device_layer(storage.device).resize(storage, 0)
     moved[owner] = copies, show
-    return sum(host.nbytes for _, host in copies)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return sum(host.nbytes() for _, host in copies)
 
 
 def _plain_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -150,21 +141,25 @@ def _offload_parameters(unit: Unit) -> int:
     unit.reshard()
     unit.adopt()
     params = _params_on_device(unit)
-    before: list[Any] = [param.sharded.detach() for param in params]
-
-    def show(owner: Unit) -> None:
-        owner.closed = ""
-        for param, sharded in zip(_params_on_device(owner), before, strict=True):
-            param.set_sharded(sharded)
-
     buffers = {param.group.buffer for param in params}
     shards = [flat for buffer in buffers if buffer is not None for flat in buffer.shard]
-    freed = _move(_parameters, unit, shards, show)
+    freed = _move(_parameters, unit, shards, _show_parameters)
     unit.closed = "are offloaded; call fsdp_runtime.reload(model) before they are used"
-    for param, sharded in zip(params, before, strict=True):
-        empty = param.group.without_memory(local_tensor(param.plain(sharded)))
-        param.set_sharded(sharded.with_local(param.wrapper.wrap(empty)))
+    for param in params:
+        _set_local(param, param.group.without_memory(local_tensor(param.plain(param.sharded.detach()))))
     return freed
+
+
+def _show_parameters(unit: Unit) -> None:
+    unit.closed = ""
+    for param in _params_on_device(unit):
+        assert param.group.buffer is not None
+        _set_local(param, param.group.buffer.local_views[param.key])
+
+
+def _set_local(param: Param, local: torch.Tensor) -> None:
+    sharded: Any = param.sharded.detach()
+    param.set_sharded(sharded.with_local(param.wrapper.wrap(local)))
 
 
 def _offload_gradients(unit: Unit) -> int:

@@ -42,8 +42,7 @@ class Rule:
     def equation(self, name: str, shape: Ints) -> "Equation | None":
         """The equation of a tensor of the model; None if no pattern matches its name.
 
-        Raises:
-            ValueError: the other side has a word that the matching pattern does not have.
+        Raises ValueError if the other side has a word that the matching pattern does not have.
         """
         models, files = ((side,) if isinstance(side, str) else side for side in (self.model, self.file))
         match = next(filter(None, (_regex(model).fullmatch(name) for model in models)), None)

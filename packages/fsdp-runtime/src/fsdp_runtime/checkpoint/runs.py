@@ -90,8 +90,8 @@ def gather(run: Run, ranks: Iterable[int] | None) -> torch.Tensor | None:
     """The elements of a run, in its dtype, on these global ranks (None: on all); None on others.
 
     One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
-    some of it, or one all-to-all for each receiver. A receiver gets the bytes that it lacks and no others.
-    Bytes are sent, since backends move few dtypes. Where one rank has no memory for them, all ranks raise.
+    some of it, or one all-to-all for each receiver. A receiver gets the bytes that it lacks and no others. Bytes are
+    sent, since backends move few dtypes. Where one rank has no memory for them, all ranks raise.
     """
     data = run.group.plan.data
     group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
@@ -104,15 +104,14 @@ def gather(run: Run, ranks: Iterable[int] | None) -> torch.Tensor | None:
         own = run.own()
         full = torch.empty(run.stop - run.start if receives else 0, dtype=run.dtype, device=data.device)
         own = own if to_all else own.to(data.device, run.dtype)
-    pieces = [run.piece(rank) for rank in range(len(members))]
-    full_bytes = full.view(torch.uint8)
+    pieces, full_bytes = [run.piece(rank) for rank in range(len(members))], full.view(torch.uint8)
     if not to_all:
         for receiver in receivers:
             here = receiver == data.shard_rank
             takes = [(high - low) * own.itemsize if here else 0 for low, high in pieces]
             gives = [own.nbytes if rank == receiver else 0 for rank in range(len(members))]
-            out = full_bytes if here else full_bytes[:0]
-            dist.all_to_all_single(out, own.view(torch.uint8), takes, gives, group=group)
+            received = full_bytes if here else full_bytes[:0]
+            dist.all_to_all_single(received, own.view(torch.uint8), takes, gives, group=group)
         return full if receives else None
     views = [full[low:high] for low, high in pieces]
     views[data.shard_rank].copy_(own)

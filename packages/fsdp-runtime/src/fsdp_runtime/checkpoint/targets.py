@@ -18,9 +18,6 @@ from .._schedule.model import member_of
 from .._torch.tree import local_tensor
 from .runs import in_order_of_memory
 
-# Parts of names: of torch's activation checkpointing, which state dicts leave out, and of torch.compile.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -35,14 +32,12 @@ class Target:
     def values(self, instead: str) -> torch.Tensor:
         """Its values, distributed as it is: its tensor itself, or a copy that is read back from codes.
 
-        Raises:
-            NotImplementedError: a tensor subclass, whose values this does not reach; names `instead`.
+        Raises NotImplementedError, which names `instead`, for a tensor subclass, whose values this does not reach.
         """
         values = self.tensor if self.param is None else self.param.group.values_of(self.tensor)
-        if compat.is_wrapper_subclass(local_tensor(values)):
-            raise NotImplementedError(
-                f"{self.name} is kept as a {type(local_tensor(values)).__name__}; {instead}"
-            )
+        local = local_tensor(values)
+        if compat.is_wrapper_subclass(local):
+            raise NotImplementedError(f"{self.name} is kept as a {type(local).__name__}; {instead}")
         return values
 
 
@@ -85,6 +80,12 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(dict.fromkeys(member.unit for member in members))
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model's units compute on; torch's default without units."""
+    units = units_of(model)
+    return units[0].data.device if units else torch.get_default_device()
+
+
 def adopt_assigned(model: nn.Module) -> None:
     """Adopt parameters that were moved or assigned since the last forward, on every rank; see `Unit.adopt`."""
     for unit in units_of(model):
@@ -93,14 +94,10 @@ def adopt_assigned(model: nn.Module) -> None:
 
 
 def give_memory(model: nn.Module) -> None:
-    """Allocate parameters and persistent buffers that are on the meta device, uninitialised or zeros; communicates.
+    """Allocate parameters and persistent buffers that are on the meta device, uninitialised or zeros.
 
-    One 64-byte all-reduce per mesh axis and parameter group that was on meta, which checks that all ranks planned the
-    same layout.
-
-    Raises:
-        Exception: the first error, such as of an allocation, after the other units' all-reduces: the caller raises it
-            on all ranks, which do not wait for this one.
+    One 64-byte all-reduce per mesh axis and parameter group that was on meta checks that all ranks planned the same
+    layout. The first error, such as of an allocation, is raised after them: the caller raises it on all ranks.
     """
     units, problem = units_of(model), None
     for unit in units:
@@ -110,8 +107,7 @@ def give_memory(model: nn.Module) -> None:
             problem = problem or error
     if problem is not None:
         raise problem
-    managed = {id(param.sharded) for unit in units for param in unit.params}
-    device = units[0].data.device if units else torch.get_default_device()
+    managed, device = {id(param.sharded) for unit in units for param in unit.params}, device_of(model)
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         slots: Any
@@ -128,22 +124,18 @@ def give_memory(model: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A name without parts that wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """A name without parts of torch's activation checkpointing, which state dicts leave out, and of torch.compile."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def entries_of_model(model: nn.Module, *, buffers: bool) -> list[Target]:
     """Parameters unit by unit in the order of memory, then all others; each once. Reshards gathered parameters.
 
-    Names are as in `plain_name`. Parameters that were moved or assigned are adopted; every rank calls it.
+    Names are as in `plain_name`. Parameters that were moved or assigned are adopted; every rank calls it. Raises
+    ValueError, by name, for one on the meta device.
 
     Args:
         buffers: persistent buffers too.
-
-    Raises:
-        ValueError: a parameter on the meta device, by name.
     """
     adopt_assigned(model)
     by_param: dict[Param, Target] = {}
