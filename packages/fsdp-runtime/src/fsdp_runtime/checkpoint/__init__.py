@@ -2,12 +2,13 @@
 
 files, rules            tensors in files, and how names and shapes differ          imports: nothing of models
 conversions             rules of transformers' models                              imports: rules
-targets                 a model's tensors, for loading and for gathering           imports: units
+runs                    shards into whole tensors, in bounded memory               imports: files, units
+targets                 a model's tensors, for loading and for gathering           imports: runs, units
 loading, full_state     files and state dicts into shards                          imports: files, rules, targets
-runs, merged, export    shards into whole tensors, in bounded memory, and files    imports: files, targets, conversions
+merged, export          a model's whole tensors, and files of them                 imports: files, targets, conversions
 convert                 DCP folders to safetensors and back, without a model       imports: files
 local_shards            this rank's boxes of every tensor, and who sends which     imports: targets
-full_params             whole parameters in the modules for a while                imports: runs
+full_params             whole parameters in the modules for a while                imports: runs, targets
 offload                 shards in CPU memory                                       imports: units
 """
 

@@ -1,7 +1,7 @@
 """`iter_full_params`, `save_safetensors`: a model's whole tensors run by run of memory, also into files."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def save_safetensors(
     max_file_bytes: int = 5_000_000_000,
     bucket_bytes: int = 1 << 30,
 ) -> list[Path]:
-    """Write the full parameters and buffers of a module, sharded or not; every rank calls it.
+    """Write the full parameters and buffers of a module, sharded or not; every rank calls it. Returns the files.
 
     Tensors are gathered as in `iter_full_params`, on rank 0 alone, which writes them one by one. One file is
     `model.safetensors`; several are `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. Of tied
@@ -81,9 +81,6 @@ def save_safetensors(
         dtype: of floating-point tensors in the files. Defaults to theirs.
         max_file_bytes: of one file; a larger tensor has a file to itself.
         bucket_bytes: of gathered memory on any rank; see `iter_full_params`.
-
-    Returns:
-        The files, on every rank.
 
     Raises:
         OSError: rank 0 could not write: the folder, the disk, a dtype that files do not have, safetensors not
@@ -139,7 +136,11 @@ class Exporter:
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
         with on_all_ranks(caller) as options:
             options.update(dtype=dtype, bucket_bytes=bucket_bytes, ranks=self._ranks)
-            _check(bucket_bytes, self._ranks)
+            if type(bucket_bytes) is not int or bucket_bytes < 1:
+                raise ValueError(f"bucket_bytes is {bucket_bytes!r}; expected a number of bytes from 1")
+            size = dist.get_world_size() if dist.is_initialized() else 1
+            if self._ranks is not None and not (self._ranks and set(self._ranks) <= set(range(size))):
+                raise ValueError(f"ranks is {self._ranks}; expected some of the global ranks 0 to {size - 1}")
             self.entries = entries_of(model, buffers=buffers)  # in the order in which they come
         self._by_param = {entry.param: entry for entry in self.entries if entry.param is not None}
         dtypes = (
@@ -195,11 +196,3 @@ class Exporter:
             tensor = None if tensor is None else tensor.to(self.dtype_of(entry))
         if tensor is not None:
             yield entry.name, tensor
-
-
-def _check(bucket_bytes: int, ranks: Sequence[int] | None) -> None:
-    if type(bucket_bytes) is not int or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; expected a number of bytes from 1")
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks is not None and (not ranks or any(not 0 <= rank < size for rank in ranks)):
-        raise ValueError(f"ranks is {ranks}; expected some of the global ranks 0 to {size - 1}")

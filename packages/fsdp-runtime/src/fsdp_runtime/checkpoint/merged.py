@@ -139,9 +139,8 @@ class Merged:
 
     def _adapt(self, layer: Any, old: str, new: str) -> None:
         """Note an adapted weight."""
-        active = [a for a in layer.active_adapters if a not in layer.merged_adapters]
-        if layer.disable_adapters:
-            active = []
+        unmerged = [a for a in layer.active_adapters if a not in layer.merged_adapters]
+        active = [] if layer.disable_adapters else unmerged
         factors: list[tuple[Slots, str]] = []
         cut: list[bool] = []
         for kind in layer.adapter_layer_names:
@@ -165,9 +164,8 @@ class Merged:
             with torch.no_grad():
                 adapter.check()
         except Exception as error:
-            raise NotImplementedError(
-                f"merged_params: peft does not merge {old.rstrip('.')}: {error}"
-            ) from error
+            name = old.rstrip(".")
+            raise NotImplementedError(f"merged_params: peft does not merge {name}: {error}") from error
         adapters = self._by_weight.setdefault(id(base._parameters[attribute]), [])
         adapters.append(adapter)
         self.adapters[plain_name(new + attribute)] = adapters

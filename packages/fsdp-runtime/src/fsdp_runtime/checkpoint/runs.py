@@ -7,6 +7,7 @@ The pieces of a run, rank by rank, are its tensors one after the other, so that 
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,16 +30,12 @@ class Run:
 
     group: Group
     segment: int  # its index
+    size: int  # of its elements, how many each rank of the shard axis holds
     members: list[Param]  # in the order of their memory
     dtype: torch.dtype  # in which they are gathered
     # start, stop: elements of the gathered segment
     start: int
     stop: int
-
-    @property
-    def size(self) -> int:
-        """Elements of the segment that each rank of the shard axis holds."""
-        return self.group.plan.layout.segments[self.segment].shard_size
 
     def piece(self, rank: int) -> tuple[int, int]:
         """The elements of the run that a rank of the shard axis holds."""
@@ -65,21 +62,18 @@ def runs_of(params: Iterable[tuple[Param, torch.dtype]], most: int) -> Iterator[
     Args:
         params: each with the dtype in which it is gathered.
     """
-
-    def key(item: tuple[Param, torch.dtype]) -> tuple[Group, int, torch.dtype]:
-        return item[0].group, _place(item[0]).segment, item[1]
-
-    for (group, index, dtype), items in itertools.groupby(params, key):
-        members = [param for param, _ in items]
+    keys = ((param.group, _place(param).segment, dtype, param) for param, dtype in params)
+    for (group, index, dtype), items in itertools.groupby(keys, operator.itemgetter(0, 1, 2)):
+        members = [param for *_, param in items]
         begins = [_place(param).offset for param in members]
         ends = [_place(param).offset + _place(param).numel for param in members]
         steps = itertools.pairwise([begins[0], *ends])
         layout, segment = group.plan.layout, group.plan.layout.segments[index]
         for part in split_by_size([(end - begin) * dtype.itemsize for begin, end in steps], most):
-            start, stop = begins[part[0]], ends[part[-1]]
+            start, stop, size = begins[part[0]], ends[part[-1]], segment.shard_size
             if len(part) == len(segment.names):  # all of it, with the padding: one all-gather
-                start, stop = 0, segment.shard_size * layout.world_size
-            yield Run(group, index, members[part[0] : part[-1] + 1], dtype, start, stop)
+                start, stop = 0, size * layout.world_size
+            yield Run(group, index, size, members[part[0] : part[-1] + 1], dtype, start, stop)
 
 
 def _place(param: Param) -> TensorSlice:
@@ -128,11 +122,9 @@ def tensors_of(run: Run, full: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors of a gathered run, views of it; if another parallelism cuts them, gathered over its mesh."""
     for param in run.members:
         first = _place(param).offset - run.start
-        view = full[first : first + _place(param).numel].view(param.shape)
-        if (other := param.other) is None:
-            yield view
-            continue
-        placed = DTensor.from_local(
-            view, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
-        )
-        yield placed.full_tensor()
+        tensor = full[first : first + _place(param).numel].view(param.shape)
+        if (other := param.other) is not None:
+            tensor = DTensor.from_local(
+                tensor, other.mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride
+            ).full_tensor()
+        yield tensor
