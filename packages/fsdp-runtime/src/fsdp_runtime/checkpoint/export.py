@@ -143,18 +143,14 @@ class Exporter:
                 raise ValueError(f"ranks is {self._ranks}; expected some of the global ranks 0 to {size - 1}")
             self.entries = entries_of(model, buffers=buffers)  # in the order in which they come
         self._by_param = {entry.param: entry for entry in self.entries if entry.param is not None}
-        dtypes = (
-            (param, entry.tensor.dtype if entry.name in self.adapters else self.dtype_of(entry))
-            for param, entry in self._by_param.items()
-        )
+        dtypes = ((param, self._gathered_in(entry)) for param, entry in self._by_param.items())
         # The caller still holds the last run when the next is gathered; and a slice may be cast to be sent.
         self._runs = list(runs_of(dtypes, bucket_bytes // (2 if ranks is None else 3)))
 
-    def dtype_of(self, entry: Target) -> torch.dtype:
-        """In which a tensor is exported."""
-        if self._dtype is not None and entry.tensor.is_floating_point():
-            return self._dtype
-        return entry.tensor.dtype
+    def _gathered_in(self, entry: Target) -> torch.dtype:
+        """The dtype in which a tensor is gathered: adapters are merged before it is cast."""
+        cast = entry.name not in self.adapters and entry.tensor.is_floating_point()
+        return self._dtype if self._dtype is not None and cast else entry.tensor.dtype
 
     def sources(self, entry: Target) -> list[torch.Tensor]:
         """This rank's tensors that an entry is made of."""
@@ -174,15 +170,16 @@ class Exporter:
             del tensors  # and with them their memory, before the next run is gathered
         for entry in self.entries:
             if entry.param is None:
-                yield from self._exported(entry, self._whole(entry))
+                yield from self._exported(entry, map(self._whole, [entry]))  # `map` keeps no tensor
 
-    def _whole(self, entry: Target) -> Iterator[torch.Tensor]:
+    def _whole(self, entry: Target) -> torch.Tensor:
         tensor: Any = entry.tensor
         own = True  # whether the whole tensor is the model's own memory
         if isinstance(tensor, DISTRIBUTED):
             own = all(placement.is_replicate() for placement in tensor.placements)
             tensor = tensor.full_tensor()
-        yield tensor.clone() if own and self._receives else tensor
+        whole: torch.Tensor = tensor.to(self._gathered_in(entry), copy=own) if self._receives else tensor
+        return whole
 
     def _exported(self, entry: Target, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The next tensor with its adapters, on ranks that receive; the others send their part of it."""
@@ -193,6 +190,6 @@ class Exporter:
             for adapter in self.adapters.get(entry.name, ()):
                 factors = adapter.whole_factors()
                 tensor = None if tensor is None else adapter.merge(tensor, factors)
-            tensor = None if tensor is None else tensor.to(self.dtype_of(entry))
+            tensor = None if tensor is None else cast_to(self._dtype)(tensor)
         if tensor is not None:
             yield entry.name, tensor

@@ -129,9 +129,6 @@ def set_full_optimizer_state_dict(
             `rank0_only` ranks whose states fit have loaded them.
     """
     _reshard(model)
-    with (
-        nullcontext() if rank0_only else on_all_ranks("set_full_optimizer_state_dict")
-    ):  # else it raises on all
-        ragged_shard.state_dict.load_full_optimizer_state_dict(
-            model, optimizers, state_dict, rank0_only=rank0_only
-        )
+    load = ragged_shard.state_dict.load_full_optimizer_state_dict
+    with nullcontext() if rank0_only else on_all_ranks("set_full_optimizer_state_dict"):
+        load(model, optimizers, state_dict, rank0_only=rank0_only)  # rank0_only: raises on all ranks
