@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._params.group import Group
-from .._params.unit import Param, Unit
+from .._params.unit import Param
 from .runs import gather, in_order_of_memory, runs_of, tensors_of
 from .targets import units_of
 
@@ -35,7 +35,14 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """
     units = units_of(module)
     for unit in units:
-        _check(unit)
+        unit.check_open()
+        for param in unit.params:
+            name = f"full_params: {param.name} of {unit.name}"
+            reason = param.group.refused_whole if param.other is None else "cut by another parallelism"
+            if reason:
+                raise NotImplementedError(f"{name} is {reason}; use its full_tensor()")
+            if param.sharded.is_meta:
+                raise ValueError(f"{name} is on the meta device")
     for unit in units:
         unit.adopt()
     groups = [group for unit in units for group in unit.groups]
@@ -60,18 +67,6 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         for param, _ in whole:
             for slots, attribute in param.slots:
                 slots[attribute] = param.sharded
-
-
-def _check(unit: Unit) -> None:
-    unit.check_open()
-    for group in unit.groups:
-        for param in group.params:
-            name = f"full_params: {param.name} of {unit.name}"
-            reason = group.refused_whole if param.other is None else "cut by another parallelism"
-            if reason:
-                raise NotImplementedError(f"{name} is {reason}; use its full_tensor()")
-            if param.sharded.is_meta:
-                raise ValueError(f"{name} is on the meta device")
 
 
 def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:

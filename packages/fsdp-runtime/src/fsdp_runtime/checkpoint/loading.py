@@ -89,7 +89,7 @@ def load_safetensors(
     with on_all_ranks("load_safetensors", group):
         give_memory(model)
         targets = targets_of(model)
-        bytes_read = sum(map(plan.fill, targets))
+        bytes_read = sum(plan.fill(target) for target in targets if target.name in plan.pieces)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     devices = {name: tensor.device for name, tensor in tensors}
     common = Counter(devices.values()).most_common(1)
@@ -110,7 +110,7 @@ class _Plan:
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, rules: Sequence[Rule], strict: bool) -> None:
         self._checkpoint, self._used, self.cast = checkpoint, set[str](), set[str]()
         self._decoders: dict[str, Callable[[Box], torch.Tensor]] = {}  # of FP8 tensors of the files
-        self._pieces: dict[str, list[Piece]] = {}  # by the first name of the model's tensor
+        self.pieces: dict[str, list[Piece]] = {}  # by the first name of the model's tensor
         targets = targets_of(model)
         shapes = {n: tuple(target.tensor.shape) for target in targets for n in (target.name, *target.also)}
         own = equations_of(model, shapes, checkpoint.tensors)
@@ -118,9 +118,9 @@ class _Plan:
             for name in (target.name, *target.also):
                 by_rules = [rule.equation(name, shapes[name]) for rule in rules]
                 self._find(target, name, [*by_rules, own.get(name), Equation((name,), ((name,),))], shapes)
-        self.missing = [target.name for target in targets if target.name not in self._pieces]
+        self.missing = [target.name for target in targets if target.name not in self.pieces]
         self.unexpected = sorted(checkpoint.tensors.keys() - self._used)
-        self.empty = buffers_without_values(model, self._pieces)
+        self.empty = buffers_without_values(model, self.pieces)
         if strict and (self.missing or self.unexpected or self.empty):
             empty = f", buffers without values {_few(self.empty)}" if self.empty else ""
             raise ValueError(
@@ -147,7 +147,7 @@ class _Plan:
         target.values(_INSTEAD)  # raises for a tensor subclass
         for file in dict.fromkeys(equation.files):
             self._use(file, target)
-        others = self._pieces.setdefault(target.name, pieces)
+        others = self.pieces.setdefault(target.name, pieces)
         same = [piece.box for piece in pieces] == [other.box for other in others]
         pairs = zip(pieces, others, strict=False)
         if not same or not all(a == b or self._read(a, a.box).equal(self._read(b, b.box)) for a, b in pairs):
@@ -177,29 +177,26 @@ class _Plan:
         values = tensor[box.slices()] if decode is None or dtype == tensor.dtype else decode(box)
         return values.view(part.sizes)
 
+    @torch.no_grad()
     def fill(self, target: Target) -> int:
         """Copy this rank's boxes of a tensor; returns the bytes. Any error is a RuntimeError that names files."""
-        pieces = self._pieces.get(target.name, [])
+        nbytes, pieces = 0, self.pieces[target.name]
         try:
-            return self._copy(target, pieces) if pieces else 0
+            values = target.values(_INSTEAD)
+            for box, view in boxes_of(values):
+                for piece in pieces:
+                    part = piece.box.intersection(box)
+                    if part is not None:
+                        view[part.slices(box.offsets)].copy_(self._read(piece, part, view.dtype))
+                        nbytes += part.numel * self._checkpoint.tensors[piece.file].itemsize
+            if values is not target.tensor:  # it is kept as codes
+                local_tensor(target.tensor.detach()).copy_(local_tensor(values))
         except Exception as error:
             files = sorted({str(self._checkpoint.files[piece.file]) for piece in pieces})
             raise RuntimeError(
                 f"{target.name} could not be loaded from {', '.join(files)}, and the model has some of the values: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    @torch.no_grad()
-    def _copy(self, target: Target, pieces: list[Piece]) -> int:
-        nbytes, values = 0, target.values(_INSTEAD)
-        for box, view in boxes_of(values):
-            for piece in pieces:
-                part = piece.box.intersection(box)
-                if part is not None:
-                    view[part.slices(box.offsets)].copy_(self._read(piece, part, view.dtype))
-                    nbytes += part.numel * self._checkpoint.tensors[piece.file].itemsize
-        if values is not target.tensor:  # it is kept as codes
-            local_tensor(target.tensor.detach()).copy_(local_tensor(values))
         return nbytes
 
 
