@@ -1,4 +1,4 @@
-"""What FSDP2 has from torch 2.15 on, beside the cases of `conformance`: kept memory, and dtypes of gradients.
+"""FSDP2's additions in torch 2.15 that `conformance` has no case for: kept memory, and dtypes of gradients.
 
 Torch 2.13 has neither in FSDP2, so expected values are those of one process. From the source of torch 2.15:
 

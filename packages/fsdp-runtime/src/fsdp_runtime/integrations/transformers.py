@@ -56,10 +56,17 @@ class RaggedTrainer(_Trainer):
         with accelerate.replaced(self, is_fsdp_enabled=False):  # so that the model alone is prepared
             return super().evaluation_loop(*args, **kwargs)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's training, which also resumes from full checkpoints, and loads the best of them."""
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with accelerate.full_state_dicts():
-            return super().train(*args, **kwargs)
+            return super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        with accelerate.full_state_dicts():
+            return super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
+        with accelerate.full_state_dicts():
+            return super()._load_best_model(*args, **kwargs)
 
     @property
     def _sharded(self) -> bool:
