@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from dbuffer_helpers import make
 
-from dbuffer import watch_order
+from dbuffer import wait_in_order, watch_order
 from dbuffer._order import CollectiveOrder, DisagreementError, compare_mode
 from ragged_shard.device import device_layer
 from ragged_shard.testing import on_ranks
@@ -106,6 +106,23 @@ def test_ranks_that_depart_to_different_collectives_name_each_other():
     run(order, *[FORWARD, BACKWARD] * 3)
     with pytest.raises(DisagreementError, match=rf"rank {rank} starts gather {rank}, rank [^{rank}] gather"):
         order.start(f"gather {rank}", LAYER)
+
+
+@on_ranks(3)
+def test_ranks_that_wait_for_one_that_departs_raise_with_it_before_any_timeout():
+    group = dist.new_group(timeout=timedelta(minutes=30))
+    order, last = watch_order(group), dist.get_rank() == 2
+    run(order, *[FORWARD, BACKWARD] * 3)
+    named = r"rank . starts gather ., rank . gather [ab]\."
+    if last:
+        with pytest.raises(DisagreementError, match=named):
+            order.start("gather b", LAYER)
+    else:
+        order.start("gather a", LAYER)
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(DisagreementError, match=named):
+            wait_in_order(work, group)
+        assert not work.is_completed()
 
 
 @on_ranks(2)

@@ -31,6 +31,7 @@ from fsdp_runtime import (
     OffloadPolicy,
     QuantizationPolicy,
     _torch_compat,
+    fully_shard,
     offload,
     reload,
 )
@@ -272,7 +273,41 @@ class TestNoRace:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def test_when_gathers_follow_the_optimizers_event(self):
+    def test_when_only_some_units_are_offloaded(self):
+        with device(device="cpu:0"):
+            model = seeded(Net, blocks=4)
+            for index, block in enumerate(model.blocks):
+                policy = CPUOffloadPolicy() if index == 1 else OffloadPolicy()
+                fully_shard(block, mesh=mesh_of(4), offload_policy=policy)
+            fully_shard(model, mesh=mesh_of(4)).set_reshard_after_backward(False)
+            train(model, steps=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+
+    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
+    def test_when_a_users_hook_raises_and_gradients_are_dropped(self, shape):
+        def stop(param):
+            raise ZeroDivisionError
+
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(*shape), mp_policy=BF16)
+            handle = model.blocks[1].bias.register_post_accumulate_grad_hook(stop)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, tokens()).backward()
+            model.zero_grad()
+            torch.ones(4)
+            handle.remove()
+            model.reset_iter_state()
+            train(model, steps=1)
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_when_gathers_follow_the_optimizers_event(self, own):
+        class Event:
+            """As `torch.cuda.Event`, which `torch.Stream.wait_event` takes for one that was never recorded."""
+
+            clock: ClassVar[dict[int, int]] = {}
+
+            def __init__(self, event):
+                self.wait = event.wait
+
         with device() as found:
             model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
             train(model, steps=1)
@@ -282,7 +317,7 @@ class TestNoRace:
                 assigned = nn.Parameter(model.blocks[0].weight.detach() * 2)
                 with found.on(side):
                     torch.optim.SGD(model.parameters(), lr=0.01).step()
-                    model.set_post_optim_event(found.record())
+                    model.set_post_optim_event(Event(found.record()) if own else found.record())
                 if assign:
                     model.blocks[0].weight = assigned
                 loss = loss_of(model, tokens())

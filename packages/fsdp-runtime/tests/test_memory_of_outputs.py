@@ -81,24 +81,22 @@ def second_order(model, x, evaluate=False):
     grad.square().sum().backward()
 
 
-@on_ranks(2)
-def test_a_second_backward_after_resharding_names_the_unit_and_what_works():
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("evaluate", [False, True])
+@on_ranks(3)
+def test_a_second_backward_gathers_again(evaluate, keep):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    alone = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    alone.load_state_dict(model.state_dict())
-    fully_shard(model[0])
+    model: Any = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 1)
+    )
+    alone = copy.deepcopy(model)
+    for layer in model[:3]:
+        fully_shard(layer)
     fully_shard(model)
-    x = torch.ones(2, 4, requires_grad=True)
-    for evaluate in (False, True):
-        with pytest.raises(
-            RuntimeError, match=r"0 \(FSDPLinear\): .*second backward.*set_reshard_after_backward\(False\)"
-        ):
-            second_order(model, x, evaluate)
-        model.reset_iter_state()  # type: ignore[operator]
-        model.set_reshard_after_backward(False)  # type: ignore[operator]
-    second_order(model, x)
-    second_order(alone, x)
+    model.set_reshard_after_backward(not keep)
+    for each in (model, alone):
+        each.zero_grad()
+        second_order(each, torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(), evaluate)
     assert_same_gradients(model, alone)
 
 

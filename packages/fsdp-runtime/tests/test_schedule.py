@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import Watch, loss_of, seeded, shard, tokens
+from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime._grads.buffer import Full
@@ -122,9 +123,18 @@ class Block(nn.Linear):
         return super().forward(Watch.apply(x, self.look)) * 1
 
 
+class Recomputed(Body):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_backward_gathers_the_unit_before():
-    model = seeded(blocks=3)
+def test_backward_gathers_the_unit_before(reentrant):
+    model = seeded(Recomputed if reentrant else Body, blocks=3)
     model.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
     seen = []
     for index, block in enumerate(model.blocks):
@@ -132,7 +142,7 @@ def test_backward_gathers_the_unit_before():
             (index, [i for i, other in enumerate(model.blocks) if gathered(other)])
         )
     shard(model)
-    for _ in range(2):
+    for _ in range(3):
         seen.clear()
         loss_of(model, tokens()).backward()
     assert seen == [(2, [1, 2]), (1, [0, 1]), (0, [0])]

@@ -55,7 +55,7 @@ def undeclared(folder, transport):
     """Rank 1 skips a unit in its third step; each rank notes its error and ends, as a script does."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=5)), "cpu")
     for layer in model:
         fully_shard(layer, mesh=mesh, transport=transport)
     fully_shard(model, mesh=mesh, transport=transport)
@@ -77,7 +77,7 @@ def test_a_unit_that_a_rank_skips_undeclared_is_an_error_on_both_ranks(tmp_path,
     with pytest.raises(RankError):
         run_ranks(2, undeclared, tmp_path, transport)
     waits, departs = ((tmp_path / str(rank)).read_text() for rank in (0, 1))
-    assert "all_gather of 1 failed" in waits
-    assert "the ranks do not agree on the order of collectives" in departs
-    assert "where all_gather of 1 was expected" in departs
-    assert "skippable=True" in departs
+    for text in (waits, departs):
+        assert "the ranks do not agree on the order of collectives" in text
+        assert "all_gather of 1" in text
+        assert "skippable=True" in text

@@ -8,7 +8,7 @@ it. `dbuffer.encodings`, imported only by who uses it, has codes for gathers, re
 from ._buffer import DBuffer
 from ._collectives import AllReduce, Gather, Handle, ReduceScatter
 from ._encoding import Encoder, ReductionForm, WireForm
-from ._order import CollectiveOrder, start_collective, watch_order
+from ._order import CollectiveOrder, start_collective, wait_in_order, watch_order
 from .memory.geometry import Geometry, TensorSlice, geometry_of
 from .memory.recycler import Recycler, RecyclerStats, Scratch, ShardMemory, hold_forever, shared_recycler
 from .transport import Collectives, Op, Pairs, Transport, TransportChoice, Work
@@ -40,5 +40,6 @@ __all__ = [
     "hold_forever",
     "shared_recycler",
     "start_collective",
+    "wait_in_order",
     "watch_order",
 ]

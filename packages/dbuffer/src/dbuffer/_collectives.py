@@ -24,7 +24,7 @@ import torch.distributed as dist
 from . import _torch_compat as compat
 from ._buffer import DBuffer
 from ._encoding import Exchange
-from ._order import watched
+from ._order import DisagreementError, wait_in_order, watched
 from .memory.gathered import Flats, NeighborSlices
 from .transport import Op, Pairs, Transport, TransportChoice, Work, resolved, transport_of
 
@@ -109,8 +109,14 @@ class Handle:
             return
         work = self._work
         try:
-            if work is not None:
+            if work is None:
+                pass
+            elif self._layer.asynchronous:
                 work.wait()
+            else:
+                wait_in_order(work, self.group)
+        except DisagreementError:
+            raise  # it is under way still
         except RuntimeError as error:
             if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
                 raise  # from a signal handler

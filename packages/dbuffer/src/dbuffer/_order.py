@@ -10,13 +10,15 @@ another than predicted  this rank publishes the title in the group's store, and 
 after an exception      the same: ranks go on together, and know nothing, if all have failed after as many collectives
 
 Up to the first difference histories are equal, and so are predictions. There titles differ, so for one rank at least
-its own is not as predicted: it raises, or waits for the others and raises at the group's timeout, before it has started
-anything. The others wait for it in their collective until that times out.
+its own is not as predicted: it waits for the others, before it has started anything. They have started what was
+predicted, and look at the store once in a second that the host waits for it: then all raise. On a device the host
+does not wait, so that the others' collective, and the first rank, end at the group's timeout.
 
 DBUFFER_COMPARE is "first" (as above), "always" (all titles are compared: every rank raises at the first difference) or
 "never".
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -33,12 +35,15 @@ from ragged_shard.device import DeviceLayer
 from ragged_shard.dist import gather_from_ranks, list_ranks
 
 from . import _torch_compat as compat
+from .transport.protocol import Work
 
 _log = logging.getLogger("dbuffer.order")
 COMPARE_VARIABLE = "DBUFFER_COMPARE"
 _MODES = ("first", "always", "never")
 _END = "the end of a pass"
 _LATE = 10.0  # seconds after which a rank that waits for the others says so
+_LOOK = 1.0  # seconds that the host waits for a collective before it looks whether another rank does something else
+_DEPARTED = "departed"  # key of the last departure: "<number> <rank> <title>"
 _MOST = 4096  # passes that are remembered
 _REMEDY = (
     "Run the same modules in the same order on all ranks, declare those that ranks may skip with "
@@ -78,6 +83,7 @@ class CollectiveOrder:
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._store = PrefixStore("dbuffer-order", store)
         self._mode = compare_mode()
+        self._departed = 0  # the number at which this rank departed last
         self._expected: Titles | None = None
         self._cut = False  # whether an exception ended a pass, perhaps on this rank only
         self._last: Titles | None = None  # the pass before
@@ -178,7 +184,9 @@ class CollectiveOrder:
             return
         counter = f"{self.number} {hashlib.sha256(title.encode()).hexdigest()[:16]}"
         own = f"{self.number}/{self._rank}"
+        self._departed = self.number
         self._store.set(own, title)
+        self._store.set(_DEPARTED, f"{self.number} {self._rank} {title}")
         self._store.add(counter, 1)
         begun, late = time.monotonic(), False
         patience = compat.timeout_seconds(group, layer.device)
@@ -215,6 +223,37 @@ class CollectiveOrder:
                 other = self._store.get(key).decode()
                 if other != title:
                     self._refuse(title, rank, other)
+
+    def check_departures(self) -> None:
+        """Raise DisagreementError if another rank has departed at a collective that this one started as predicted.
+
+        One or two requests of the store.
+        """
+        if not self._store.check([_DEPARTED]):
+            return
+        number, place, title = self._store.get(_DEPARTED).decode().split(" ", 2)
+        if not self._departed < int(number) <= self.number:
+            return
+        started = self.number - int(number)  # since then
+        own = self.titles[-1 - started] if started < len(self.titles) else "what was predicted"
+        self._store.set(f"{number}/{self._rank}", own)  # the other rank raises too
+        self._refuse(own, self._ranks[int(place)], title)
+
+
+def wait_in_order(work: Work, group: dist.ProcessGroup | None) -> None:
+    """Block the host until a collective of a group has completed; raises if another rank starts something else.
+
+    Raises:
+        DisagreementError: it does. The collective is under way still.
+        RuntimeError: the collective failed.
+    """
+    order = None if group is None else watched.get(group)
+    if order is None:
+        work.wait()
+        return
+    while not compat.wait_for(work, _LOOK):
+        with contextlib.suppress(dist.DistError):  # the store is gone: the collective will fail too
+            order.check_departures()
 
 
 watched: "weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder]" = weakref.WeakKeyDictionary()

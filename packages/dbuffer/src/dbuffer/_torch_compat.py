@@ -72,6 +72,25 @@ def has_succeeded(work: Any) -> bool:
     return work.is_completed() and all(hasattr(each, "is_success") and each.is_success() for each in works)
 
 
+def wait_for(work: Any, seconds: float) -> bool:
+    """Block until a work has completed, at most so long if it can; returns whether it has. On the host.
+
+    Raises RuntimeError if it failed.
+    """
+    if hasattr(work, "wait_for"):
+        return bool(work.wait_for(seconds))
+    if not isinstance(work, dist.Work):  # a user's
+        work.wait()
+        return True
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if str(error).startswith("Operation timed out!"):  # `Work::wait`; gloo's own timeout has another text
+            return False
+        raise
+    return True
+
+
 def timeout_seconds(group: dist.ProcessGroup, device: torch.device = CPU) -> float:
     """How long a group's collectives on a device wait for a rank; torch's default where a backend does not say."""
     options = getattr(group._get_backend(device), "options", None)

@@ -33,7 +33,7 @@ from ._params.unit import Param, Unit, UnitOptions
 from ._plan.group import Planner, Quantization, Request
 from ._plan.mesh import DataMesh, WrongCallError, data_mesh, take_apart
 from ._plan.mesh_choice import PlacementFn, choose_meshes
-from ._plan.param import ManagedParam, Place, managed_of
+from ._plan.param import ManagedParam, Place, managed_of, slots_of
 from ._schedule import hooks, state_dict, torch_state
 from ._schedule.model import Member, member_of, owner_of, register, uses_in
 from ._schedule.passes import Pass
@@ -306,7 +306,7 @@ def _tie(tied: _Tied, unit: Unit, names: dict[Place, str]) -> None:
     new = [place for place in tied.places if place not in param.places]
     param.add_places(new)
     for place in new:
-        place.module._parameters[place.attribute] = param.sharded
+        slots_of(place.module)[place.attribute] = param.sharded
     if not tied.moves:
         state_dict.attach(owner, dict.fromkeys(place.module for place in new))
     elif param.group in owner.groups:  # else with another parameter of its group

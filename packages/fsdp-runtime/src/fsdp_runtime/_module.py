@@ -48,6 +48,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.unshard()
+            unit.by_hand = True
             unit.show()
 
 
@@ -439,7 +440,8 @@ class FSDPModule(fsdp.FSDPModule):
         unit = _unit(self)
         unit.reshard()
         result = super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        unit.adopt()
+        if unit.has_one_dtype:  # else another module of its list follows, or the next forward raises
+            unit.adopt()
         return result
 
 
@@ -475,7 +477,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         except BaseException:
-            after(member, self, None)
+            hooks.abandon_forward(member, self)
             raise
         return after(member, self, output)
 

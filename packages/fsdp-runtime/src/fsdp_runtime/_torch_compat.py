@@ -2,7 +2,7 @@
 
 Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
-Private names: the autograd engine's callback queue and current graph task, a parameter's post-accumulate hooks,
+Private names: the autograd engine's callback queue and current graph task, a parameter's hooks, dispatch modes,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
 recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
@@ -27,7 +27,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ragged_shard.device import CPU
 from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
@@ -119,10 +119,28 @@ def group_across(store: Any, rank: int, size: int, device: torch.device, timeout
     return group
 
 
+Hooks = dict[int, Callable[[torch.Tensor], Any]] | None
 #: What `register_post_accumulate_grad_hook` has registered on a tensor, by id; None if nothing was.
-post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], Any]] | None] = (
-    operator.attrgetter("_post_accumulate_grad_hooks")
-)
+post_accumulate_hooks: Callable[[torch.Tensor], Hooks] = operator.attrgetter("_post_accumulate_grad_hooks")
+#: What `register_hook` has registered on a leaf, likewise.
+gradient_hooks: Callable[[torch.Tensor], Hooks] = operator.attrgetter("_backward_hooks")
+
+
+class RefuseCollectives(TorchDispatchMode):
+    """Inside, this thread's collectives raise RuntimeError with a message, also those in ops of distributed tensors."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DISTRIBUTED) for each in types):
+            return (
+                NotImplemented  # these run first, and what they call comes here: as in torch's CommDebugMode
+            )
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise RuntimeError(self._message)
+        return func(*args, **(kwargs or {}))
 
 
 #: Without a `reduce_dtype` FSDP2 reduces in the dtype of the sharded parameters from torch 2.15 on, before in that of

@@ -79,6 +79,9 @@ class DeviceLayer:
     def wait(self, event: Any, stream: Any = None) -> None:
         """Let later work of `stream` (None: the current one) start after `event`. Does not block the CPU."""
 
+    def wait_for_users(self, event: Any, stream: Any = None) -> None:
+        """Like `wait`, for an event of a user, of any class: `torch.cuda.Event` is one that `torch.Stream` ignores."""
+
     def wait_on_host(self, event: Any) -> None:
         """Block the CPU until `event` has completed; None has."""
 
@@ -88,6 +91,10 @@ class DeviceLayer:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in page-locked memory of the CPU, to be read after an event; on the CPU the tensor itself."""
+        return tensor
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a small tensor of the CPU on the device, without blocking the CPU; on the CPU the tensor itself."""
         return tensor
 
     def synchronize(self) -> None:
@@ -150,6 +157,11 @@ class StreamLayer(DeviceLayer):
         if event is not None:
             (self.current_stream() if stream is None else stream).wait_event(event)
 
+    def wait_for_users(self, event: Any, stream: Any = None) -> None:
+        """Let later work of the stream start after an event of any class, which waits on the current stream."""
+        with self.on(stream, ()):
+            event.wait()
+
     def wait_on_host(self, event: Any) -> None:
         """Block the CPU until `event` has completed."""
         if event is not None:
@@ -163,6 +175,11 @@ class StreamLayer(DeviceLayer):
         """A copy in page-locked memory of the CPU, queued on the current stream."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy by way of page-locked memory, queued on the current stream."""
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
+        return pinned.copy_(tensor).to(self.device, non_blocking=True)
 
     def synchronize(self) -> None:
         """Block the CPU until the device has done all its work."""

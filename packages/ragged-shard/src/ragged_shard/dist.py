@@ -12,7 +12,9 @@ default to the group of all ranks; without process groups there is one rank.
 import contextlib
 import hashlib
 import importlib.metadata
+import logging
 import platform
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -31,6 +33,7 @@ __all__ = [
     "installed_versions",
     "list_ranks",
     "on_all_ranks",
+    "own_error_first",
     "raise_on_all_ranks",
     "same_on_all_ranks",
 ]
@@ -38,6 +41,8 @@ __all__ = [
 T = TypeVar("T")
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
 
+_log = logging.getLogger(__name__)
+_LATE = 1.0  # seconds after which a rank with an error logs it, if it waits for the others still
 _WORDS = 4  # of 62 bits, of a digest
 # Types that every rank can raise again; any other error arrives as a RuntimeError that names its type.
 _KINDS: tuple[type[Exception], ...] = (
@@ -62,7 +67,8 @@ def raise_on_all_ranks(
 
     The message begins with `caller` and names the rank. One all-gather of pickled objects on each group.
     """
-    reports = gather_from_ranks((_rank(), _described(error), value), groups)
+    with own_error_first(error):
+        reports = gather_from_ranks((_rank(), _described(error), value), groups)
     for failed_rank, described, _ in sorted(reports, key=itemgetter(0)):
         if described is not None:
             kind, message = described
@@ -87,7 +93,9 @@ def same_on_all_ranks(
         ValueError: on every rank, with the first name whose values differ and the ranks that have each.
     """
     texts = {name: str(value) for name, value in values.items()}
-    if equal_on_all_ranks(f"{texts} {None if error is None else repr(error)}", groups) and error is None:
+    with own_error_first(error):
+        equal = equal_on_all_ranks(f"{texts} {None if error is None else repr(error)}", groups)
+    if equal and error is None:
         return
     raise_on_all_ranks(error, caller, groups=groups)
     by_rank = sorted(gather_from_ranks((_rank(), texts), groups), key=itemgetter(0))
@@ -116,6 +124,26 @@ def on_all_ranks(caller: str, groups: Groups = None) -> Iterator[dict[str, objec
     except Exception as error:  # the other ranks must not wait for this one
         problem = error
     same_on_all_ranks(values, groups, error=problem, caller=caller)
+
+
+@contextlib.contextmanager
+def own_error_first(error: Exception | None) -> Iterator[None]:
+    """Around an exchange with other ranks: raises this rank's error if they are lost, logs it if they are late.
+
+    An error that ranks raise together has to reach them; it must not stay hidden if one of them never comes.
+    """
+    if error is None:
+        yield
+        return
+    late = threading.Timer(_LATE, _log.error, ("waiting for the other ranks, to raise there too: %r", error))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    except RuntimeError as lost:
+        raise error from lost
+    finally:
+        late.cancel()
 
 
 def equal_on_all_ranks(text: str, groups: Groups = None) -> bool:

@@ -30,6 +30,10 @@ class Coalesced:
         for work in self.works:
             work.wait()
 
+    def wait_for(self, seconds: float) -> bool:
+        """Block as `wait`, at most so long for each. Returns whether all have completed."""
+        return all(compat.wait_for(work, seconds) for work in self.works)
+
     def is_completed(self) -> bool:
         """Whether all have completed."""
         return all(work.is_completed() for work in self.works)

@@ -10,10 +10,13 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (receive, send)
 
 
 class Work(Protocol):
-    """A transfer under way. A transport that knows more gives its works two attributes, after a RuntimeError of `wait`.
+    """A transfer under way. A transport that knows more gives its works other attributes.
 
+    wait_for     like `wait`, at most so many seconds; returns whether it has completed. The host looks around meanwhile
     quiet        nothing accesses the tensors any more: only then may their memory be reused. By default False
     under_way    the error was a signal handler's, not the work's: the next `wait` continues. By default False
+
+    The last two count after a RuntimeError of `wait`.
     """
 
     def wait(self) -> object:

@@ -13,6 +13,7 @@ all tensors trained     the parameters' own layout: a gradient is written to one
 some frozen since       only the trained ones are reduced: a gradient is written to a view for each rank's part of it
 """
 
+import contextlib
 import enum
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from dbuffer import DBuffer, ReduceScatter, ShardMemory, TransportChoice
 from ragged_shard.device import CPU
 
 from .. import _torch_compat as compat
-from .._plan.group import GroupPlan, as_sharded, trained_layout
+from .._plan.group import GroupPlan, as_sharded, is_laid_out, trained_layout
 from .._plan.param import ManagedParam
 from .._torch.streams import Streams
 from .scaling import Op, ReduceOptions, Scaling, scaling
@@ -339,18 +340,22 @@ class GradBuffer:
         closed.slots.buffer.release()
         self.full = Full.EMPTY
 
-    def publish(self, closed: Closed) -> list[torch.Tensor]:
+    def publish(self, closed: Closed, used: list[torch.Tensor], refusal: str) -> None:
         """Show reduced gradients as `.grad` of the sharded parameters, or add them there, and call the users' hooks.
 
         From then on their memory belongs to the parameters: it is free as soon as all their gradients are dropped.
-        Gradients of parameters that were not used here wait for `publish_missing`. Returns the tensors that this uses
-        on the current stream, which are not to be freed before that.
+        Gradients of parameters that were not used here wait for `publish_missing`.
+
+        Args:
+            used: gets the tensors that this uses on the current stream, before any hook is called, which may raise;
+                they are not to be freed before that.
+            refusal: why hooks may not communicate; empty if they may.
         """
         buffer, copy = closed.slots.buffer, closed.copy
         if closed.divide is not None:
             for flat in buffer.shard:
                 flat.mul_(1.0 / closed.divide)
-        used = [*buffer.shard]
+        used += buffer.shard
         if copy is not None:
             for to, flat in zip(copy.flats, buffer.shard, strict=True):
                 to.copy_(flat, non_blocking=True)
@@ -361,9 +366,9 @@ class GradBuffer:
             views = self._locals_of_runs(views)
         for index in closed.others.missing:
             closed.others.kept[index] = views[self._params[index].key]
-        return used + self._show({param.index: views[param.key] for param in closed.used})
+        self._show({param.index: views[param.key] for param in closed.used}, used, refusal)
 
-    def publish_missing(self, used_anywhere: Iterator[int]) -> None:
+    def publish_missing(self, used_anywhere: Iterator[int], refusal: str) -> None:
         """Show gradients of parameters that were not used here, but on another rank.
 
         `used_anywhere` says of each expected parameter of each unconfirmed reduction whether any rank has used it; it
@@ -372,30 +377,55 @@ class GradBuffer:
         unconfirmed, self.unconfirmed = self.unconfirmed, []
         for reduction in unconfirmed:
             flags = {index: next(used_anywhere, 0) for index in reduction.expected}
-            self._show({index: view for index, view in reduction.kept.items() if flags[index]})
+            self._show({index: view for index, view in reduction.kept.items() if flags[index]}, [], refusal)
 
-    def _show(self, grads: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Set or add to `.grad` of these parameters, and then call the users' hooks. Returns gradients added to."""
+    @torch.no_grad()
+    def _show(self, grads: Mapping[int, torch.Tensor], used: list[torch.Tensor], refusal: str) -> None:
+        """Set or add to `.grad` of these parameters, with the users' hooks before and after; see `publish`."""
         planned, shown = self._plan.params, [self._params[index] for index in sorted(grads)]
-        known: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
-        if self._plan.offload is not None and any(map(_is_read, shown)):
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # to add to, what to add
+        hooked = [param for param in shown if param.has_hooks]
+        if self._plan.offload is not None and (
+            hooked or any(param.sharded.grad is not None for param in shown)
+        ):
             self._streams.layer.wait_on_host(self._streams.layer.record())  # for copies from the device
-        for param in shown:
-            sharded: Any = param.sharded
-            view, grad = grads[param.index], sharded.grad
-            if grad is None:
+        with compat.RefuseCollectives(refusal) if refusal and hooked else contextlib.nullcontext():
+            for param in hooked:
+                self._call_gradient_hooks(param, grads[param.index])
+            for param in shown:
+                sharded: Any = param.sharded
+                view, grad, cut = grads[param.index], sharded.grad, planned[param.index]
+                if grad is not None and is_laid_out(cut, grad):
+                    sums.append((grad.to_local(), view))
+                    continue
+                if (
+                    grad is not None
+                ):  # a user's, of another layout: it is replaced, since adding to a copy changes none
+                    sums.append((view, as_sharded(self._plan, cut, sharded, grad).to_local()))
                 sharded.grad = sharded.with_local(view)
+            if sums:
+                into, added = map(list, zip(*sums, strict=True))
+                used += into
+                compat.add(into, added)
+            for param in hooked:
+                for hook in param.post_accumulate_hooks:
+                    hook(param.sharded)
+
+    def _call_gradient_hooks(self, param: ManagedParam[Any], view: torch.Tensor) -> None:
+        """Write the results of the users' `register_hook` on a parameter into its reduced gradient."""
+        sharded: Any = param.sharded
+        for hook in param.gradient_hooks:
+            grad = sharded.with_local(view)
+            result = hook(grad)
+            if result is None or result is grad:
                 continue
-            known.append(as_sharded(self._plan, planned[param.index], sharded, grad).to_local())
-            added.append(view)
-        if known:
-            with torch.no_grad():
-                compat.add(known, added)
-        for param in shown:
-            for hook in list((compat.post_accumulate_hooks(param.sharded) or {}).values()):
-                hook(param.sharded)
-        return known
+            if not isinstance(result, torch.Tensor) or result.shape != grad.shape:
+                found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise RuntimeError(
+                    f"a hook on the gradient of {param.name} in {self._name} returned {found}; expected None or a "
+                    f"tensor of shape {tuple(grad.shape)}"
+                )
+            view.copy_(as_sharded(self._plan, self._plan.params[param.index], sharded, result).to_local())
 
     def _locals_of_runs(self, views: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """This rank's slices of reduced gradients, in their local shapes; empty for parameters without a slot."""
@@ -406,8 +436,3 @@ class GradBuffer:
             empty = (0, *known.local_shape[1:])
             slices[name] = nothing.view(empty) if view is None else view.view(known.local_shape)
         return slices
-
-
-def _is_read(param: ManagedParam[Any]) -> bool:
-    """Whether the CPU reads a gradient that is shown: to add it up, or in a hook."""
-    return param.sharded.grad is not None or bool(compat.post_accumulate_hooks(param.sharded))

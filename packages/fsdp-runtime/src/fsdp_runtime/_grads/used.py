@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer import start_collective
+from dbuffer import start_collective, wait_in_order
 
 from .._torch.streams import Streams
 from .buffer import GradBuffer
@@ -43,7 +43,10 @@ class UsedParameters:
         layer = streams.layer
         start_collective(self._groups, _TITLE, layer)
         with layer.on(streams.reduce):
-            self._flags = torch.tensor(flags, dtype=torch.uint8).to(layer.device, non_blocking=True)
+            if self._asks:
+                self._flags = layer.from_host(torch.tensor(flags, dtype=torch.uint8))
+            else:
+                self._flags = torch.ones(len(flags), dtype=torch.uint8, device=layer.device)
             for group in self._groups if layer.asynchronous else self._groups[:1]:
                 self._works.append(self._start(group))
             if self._asks and layer.asynchronous:
@@ -55,20 +58,23 @@ class UsedParameters:
             self._flags, dist.ReduceOp.MAX, group=group, async_op=not self._streams.layer.asynchronous
         )
 
-    def finish(self) -> None:
-        """Give parameters that other ranks have used their gradients, and call the users' hooks."""
+    def finish(self, refusal: str) -> None:
+        """Give parameters that other ranks have used their gradients, and call the users' hooks.
+
+        `refusal`: why these may not communicate; empty if they may.
+        """
         layer = self._streams.layer
         if layer.asynchronous:
             if self._asks:
                 layer.wait_on_host(self._event)
         else:
             try:
-                for work in self._works:
-                    work.wait()
+                for work, group in zip(self._works, self._groups, strict=False):
+                    wait_in_order(work, group)
                 for group in self._groups[1:]:
-                    self._start(group).wait()
+                    wait_in_order(self._start(group), group)
             except RuntimeError as error:
                 raise RuntimeError(f"{_TITLE} failed: {error}") from error
         flags = iter(self._flags.tolist() if self._asks else ())
         for own in self._members:
-            own.publish_missing(flags)
+            own.publish_missing(flags, refusal)

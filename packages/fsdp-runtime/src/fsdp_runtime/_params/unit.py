@@ -80,6 +80,7 @@ class Unit:
         self.mp_policy = request.precision  # of `fully_shard`
         self.full = Full.EMPTY  # the full parameters
         self.installed = False  # whether modules hold them; else the sharded ones
+        self.by_hand = False  # whether a user has unsharded them, until they are freed
         self.options = options  # the user's settings; changed by `configure`
         self.groups: list[Group] = []  # its parameters by kind, dtype, mesh and training state
         self.root = True  # whether no other unit is around it
@@ -198,6 +199,11 @@ class Unit:
         if group.keeps_storage:
             group.keep_storage(False)
 
+    @property
+    def has_one_dtype(self) -> bool:
+        """Whether the parameters of each group have one dtype, as `adopt` needs them."""
+        return all(len({param.registered_dtype for param in group.params}) == 1 for group in self.groups)
+
     def has_moved(self) -> bool:
         """Whether parameters were moved or assigned, so that `prepare` copies them into the shards."""
         return any(group.has_moved() for group in self.groups)
@@ -227,9 +233,14 @@ class Unit:
         if self.closed:
             raise RuntimeError(f"the parameters of {self.name} {self.closed}")
 
+    @property
+    def written(self) -> bool:
+        """Whether gathered parameters were changed in place: the shards do not have the change."""
+        return any(group.gathered_written() for group in self.groups)
+
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if gathered parameters were changed in place: the shards do not have the change."""
-        if any(group.gathered_written() for group in self.groups):
+        """Raise RuntimeError if gathered parameters were changed in place."""
+        if self.written:
             self._refuse_written()
 
     @torch.inference_mode(False)  # training uses this memory too
@@ -281,13 +292,6 @@ class Unit:
     def at_rest(self) -> bool:
         """Whether it holds its shards and nothing more."""
         return self.full is Full.EMPTY and not self._shrunk
-
-    @property
-    def freed(self) -> bool:
-        """Whether the memory under the unsharded parameters is gone; on one rank it may be the shards' memory."""
-        return self.at_rest and not all(
-            group.buffer is not None and group.buffer.aliased for group in self.groups
-        )
 
     def shares_memory_with(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these plain tensors is, or is a view of, an unsharded parameter."""
@@ -364,7 +368,7 @@ class Unit:
             for handle in self._handles:
                 handle.wait()
             self._handles = []
-            self.full, self.installed = Full.EMPTY, False
+            self.full, self.installed, self.by_hand = Full.EMPTY, False, False
             for group in self.groups:
                 assert group.buffer is not None
                 neighbors = group.plan.neighbors if keep_slices and self.keeps_slices else None
@@ -384,7 +388,7 @@ class Unit:
 
     def park(self) -> None:
         """Put the sharded parameters into the modules and keep the gathered memory."""
-        if any(group.gathered_written() for group in self.groups):
+        if self.written:
             self.reshard()  # raises
         if self.shown:
             self.hide()
@@ -407,8 +411,7 @@ class Unit:
                     param.group.check_trainable(param)
                 except ValueError as error:
                     return str(error)
-        written = any(group.gathered_written() for group in self.groups)
-        return "gathered parameters were changed in place" if written else ""
+        return "gathered parameters were changed in place" if self.written else ""
 
     def hide(self, *, in_backward: bool = False) -> None:
         """Copy attributes that users have set on the unsharded parameters since `show` to the sharded ones.
@@ -495,7 +498,7 @@ class Unit:
 
         Returns whether gathered parameters were changed since, which is lost.
         """
-        written = self.installed and not self._handles and any(g.gathered_written() for g in self.groups)
+        written = self.installed and not self._handles and self.written
         changed = written or any(param.has_other_data for param in self.params)
         self._waiting_for.clear()
         self.entered.clear()

@@ -287,6 +287,15 @@ def wrap_local(plan: ParamPlan, local: torch.Tensor) -> RaggedDTensor:
     return RaggedDTensor.from_local(local, plan.mesh, plan.placements, shape=plan.global_shape)
 
 
+def is_laid_out(param: ParamPlan, value: torch.Tensor) -> bool:
+    """Whether a tensor is laid out like the sharded parameter, so that `as_sharded` shares its memory."""
+    return (
+        isinstance(value, RaggedDTensor)
+        and value.device_mesh == param.mesh
+        and value.placements == param.placements
+    )
+
+
 def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: torch.Tensor) -> RaggedDTensor:
     """A tensor of the parameter's global shape, laid out like the sharded parameter; in new memory or shared.
 
@@ -295,8 +304,7 @@ def as_sharded(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, value: tor
     with torch.no_grad():
         value = value.detach()
         if isinstance(value, RaggedDTensor):
-            same = value.device_mesh == param.mesh and value.placements == param.placements
-            return value if same else value.redistribute(placements=param.placements)
+            return value if is_laid_out(param, value) else value.redistribute(placements=param.placements)
         if isinstance(value, DTensor):
             moved: RaggedDTensor = ragged_shard.redistribute(value, placements=param.placements)
             return moved

@@ -34,6 +34,29 @@ class Place:
     attribute: str
 
 
+class _OwnSetattr:
+    """A module's parameters, which its own `__setattr__` registers: it may keep them elsewhere too, as `nn.RNNBase`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self, name: str) -> Any:
+        """The registered parameter; None if there is none."""
+        return self._module._parameters.get(name)
+
+    def __setitem__(self, name: str, param: nn.Parameter) -> None:
+        setattr(self._module, name, param)
+
+
+Slots = dict[str, Any] | _OwnSetattr
+
+
+def slots_of(module: nn.Module) -> Slots:
+    """Where parameters of a module are registered, by name."""
+    plain = type(module).__setattr__ is nn.Module.__setattr__
+    return cast(Slots, module._parameters) if plain else _OwnSetattr(module)
+
+
 # By id of a tensor; it may be of one that is gone, so `managed_of` compares.
 _managed: "weakref.WeakValueDictionary[int, ManagedParam[Any]]" = weakref.WeakValueDictionary()
 
@@ -112,8 +135,7 @@ class ManagedParam(Generic[G]):
         # its name in the group's layout: the one in the unit that was made with the group
         self.name = self.key = name  # in the unit that has its group; unique there
         self.places: list[Place] = []  # where it is registered
-        # the dictionaries that hold it, with its key in each
-        self.slots: list[tuple[dict[str, Any], str]] = []
+        self.slots: list[tuple[Slots, str]] = []  # what holds it, with its key in each
         self.add_places(places)
         self.shape = shape  # of the plain tensor that this rank computes with
         self.data = data  # the mesh that cuts it
@@ -134,6 +156,9 @@ class ManagedParam(Generic[G]):
         for key in wrapper.attributes:
             self._user_attributes.pop(key, None)
         self._make_hook: MakeHook | None = None
+        # hooks that users have registered before `fully_shard`, as they are in the dictionaries of the original
+        self._gradient_hooks = compat.gradient_hooks(original)
+        self._post_accumulate_hooks = compat.post_accumulate_hooks(original)
         # the original parameter, which policies get; None as soon as there is a sharded one
         self.example: Any = example
         self.original = weakref.ref(original)
@@ -142,7 +167,7 @@ class ManagedParam(Generic[G]):
         """Note places where it is registered too."""
         for place in places:
             self.places.append(place)
-            self.slots.append((place.module._parameters, place.attribute))
+            self.slots.append((slots_of(place.module), place.attribute))
 
     def plain(self, value: torch.Tensor) -> torch.Tensor:
         """A value of this parameter, or of its local tensor, without the tensor subclass around it."""
@@ -190,6 +215,25 @@ class ManagedParam(Generic[G]):
         param = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
         param.__dict__.update(self._user_attributes)
         self.adopt_sharded(param)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether users have hooks on its gradient."""
+        sharded = self.sharded
+        before = self._gradient_hooks or self._post_accumulate_hooks
+        return bool(before or compat.gradient_hooks(sharded) or compat.post_accumulate_hooks(sharded))
+
+    @property
+    def gradient_hooks(self) -> list[Callable[[torch.Tensor], Any]]:
+        """The users' hooks that may change the reduced gradient, in the order of their registration."""
+        own = compat.gradient_hooks(self.sharded)
+        return [*(self._gradient_hooks or {}).values(), *(own or {}).values()]
+
+    @property
+    def post_accumulate_hooks(self) -> list[Callable[[torch.Tensor], Any]]:
+        """The users' hooks that are called when `.grad` of the sharded parameter is set."""
+        own = compat.post_accumulate_hooks(self.sharded)
+        return [*(self._post_accumulate_hooks or {}).values(), *(own or {}).values()]
 
     def set_unsharded(
         self, view: torch.Tensor, make_hook: MakeHook, reduce_dtype: torch.dtype | None = None
@@ -270,6 +314,12 @@ class ManagedParam(Generic[G]):
         if self._view is None or type(self.unsharded) is not nn.Parameter:
             return False
         return bool(self.unsharded.untyped_storage()._cdata != self._view.untyped_storage()._cdata)
+
+    @property
+    def registered_dtype(self) -> torch.dtype:
+        """The dtype of the module's current parameter."""
+        registered = self.registered()
+        return self.dtype if registered is None or registered is self.unsharded else registered.dtype
 
     def registered(self) -> torch.Tensor | None:
         """The module's current parameter, or None if it was removed."""

@@ -56,6 +56,13 @@ class Reduction:
         self.offloaded = any(group.plan.offload is not None for group in groups)
 
     @property
+    def missing(self) -> list[Param]:
+        """The parameters without a gradient on this rank, which another rank may have used."""
+        return [
+            group.params[index] for group, closed in self.closed for index in sorted(closed.others.missing)
+        ]
+
+    @property
     def stays_partial(self) -> bool:
         """Whether sums over replicas are left to a later reduction."""
         return any(closed.stays_partial for _, closed in self.closed)
@@ -82,15 +89,18 @@ class Reduction:
                 call = first.reduction_of(buffers, options.reduce_by, options.separate_reductions)
                 self.scatters.append(call.start(accumulate=adds, stream=streams.reduce))
 
-    def finalize(self, streams: Streams) -> None:
-        """Call the all-reduce hook, and show the gradients. On the current stream."""
+    def finalize(self, streams: Streams, refusal: str) -> None:
+        """Call the all-reduce hook, and show the gradients. On the current stream.
+
+        `refusal`: why hooks of parameters may not communicate; empty if they may.
+        """
         layer = streams.layer
         shown = [(group, closed) for group, closed in self.closed if not closed.stays_partial]
         if self.hook is not None:
             self._call(self.hook, shown, streams)
         for group, closed in shown:
             group.expect_update()
-            self.used += group.gradients.publish(closed)
+            group.gradients.publish(closed, self.used, refusal)
         self.done = layer.record()
 
     def _call(self, hook: AllReduceHook, shown: list[tuple[Group, Closed]], streams: Streams) -> None:
@@ -116,6 +126,9 @@ class Backward:
         self._scattering: list[Reduction] = []  # use gathered memory; the oldest first
         self._summing: list[Reduction] = []  # on a CPU: over replicas, not finalized
         self._held: list[Reduction] = []  # on a device: have shards that the computation has not waited for
+        # on a device: events after copies to the CPU, by whether replicas are summed
+        self._copies: dict[bool, Any] = {}
+        self._refusal = ""  # in this step: why hooks of parameters may not communicate
         # By process groups, since ranks compared the used parameters.
         self._reduced: dict[tuple[dist.ProcessGroup, ...], dict[GradBuffer, None]] = {}
 
@@ -169,6 +182,7 @@ class Backward:
         partial = {group: group.gradients.partial for group in groups}
         reduction = Reduction(unit, groups)
         self._scattering.append(reduction)
+        self._look_for_hooks(reduction)
         (self.partial.add if reduction.stays_partial else self.partial.discard)(unit)
         reduction.scatter(partial, streams)
         for group, closed in reduction.closed:
@@ -178,6 +192,23 @@ class Backward:
             self._wait_for_scatter(reduction)
             self._sum(reduction)
             self._finish_sums()
+
+    def _look_for_hooks(self, reduction: Reduction) -> None:
+        """From a parameter with hooks and without a gradient on, other ranks call hooks in another order."""
+        for param in () if self._refusal else reduction.missing:
+            if param.has_hooks:
+                self._refusal = (
+                    f"a hook on a gradient communicates, and {param.name} of {reduction.unit.name}, which has a hook "
+                    "too, got no gradient on this rank: ranks that have one call hooks in another order, and would "
+                    "take part in other collectives. Call set_reduce_scatter_unused_params(True) on the model, so that "
+                    "each parameter has a gradient on every rank"
+                )
+                return
+
+    def _finalize(self, reduction: Reduction) -> None:
+        reduction.finalize(self._streams, self._refusal)
+        if reduction.offloaded:
+            self._copies[bool(reduction.sums)] = reduction.done
 
     def _wait_for_scatter(self, reduction: Reduction) -> None:
         layer = self._streams.layer
@@ -192,7 +223,7 @@ class Backward:
         streams, replicated = self._streams, reduction.replicated()
         if not replicated:
             with streams.layer.on(streams.reduce, ()):
-                reduction.finalize(streams)
+                self._finalize(reduction)
             return
         self._summing.append(reduction)
         after = (reduction.scattered,)
@@ -207,7 +238,7 @@ class Backward:
             with self._streams.layer.on(self._streams.replicate, ()):
                 for handle in reduction.sums:
                     handle.wait()
-                reduction.finalize(self._streams)
+                self._finalize(reduction)
             self._summing.pop(0)
 
     def _free_oldest(self) -> None:
@@ -238,15 +269,16 @@ class Backward:
         layer = self._streams.layer
         exchanges = [UsedParameters(groups, own, self._streams) for groups, own in self._reduced.items()]
         self._reduced = {}
-        offloaded = [each for each in (*self._scattering, *self._held) if each.offloaded]
         while self._scattering:
             self._free_oldest()
         self._finish_sums()
         self._let_go(self._held.copy())
         for exchange in exchanges:
-            exchange.finish()
-        for reduction in offloaded:
-            layer.wait_on_host(reduction.done)  # the CPU reads copies from the device
+            exchange.finish(self._refusal)
+        self._refusal = ""
+        for event in self._copies.values():
+            layer.wait_on_host(event)  # the CPU reads copies from the device
+        self._copies = {}
 
     def abandon(self) -> None:
         """Wait, ignoring failures, and free gathered memory: a failed iteration is being cleared away."""
@@ -262,9 +294,9 @@ class Backward:
                     handle.wait()
         for lane in (streams.reduce, streams.replicate):
             layer.wait(layer.record(lane))
-            if layer.asynchronous and any(reduction.offloaded for reduction in scattering):
+            if self._copies or (layer.asynchronous and any(reduction.offloaded for reduction in scattering)):
                 layer.wait_on_host(layer.record(lane))  # memory of the host is given back
-        self._held = []  # now that the computation is behind the lanes
+        self._held, self._copies, self._refusal = [], {}, ""  # now that the computation is behind the lanes
         for reduction in scattering:
             for _, closed in reduction.closed:
                 closed.slots.buffer.release()

@@ -7,6 +7,7 @@ parameter's gradient hook ---- the gradient goes into its buffer
 inputs' gradients are there -- post-backward: free, reduce
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
@@ -16,7 +17,7 @@ from torch import nn
 
 from .. import _torch_compat as compat
 from .._params.unit import Param, Unit, label
-from .._torch.tree import cast_to, map_tensors, tensors_in
+from .._torch.tree import cast_to, map_tensors, tensors_behind, tensors_in
 from .model import Member, owner_of
 
 T = TypeVar("T")
@@ -25,12 +26,17 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def attach(member: Member) -> None:
     """Hook a unit into its modules."""
+    handled: list[BaseException | None] = []  # what the callers of the forwards under way are handling
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        handled.append(sys.exception())
         with label("pre_forward", member.unit.name):
             return before_forward(member, module, args, kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if sys.exception() is not (handled.pop() if handled else None):  # the forward has raised it
+            abandon_forward(member, module)
+            return output
         with label("post_forward", member.unit.name):
             return after_forward(member, module, output)
 
@@ -74,8 +80,13 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     return args, kwargs
 
 
+def abandon_forward(member: Member, module: nn.Module) -> None:
+    """Run instead of `after_forward` while an exception leaves a forward. Waits for nothing."""
+    _outside_transforms(member.passes.abandon_forward, member.unit, module)
+
+
 def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
-    """Run after a forward, also one that raised (`output` is None then). Returns the output."""
+    """Run after a forward. Returns the output."""
     unit, passes = member.unit, member.passes
     recomputed = _outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
@@ -83,7 +94,7 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
             _mark_outputs(member, tensors_in(output))
             output = map_tensors(_marker(member), output)
     elif not recomputed:
-        outputs = tensors_in(output)
+        outputs = tensors_behind(output)
         for tensor in outputs:
             plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
             if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -203,20 +214,6 @@ class _PreBackward(torch.autograd.Function):
         return None if tangent is None else _PreBackward.apply(ctx.member, tangent)
 
 
-def _second_backward(unit: Unit) -> Callable[[torch.Tensor], None]:
-    """The hook that autograd calls when a backward through a unit's backward begins."""
-
-    def hook(grad: torch.Tensor) -> None:
-        if unit.freed:
-            raise RuntimeError(
-                f"{unit.name} ({type(unit.modules[0]).__name__}): a second backward (create_graph=True) needs "
-                "parameters that were freed since the first. Call set_reshard_after_backward(False) on the model, and "
-                "evaluate or reshard nothing in between"
-            )
-
-    return hook
-
-
 class _PostBackward(torch.autograd.Function):
     """Identity; its backward runs when the inputs' gradients are computed."""
 
@@ -235,10 +232,10 @@ class _PostBackward(torch.autograd.Function):
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
             _outside_transforms(member.passes.leave_backward, member.unit)
-        if torch.is_grad_enabled():  # create_graph
+        if torch.is_grad_enabled():  # create_graph: a backward through this one needs the parameters again
             for grad in grads:
                 if grad is not None and grad.requires_grad:
-                    grad.register_hook(_second_backward(member.unit))
+                    grad.register_hook(_Marks(member).enter)
         return (None, *grads)
 
     @staticmethod

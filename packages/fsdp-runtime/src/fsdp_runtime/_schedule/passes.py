@@ -107,6 +107,7 @@ class Pass:
         self._in_backward_of: set[Unit] = set()  # entered, and not left
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
+        self._ran: set[Unit] = set()  # in a forward since then, also without gradients
         self.last_backward: list[Unit] = []  # the units in the order of the last backward
         self.resets = 0  # how often a pass was forgotten
         self._thread = 0  # that ran the last forward
@@ -119,7 +120,10 @@ class Pass:
 
     def _gathers_follow(self, event: Any = None) -> None:
         layer = self.streams.layer
-        layer.wait(layer.record() if event is None else event, self.streams.gather)
+        if event is None:
+            layer.wait(layer.record(), self.streams.gather)
+        else:
+            layer.wait_for_users(event, self.streams.gather)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class Pass:
         with label("root_pre_forward"):
             event, self._post_optim_event = self._post_optim_event, None
             if event is not None and any(unit.has_moved() for unit in self.units):
-                self.streams.layer.wait(event)  # the shards are written here too
+                self.streams.layer.wait_for_users(event)  # the shards are written here too
                 event = None
             for unit in self.units:
                 unit.prepare()
@@ -255,6 +259,8 @@ class Pass:
             if self._nothing_ahead:
                 self.streams.recycler.trim()  # what follows, a head or the loss, has the memory to itself
                 self._trimmed = True
+        if self._root is not None:
+            self._ran.add(unit)
         if self._root is not None and torch.is_grad_enabled():
             self._left.append(unit)
             del self._left[: -_MAX_PASSES * len(self.units)]  # forwards that no backward follows
@@ -277,6 +283,26 @@ class Pass:
         if not trimmed:
             self.streams.recycler.trim()  # the loss has the memory to itself
         self._end_orders()
+
+    def abandon_forward(self, unit: Unit, module: nn.Module) -> None:
+        """An exception leaves a unit's forward: free its parameters, and end the pass if the unit is the root.
+
+        Nothing here waits, since other ranks may be gone or elsewhere: gathers under way are left to the next forward,
+        and so are parameters that were changed, for which it raises.
+        """
+        if unit.host is not None:
+            return
+        is_root = self._root is unit
+        if not unit.leave_module(module, end=True) or compat.backward_id() != -1:
+            return
+        for each in self.units if is_root else (unit, *unit.followers):
+            if each.installed and not each.written:
+                each.reshard()
+        if is_root:
+            self._root = None
+            self.streams.recycler.trim()
+            for order in self._orders:
+                order.cut_off()
 
     def _end_orders(self) -> None:
         for order in self._orders:
@@ -314,13 +340,14 @@ class Pass:
     def rest(self, *, free: bool) -> None:
         """Put the sharded parameters into the modules if no pass is under way: users may look at them now.
 
-        With `free` gathered memory is freed, except of units that were asked to keep it after forward.
+        With `free` gathered memory is freed, except of units that were asked to keep it after forward. Units that users
+        have unsharded stay as they are.
         """
         if self.is_idle:
             offloaded = False
             for unit in self.units:
                 offloaded = offloaded or unit.offloaded
-                if unit.installed:
+                if unit.installed and not unit.by_hand:
                     if free and unit.options.reshard_after_forward is not False:
                         unit.reshard()
                     else:
@@ -377,9 +404,11 @@ class Pass:
             if unit.shown:
                 unit.hide(in_backward=True)
         compat.at_end_of_backward(self._end_backward)
-        expected = self._left[::-1]
-        if sorted(map(id, expected)) == sorted(map(id, self.last_backward)):
-            expected = self.last_backward  # the order that really came last time
+        expected, last = self._left[::-1], self.last_backward
+        # A reentrant checkpoint's first forward has no gradients: backward reaches more units than are known.
+        more = set(expected) < set(last) and self._ran.issuperset(last)
+        if more or sorted(map(id, expected)) == sorted(map(id, last)):
+            expected = last  # the order that really came last time
         self._backward.begin(expected)
 
     def leave_backward(self, unit: Unit) -> None:
@@ -390,7 +419,9 @@ class Pass:
         self._left_backward.add(unit)
         if unit.followers:
             self._leave_followers(unit.followers)
-        if unit.options.reshard_after_backward and not unit.at_rest:
+        if unit.options.reshard_after_backward and not (
+            unit.at_rest or unit.entered
+        ):  # in a forward: a nested run
             with label("post_backward_reshard", unit.name):
                 unit.reshard()
                 if not self._backward.upcoming():
@@ -447,7 +478,7 @@ class Pass:
     def publish(self) -> None:
         """Wait for the reductions of a step and show the gradients."""
         self.backward.finish()
-        self._left = []
+        self._left, self._ran = [], set()
         self.streams.recycler.trim()  # the optimizer has the memory to itself
         self._end_orders()
 
@@ -479,7 +510,7 @@ class Pass:
             or unit in self.backward.waiting
             or (options.reduction.all_reduce and unit in self.backward.partial)
             or (options.reduce_unused and unit not in self._left_backward)
-            or (options.reshard_after_backward and not unit.at_rest)
+            or (options.reshard_after_backward and not (unit.at_rest or unit.entered))
         )
 
     # -- recovery ---------------------------------------------------------------------------------------------------
@@ -498,7 +529,7 @@ class Pass:
         self.backward.abandon()
         self._root = None
         self.in_backward = False
-        self._left = []
+        self._left, self._ran = [], set()
         self._backward = Schedule()
         for units in (self._ahead, self._in_backward_of, self._left_backward):
             units.clear()

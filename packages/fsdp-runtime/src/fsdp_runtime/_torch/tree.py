@@ -3,72 +3,124 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ragged_shard import RaggedDTensor, distribute_like, redistribute
 from ragged_shard.dist import DISTRIBUTED
 
+_MOST_OBJECTS = 1000  # that `tensors_behind` looks into
+
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """The same structure with `fn` applied to each tensor; containers in which nothing changed are kept as they are.
 
-    Goes into tuples, named tuples, lists, mappings and dataclasses (mappings and dataclasses keep their class);
-    anything else is left alone.
+    Goes into tuples, named tuples, lists, mappings and dataclasses; leaves anything else alone. A container with a
+    changed tensor is copied with its class and attributes, without running its constructor.
+
+    Raises:
+        TypeError: such a copy cannot be made; names the class.
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
-    if isinstance(tree, (tuple, list)):
-        items: list[Any] = []
-        same = True
-        for old in tree:
-            new = fn(old) if isinstance(old, torch.Tensor) else map_tensors(fn, old)
-            same = same and new is old
-            items.append(new)
-        if same:
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, Mapping):
-        if not tree:
-            return tree
-        changed = {key: new for key, old in tree.items() if (new := map_tensors(fn, old)) is not old}
-        return _replace_items(tree, changed) if changed else tree
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
-        changed = {name: new for name, old in fields.items() if (new := map_tensors(fn, old)) is not old}
-        return dataclasses.replace(tree, **changed) if changed else tree
-    return tree
-
-
-def _replace_items(tree: Any, changed: dict[Any, Any]) -> Any:
-    if dataclasses.is_dataclass(tree):  # an output class that is both: attributes and items must agree
-        return dataclasses.replace(tree, **changed)  # type: ignore[type-var]
-    copied = tree.copy() if hasattr(tree, "copy") else dict(tree)
-    if isinstance(tree, dict) and type(copied) is not type(tree):  # `dict.copy` makes a dict of any subclass
-        copied = copy.copy(tree)
-    copied.update(changed)
-    attributes = getattr(copied, "__dict__", {})  # where a subclass shows its items as attributes too
-    attributes.update({key: new for key, new in changed.items() if attributes.get(key) is tree[key]})
-    return copied
+    items = _items_of(tree)
+    if items is None:
+        return tree
+    changed = {key: new for key, old in items if (new := map_tensors(fn, old)) is not old}
+    return _with_items(tree, items, changed) if changed else tree
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor of the structure, in order."""
-    leaves: list[torch.Tensor] = []
+    """Every tensor of the structure, in the order in which `map_tensors` comes to them."""
+    tensors: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(keep, tree)
+    return tensors
+
+
+def tensors_behind(tree: Any) -> list[torch.Tensor]:
+    """Tensors of the structure, and in attributes of objects that are no containers, such as torch's distributions."""
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
     waiting = [tree]
-    while waiting:
+    while waiting and len(seen) < _MOST_OBJECTS:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
-            leaves.append(item)
-        elif isinstance(item, (tuple, list)):
-            waiting.extend(reversed(item))
-        elif isinstance(item, Mapping):
-            waiting.extend(reversed(list(item.values())))
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            waiting.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
-    return leaves
+            tensors.append(item)
+        elif id(item) not in seen and not isinstance(item, (nn.Module, type, ModuleType)):
+            seen.add(id(item))
+            items = _items_of(item)
+            waiting.extend(reversed(_attributes_of(item) if items is None else [value for _, value in items]))
+    return tensors
+
+
+def _attributes_of(item: Any) -> list[Any]:
+    slots = (name for cls in type(item).__mro__ for name in cls.__dict__.get("__slots__", ()))
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+
+
+def _items_of(tree: Any) -> list[tuple[Any, Any]] | None:
+    """What a container holds, each with its key; None for anything that is no container."""
+    if isinstance(tree, (tuple, list)):
+        return list(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = (each.name for each in dataclasses.fields(tree))
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return None
+
+
+def _with_items(tree: Any, items: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
+    """A copy of a container with other values under some keys."""
+    if isinstance(tree, (tuple, list)):
+        values = [changed.get(key, old) for key, old in items]
+        if type(tree) in (tuple, list):
+            return type(tree)(values)
+        if isinstance(tree, tuple):
+            return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    try:
+        copied = copy.copy(tree)
+        if isinstance(tree, list):
+            copied[:] = values
+        elif isinstance(tree, Mapping):
+            for key, value in changed.items():
+                copied[key] = value
+            attributes = getattr(copied, "__dict__", {})  # where a class shows its items as attributes too
+            attributes.update({key: new for key, new in changed.items() if attributes.get(key) is tree[key]})
+        else:
+            for key, value in changed.items():
+                object.__setattr__(copied, key, value)  # it may be frozen
+    except Exception as error:
+        raise _not_copied(tree) from error
+    now, before = _items_of(copied), _items_of(tree)
+    expected = [changed.get(key, old) for key, old in items]
+    if not _same(before, [old for _, old in items]):  # the copy shares what it holds
+        for key, old in items:
+            tree[key] = old
+        raise _not_copied(tree)
+    if not _same(now, expected):
+        raise _not_copied(tree)
+    return copied
+
+
+def _same(items: list[tuple[Any, Any]] | None, values: list[Any]) -> bool:
+    return items is not None and [id(value) for _, value in items] == list(map(id, values))
+
+
+def _not_copied(tree: Any) -> TypeError:
+    return TypeError(
+        f"{type(tree).__module__}.{type(tree).__qualname__} holds tensors that fully_shard moves, casts or marks, and "
+        "copy.copy() does not make a copy that holds others. Pass them in a tuple, a dict or a dataclass"
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ragged_shard.dist import gather_from_ranks, same_on_all_ranks
+from ragged_shard.dist import gather_from_ranks, own_error_first, same_on_all_ranks
 
 _LONGEST = 1600  # characters of a message
 # Messages of gloo, NCCL, torch's stores and peer memory on ranks that outlive another one.
@@ -37,13 +37,15 @@ def agreed(doing: str) -> Iterator[None]:
     Raises `TrainError`. Costs one gather of small objects: for phases in which ranks work alone (reading files), not in
     a step. The block itself must not communicate after a point where it can fail.
     """
-    message, cause = None, None
+    message: str | None = None
+    cause: Exception | None = None
     try:
         yield
     except (TrainError, OSError) as error:
         message = str(error) if isinstance(error, TrainError) else f"{doing}: {one_line(error)}"
         cause = error
-    messages = gather_from_ranks(message)
+    with own_error_first(cause):
+        messages = gather_from_ranks(message)
     failed = [rank for rank, text in enumerate(messages) if text is not None]
     if failed:
         text = messages[failed[0]]

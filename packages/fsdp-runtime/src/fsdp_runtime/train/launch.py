@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +39,6 @@ from .report import closing_lines
 from .trainer import Trainer
 
 LAUNCHED = "FSDP_TRAIN_LAUNCHED"  # variable with the run, for ranks of `start_ranks`
-_GRACE = 5.0  # seconds a rank that lost contact waits, so that the agent sees the rank that died first
 _PR_SET_PDEATHSIG = 1
 
 
@@ -97,7 +95,7 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> int:
             # -P: do not import modules from the working directory
             elastic_launch(launch, sys.executable)("-P", "-m", "fsdp_runtime.train")
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _first_failure(error)
         if failure.exitcode > 128:
             return failure.exitcode
         raise TrainError(_describe(rank, failure)) from None
@@ -108,6 +106,17 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> int:
     return 0
 
 
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how: not one that has lost contact to it, if the agent has seen both."""
+    causes = {rank: each for rank, each in error.failures.items() if not _has_lost_contact(each)}
+    return min((causes or error.failures).items(), key=lambda each: each[1].timestamp)
+
+
+def _has_lost_contact(failure: ProcessFailure) -> bool:
+    message: Any = failure.message
+    return isinstance(message, dict) and str(message["message"]).startswith(LostRankError.__name__)
+
+
 def _describe(rank: int, failure: ProcessFailure) -> str:
     """The failure of a rank as one line."""
     message: Any = failure.message
@@ -116,11 +125,16 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"rank {rank} ended with status {failure.exitcode}"
     name = failure.signal_name()
-    return f"rank {rank} was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    sender = ", which the kernel sends too when memory runs out (then `dmesg` has it)"
+    return f"rank {rank} was ended by {name}" + (sender if name == "SIGKILL" else "")
 
 
 class RankError(Exception):
     """An unexpected exception of a rank, as one line that names the rank."""
+
+
+class LostRankError(RankError):
+    """A rank has lost contact to another one, where the cause is."""
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -178,10 +192,8 @@ def run_rank(config: RunConfig, *, quiet: bool = False) -> int:
             raise
         text = f"rank {rank} ({socket.gethostname()}): {one_line(error)}"
         if lost:
-            time.sleep(_GRACE)
-            text += _keep_flight_recorder(folder, rank)
-        else:
-            say(traceback.format_exc())
+            raise LostRankError(text + _keep_flight_recorder(folder, rank)) from error
+        say(traceback.format_exc())
         raise RankError(text) from error
     with contextlib.suppress(Exception):  # there may be none
         dist.destroy_process_group()

@@ -171,6 +171,10 @@ class SimulatedEvent:
         self.clock = {**stream.clock}
         join(self.clock, self.device.host)
 
+    def wait(self) -> None:
+        """Let later work of the current stream start after it."""
+        self.device.current_stream().wait_event(self)
+
     def query(self) -> bool:
         """Refused: on a device the answer depends on timing, and so would all that follows from it."""
         raise RaceError(f"the host asks at {where()} whether work has completed")

@@ -39,6 +39,7 @@ from .handshake import Peer
 
 PIECE_BYTES = 1 << 18  # of each rank's memory, added while the sum is in the cache
 _DIGEST_BYTES = 16
+_PATIENCE = 60.0  # seconds of one look at an exchange
 GRACE = 30.0  # seconds that `wait` allows the answering thread beyond an exchange's own time
 _GIVE = struct.Struct(f"<BQ{_DIGEST_BYTES}sH")  # kind, number of the exchange, digest, bytes of the label
 _PLACE = struct.Struct("<QQ")  # where in the giving rank's memory, bytes
@@ -153,9 +154,16 @@ class PeerExchange:
 
     def wait(self) -> None:
         """See `Work`. The group's timeout counts from the start of the exchange."""
+        while not self.wait_for(_PATIENCE):
+            pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """See `Work`."""
         patience = max(self.deadline + GRACE - time.monotonic(), 0.0)
-        if not self.quiet and self._ended.acquire(timeout=patience):
+        if not self.quiet and self._ended.acquire(timeout=min(patience, seconds)):
             self._ended.release()
+        if not self.quiet and patience > seconds:
+            return False
         if not self.quiet:
             self._answering.hang_up()  # before this rank's memory may change
             self.under_way = False
@@ -167,6 +175,7 @@ class PeerExchange:
             error = RuntimeError(self._error)
             self.under_way = False  # only now: until this is raised, another error is a signal handler's
             raise error
+        return True
 
     def why_late(self, done: set[int]) -> str:
         """The reason at its deadline, when these peers have given their tensors: others may wait for the same ones."""

@@ -1,0 +1,402 @@
+"""What users hang on a model (hooks, gradients, attributes, containers) works as in one process, or raises by name."""
+
+import copy
+import os
+import re
+import signal
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_helpers import assert_same_gradients, assert_same_parameters, full, seeded
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import block_optim
+from fsdp_runtime import fully_shard
+from fsdp_runtime._torch.tree import map_tensors, tensors_in
+from ragged_shard.testing import RankError, on_ranks, run_ranks
+
+
+def batch(rank=None, rows=2, width=6):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
+
+
+def backward_both(model, plain, loss=lambda each, x: each(x).square().sum()):
+    """Backward of this rank's batch, and of the mean over all ranks' in one process."""
+    ranks = dist.get_world_size()
+    loss(model, batch()).backward()
+    for rank in range(ranks):
+        (loss(plain, batch(rank)) / ranks).backward()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+
+
+def sharded(make, *inner):
+    model = seeded(make)
+    for index in inner:
+        fully_shard(model[index])
+    return fully_shard(model), seeded(make)
+
+
+# -- gradients and hooks ----------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Any] = {
+    "whole": lambda value, param: value,
+    "Replicate": lambda value, param: distribute_tensor(value, param.device_mesh, [Replicate()]),
+    "Shard(0)": lambda value, param: distribute_tensor(value, param.device_mesh, [Shard(0)]),
+    "as the parameter": lambda value, param: torch.zeros_like(param).add_(10),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(3)
+def test_a_gradient_that_a_user_sets_is_added_to_whatever_its_layout(layout):
+    model, plain = sharded(mlp, 0)
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        wanted.grad = torch.full_like(wanted, 10)
+        param.grad = LAYOUTS[layout](wanted.grad.clone(), param)
+    backward_both(model, plain)
+    assert_same_gradients(model, plain, atol=1e-5)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, both):
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+def communicates_in_hooks(folder, kind):
+    """Rank 1 has no gradient for one parameter; each rank notes its error and ends, as a script does."""
+    model = fully_shard(seeded(Branches))
+
+    def hook(param):
+        if kind == "norm":
+            param.grad.norm().item()
+        else:
+            block_optim.Muon([param], lr=0.1).step()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    try:
+        model(torch.ones(2, 6), dist.get_rank() != 1).sum().backward()
+    except RuntimeError as error:
+        (folder / str(dist.get_rank())).write_text(str(error))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["norm", "Muon"])
+def test_hooks_that_communicate_raise_where_ranks_call_them_in_another_order(tmp_path, kind):
+    with pytest.raises(RankError):
+        run_ranks(3, communicates_in_hooks, tmp_path, kind)
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert re.search(r"sometimes\.weight.*set_reduce_scatter_unused_params\(True\)", texts[1])
+
+
+@on_ranks(3)
+def test_the_remedy_for_hooks_that_communicate_gives_each_the_gradient_of_one_process():
+    model, plain = fully_shard(seeded(Branches)), seeded(Branches)
+    model.set_reduce_scatter_unused_params(True)
+    seen = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm().item()))
+    model(batch(), dist.get_rank() != 1).square().sum().backward()
+    for rank in range(3):
+        (plain(batch(rank), rank != 1).square().sum() / 3).backward()
+    assert_same_gradients(model, plain)
+    assert seen == pytest.approx([param.grad.norm().item() for param in plain.parameters()], rel=1e-5)
+
+
+@on_ranks(3)
+def test_hooks_on_parameters_run_once_a_backward_and_change_the_gradient_also_those_from_before():
+    model, plain = seeded(mlp), seeded(mlp)
+    called, handles = [], []
+
+    def hang(each, name, when):
+        def halve(grad):
+            called.append((name, when))
+            return grad * 0.5
+
+        weight = each[0].weight if name == "first" else each[2].weight
+        handles.append(weight.register_hook(halve))
+        weight.register_post_accumulate_grad_hook(lambda param: called.append((name, "accumulated")))
+
+    hang(model, "first", "before")
+    hang(plain, "first", "before")
+    fully_shard(model[0])
+    fully_shard(model)
+    hang(model, "second", "after")
+    called.clear()
+    model(batch()).square().sum().backward()
+    assert sorted(called) == [
+        ("first", "accumulated"), ("first", "before"), ("second", "accumulated"), ("second", "after"),
+    ]  # fmt: skip
+    plain[2].weight.register_hook(lambda grad: grad * 0.5)
+    for rank in range(3):
+        (plain(batch(rank)).square().sum() / 3).backward()
+    assert_same_gradients(model, plain)
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    model(batch()).square().sum().backward()
+    assert sorted(called) == [("first", "accumulated"), ("second", "accumulated")]
+
+
+@on_ranks(2)
+def test_a_hook_on_a_parameter_that_returns_another_shape_raises_by_name():
+    model, _ = sharded(mlp)
+    model[0].weight.register_hook(lambda grad: torch.ones(2))
+    with pytest.raises(
+        RuntimeError, match=r"0\.weight.*returned \(2,\); expected None or a tensor of shape \(5, 6\)"
+    ):
+        model(batch()).sum().backward()
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Caches(nn.Module):
+    """Computes with an attribute that its own `__setattr__` keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["cached"] = value
+
+    def forward(self, x):
+        return x @ self.cached
+
+
+@on_ranks(3)
+def test_a_module_that_keeps_its_weight_by_its_own_setattr_trains():
+    model, plain = sharded(lambda: nn.Sequential(Caches(), nn.Linear(6, 6)), 0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(2):
+        backward_both(model, plain, lambda each, x: each(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, plain)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind="LSTM"):
+        super().__init__()
+        self.cell = getattr(nn, kind)(6, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x[None])[0]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@on_ranks(2)
+def test_a_recurrent_layer_trains_on_after_its_weights_were_assigned(kind):
+    model, plain = fully_shard(seeded(Recurrent, kind=kind)), seeded(Recurrent, kind=kind)
+    backward_both(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+        values = {name: full(value).clone() * 2 for name, value in each.state_dict().items()}
+        each.load_state_dict(values, assign=True)
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_a_unit_of_several_modules_is_converted_with_the_model():
+    model = seeded(mlp)
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    plain = seeded(mlp).double()
+    model.to(torch.float64)
+    backward_both(model, plain, lambda each, x: each(x.double()).square().sum())
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_a_unit_of_which_one_module_was_converted_raises_in_the_next_forward():
+    model = seeded(mlp)
+    fully_shard([model[0], model[2]])
+    model[0].to(torch.float64)
+    with pytest.raises(ValueError, match=r"different dtypes.*convert all of them"):
+        model[0](batch().double())
+
+
+class Forces(nn.Module):
+    """Takes a gradient inside of its forward, and goes on with its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.scale = mlp(), nn.Parameter(torch.full((6,), 2.0))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=torch.is_grad_enabled())
+        return self.last(force * self.scale)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@on_ranks(2)
+def test_a_gradient_inside_a_forward_leaves_the_units_that_are_under_way(keep):
+    model, plain = seeded(Forces), seeded(Forces)
+    options = {"reshard_after_forward": False} if keep else {}
+    for each in (model.energy, model.last, model):
+        fully_shard(each, **options)
+    for each in (model, plain):
+        each.zero_grad()
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.other, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.other(self.block(x)))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+@on_ranks(2)
+def test_what_was_unsharded_by_hand_stays_so_until_reshard(grad, keep):
+    model, plain = seeded(Inner), seeded(Inner)
+    options = {"reshard_after_forward": False} if keep else {}
+    fully_shard(model.block, **options)
+    fully_shard(model.other, **options)
+    fully_shard(model)
+    model.unshard()
+    model.other.unshard()
+    with torch.set_grad_enabled(grad):
+        out = model.block(batch())
+        assert torch.equal(model.norm(model.other.forward(out)), plain(batch()))
+        del out  # and with it the graph
+        assert torch.equal(model.norm(model.other.forward(model.block(batch()))), plain(batch()))
+    model.reshard()
+    assert not isinstance(model.norm.weight.data, nn.Parameter)
+    assert hasattr(model.norm.weight, "full_tensor")
+    with torch.no_grad():
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Late:
+    """Fields that the constructor does not take, one of which is set later."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+    mask: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self):
+        self.doubled = self.x * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    late: Late
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, frozen, z):
+        late = frozen.late
+        assert late.note == "kept"
+        return (frozen.x + late.doubled + 10 * late.mask) * self.weight + 100 * z
+
+
+@on_ranks(2)
+def test_arguments_in_dataclasses_reach_the_forward_as_they_are():
+    model, plain = fully_shard(seeded(Takes)), seeded(Takes)
+
+    def loss(each, x):
+        late = Late(x.requires_grad_())
+        late.mask, late.note = torch.ones(6), "kept"
+        return each(Frozen(x, late), x * 3).square().mean()
+
+    backward_both(model, plain, loss)
+    assert torch.equal(loss(model, batch()), loss(plain, batch()))
+    assert_same_gradients(model, plain)
+
+
+class Shares(dict):
+    """A mapping whose copies share what they hold."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def items(self):
+        return self.held.items()
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __setitem__(self, key, value):
+        self.held[key] = value
+
+
+@pytest.mark.parametrize(
+    "tree", [MappingProxyType({"x": torch.ones(2)}), Shares({"x": torch.ones(2)})], ids=type
+)
+def test_a_container_that_cannot_be_copied_is_refused_by_class_and_not_changed(tree):
+    with pytest.raises(TypeError, match=rf"{type(tree).__qualname__}.*tuple, a dict or a dataclass"):
+        map_tensors(lambda t: t + 1, tree)
+    assert torch.equal(tree["x"], torch.ones(2))
+    assert map_tensors(lambda t: t, tree) is tree
+
+
+def test_both_walks_come_to_the_same_tensors():
+    late = Late(torch.ones(2))
+    late.mask = torch.zeros(2)
+    tree = [Frozen(torch.ones(1), late), {"x": (torch.ones(3),)}]
+    changed = map_tensors(lambda t: t + 1, tree)
+    assert [t.shape for t in tensors_in(tree)] == [t.shape for t in tensors_in(changed)]
+    assert len(tensors_in(tree)) == 5
+    assert copy.copy(changed[0].late).mask.tolist() == [1, 1]
+
+
+class Holder:
+    """An object that is no container."""
+
+    def __init__(self, value):
+        self.inner = {"value": value}
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Holder(self.layer(x).tanh())
+
+
+@on_ranks(2)
+def test_a_unit_may_return_an_object_of_the_users_own_class():
+    def make():
+        return nn.Sequential(Returns())
+
+    model, plain = sharded(make, 0)
+    backward_both(model, plain, lambda each, x: each(x).inner["value"].square().sum())
+    assert_same_gradients(model, plain)
