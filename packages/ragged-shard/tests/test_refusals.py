@@ -266,16 +266,17 @@ def load_optimizer(change, rank0_only):
         assert not optimizer.state[module.weight]["exp_avg"].any()
 
 
-OTHERS, PENDING = "different shardings|not distributed like", "pending reduction"
+OTHERS, PENDING = "different shardings|not distributed (like|as)", "pending reduction"
 ON_3: Table = {
     # -- operands
     **{f"operand {number}": (call, ValueError, words) for number, (call, words) in enumerate((
-        (lambda: spread() + spread(FULL, OTHER), OTHERS),
-        (lambda: spread().add_(spread(FULL, OTHER)), r"\(3, 0, 1\)"),
-        (lambda: spread(FULL, OTHER).mul_(spread()), r"\(3, 0, 1\)"),
-        (lambda: torch.where(spread() > 0, spread(), spread(FULL, OTHER)), OTHERS),
-        (lambda: spread() + by_torch(), OTHERS), (lambda: spread().mul(by_torch()), r"\(3, 0, 1\)"),
-        (lambda: torch.where(spread() > 0, spread(), by_torch()), OTHERS),
+        (lambda: spread().requires_grad_() + spread(FULL, OTHER), "autograd records this op"),
+        (lambda: spread() * by_torch().requires_grad_(), r"(?s)\(3, 0, 1\).*Shard.*autograd records this op"),
+        (lambda: spread(FULL, Replicate(), RAGGED, mesh=rank_mesh(1, 3)) + pending(), OTHERS),
+        (lambda: spread().add_(spread(FULL[:, :2], OTHER)), r"\(3, 0, 1\)"),
+        (lambda: spread() + spread(FULL, Replicate(), OTHER, mesh=rank_mesh(1, 3)), OTHERS),
+        (lambda: torch.add(spread(FULL[:, :1]), 1.0, out=spread()), r"out= of shape \(4, 3, 2\)"),
+        (lambda: torch.add(spread(), 1.0, out=by_torch()), "not distributed like"),
         (lambda: spread() + FULL, r"plain tensor of shape \(4, 3, 2\) together with a ragged one"),
         (lambda: FULL - spread(), "implicit_replication"), (lambda: torch.maximum(spread(), FULL), "implicit_repl"),
         (lambda: spread().copy_(FULL), "plain tensor"),
@@ -283,11 +284,11 @@ ON_3: Table = {
          "writes an operand that is not distributed"),
         (lambda: spread() + replicated(torch.ones(5)), "does not broadcast"),
         (lambda: spread() + replicated(torch.ones(2, 4, 3, 2)), "does not broadcast"),
-        (implicit, "does not broadcast"), (lambda: fused_step(spread()), "different shardings"),
+        (implicit, "does not broadcast"), (lambda: fused_step(spread()), "writes tensor 0 of exp_avgs"),
         (lambda: distribute_like(torch.zeros(3), spread()), r"shape \(3,\) like one of \(4, 3, 2\)")))},
     "other data": (lambda: set_data(FULL), TypeError, "can only be another ragged tensor"),
     **({"their operand": (lambda: by_torch().mul_(spread()), ValueError, OTHERS),
-        "a mixed list": (lambda: torch._foreach_add([spread()], [by_torch()]), ValueError, "different shardings")}
+        "their list": (lambda: torch._foreach_add_([by_torch()], [spread()]), ValueError, OTHERS)}
        if SUBCLASSES_DTENSOR else {}),
     **{f"mask {number}": (call, (NotImplementedError, ValueError), "") for number, call in enumerate((
         lambda: assign(spread(), FULL > 0.5), lambda: assign(spread(), spread(FULL > 0.5, OTHER)),
