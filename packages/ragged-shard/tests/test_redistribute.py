@@ -326,6 +326,19 @@ def test_nothing_is_sent_along_a_mesh_axis_of_size_1():
     assert torch.equal(param.sum(dim=0).full_tensor(), full.sum(0))
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+@on_ranks(2)
+def test_a_split_factor_is_the_size_of_an_axis_also_of_one_rank(experts):
+    mesh, full = rank_mesh(2 // experts, experts, names=("shard", "ep")), full_of((4, 6))
+    units = (3, 1) if experts == 1 else (1,)
+    strided = StridedRaggedShard((0,), units, split_factor=mesh["ep"].size())
+    tensor = distribute_tensor(full, mesh, [strided, Shard(0)])
+    assert tensor.placements == ((RaggedShard((0,), units) if experts == 1 else strided), Shard(0))
+    assert torch.equal(tensor.full_tensor(), full)
+    gathered = tensor.redistribute(placements=[Replicate()] * 2)
+    assert torch.equal(gathered.redistribute(placements=[strided, Shard(0)]).to_local(), tensor.to_local())
+
+
 def carrier_ops(tensor):
     rows = Shard(0)
     return {

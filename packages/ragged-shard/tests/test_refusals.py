@@ -63,10 +63,8 @@ ONE: Table = {
         ((0,), (), ValueError, "one share >= 0 for each rank"), ((0,), (0, 0), ValueError, "at least one > 0"),
         ((0,), (1, -1), ValueError, "one share >= 0"), ((), (1, 1), ValueError, "no dimension to cut"),
         (0, (1, 1), TypeError, "sequence of integers"), ((0,), (1.5, 1), TypeError, "sequence of integers"))},
-    "a factor of 1": (lambda: StridedRaggedShard((0,), (1, 1), split_factor=1), ValueError, "at least 2"),
+    "a factor of 0": (lambda: StridedRaggedShard((0,), (1, 1), split_factor=0), ValueError, "at least 1"),
     "frozen": (lambda: freeze(HALVES), AttributeError, "frozen"),
-    "its dim": (lambda: HALVES.dim == 0, NotImplementedError, r"RaggedShard\(.*ragged_shard.distribute_tensor"),
-    "a strided dim": (lambda: StridedRaggedShard((0,), (1, 1)).dim == 0, NotImplementedError, "distribute_tensor"),
     **{f"{placements} of {shape} on {mesh}": (partial(validate, placements, mesh, shape), error, words)
        for placements, mesh, shape, error, words in (
            ((RaggedShard((0,), (1, 2)),), (2,), (4, 3), ValueError, "not divisible by sum.local_units.=3"),
@@ -165,7 +163,10 @@ def from_local(**change):
 
 def plain_with_ragged(make):
     """A plain DTensor, or its spec, with a ragged placement."""
-    cases = (([RAGGED], (3,)), ([RAGGED, Replicate()], (3, 1)), ([Shard(1), RAGGED], (1, 3)))
+    cases = (
+        ([RAGGED], (3,)), ([RAGGED, Replicate()], (3, 1)), ([Shard(1), RAGGED], (1, 3)), ([RAGGED, Shard(0)], (3, 1)),
+        ([Shard(0), RAGGED], (1, 3)), ([StridedRaggedShard((0,), RAGGED.local_units, 1), Shard(0)], (3, 1)),
+    )  # fmt: skip
     for placements, shape in cases:
         mesh = rank_mesh(*shape)
         with pytest.raises(NotImplementedError, match="a plain DTensor cannot have this placement"):
