@@ -331,6 +331,17 @@ ON_3: Table = {
     "of a DTensor": (lambda: spread(by_torch()), TypeError, "use redistribute"),
     "norm of integers, which a rank has none of": (lambda: spread(FULL.long(), RAGGED).norm(), RuntimeError,
                                                   "floating point"),
+    # -- elements that rank 1 has none of
+    **{f"dtype {number}": (call, (RuntimeError, NotImplementedError), "implemented|support")
+       for number, call in enumerate((
+           lambda: spread(FULL.long()).softmax(1), lambda: spread(FULL > 3).argmax(1), lambda: spread(FULL > 3).std(1),
+           lambda: spread(FULL.to(torch.uint16)).amax(1), lambda: spread(FULL.to(torch.uint16)).amax(0),
+           lambda: spread(FULL.to(torch.uint16)).max(), lambda: spread(FULL.to(torch.complex64)).nansum(0),
+           lambda: spread(FULL.to(torch.float8_e4m3fn)).norm()))},
+    **{f"0 {number}": (call, RuntimeError, "ZeroDivisionError") for number, call in enumerate((
+        lambda: spread(FULL.long()) // 0, lambda: spread(FULL.long()) % 0, lambda: spread(FULL.long()).fmod_(0),
+        lambda: spread(FULL.long()).div(0, rounding_mode="trunc"), lambda: spread(FULL > 3) // 0,
+        lambda: spread(FULL.long()).floor_divide_(replicated(torch.tensor(0)))))},
     "nothing ragged": (lambda: distribute_tensor(FULL, rank_mesh(3), [Shard(0)]), ValueError, "no ragged placement"),
     "rank 5's data": (lambda: distribute_tensor(FULL, rank_mesh(3), [RAGGED], src_data_rank=5), ValueError,
                       "src_data_rank=5"),

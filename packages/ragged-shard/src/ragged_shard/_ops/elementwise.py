@@ -7,6 +7,7 @@ import torch
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, require_reduced
+from ragged_shard._ops.reduce import filled
 from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
@@ -21,9 +22,14 @@ _AS_THE_OTHER = (
 )
 
 
+# Of integers, these refuse a divisor of 0.
+_DIVISIONS = {"floor_divide", "div", "remainder", "fmod"}
+
+
 def pointwise(op: Op) -> Handler:
     """``out[i] = op(a[i], b[i], ...)``; an op whose name ends with an underscore writes its first operand."""
     written = next((a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write), None)
+    divides = _name(op) in _DIVISIONS
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharding: Sharding | None = None
@@ -41,6 +47,8 @@ def pointwise(op: Op) -> Handler:
                 local_args.append(arg)
         if sharding is None or not sharding.ordinary or kwargs:
             return _mixed(func, args, kwargs, written)
+        if divides:
+            _divide_something(func, local_args, kwargs)
         result = func(*local_args)
         return args[0] if written else _wrap(result, sharding)
 
@@ -79,11 +87,31 @@ def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], written: str
     passed = [*args, *kwargs.values()]
     targets, recorded = [target] * len(passed), operands.recorded(values)
     locals_ = operands.to_locals(passed, targets, func, writes=bool(written), recorded=recorded)
-    local_result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
+    local_args, local_kwargs = locals_[: len(args)], dict(zip(kwargs, locals_[len(args) :], strict=True))
+    if _name(func) in _DIVISIONS:
+        _divide_something(func, local_args, local_kwargs)
+    local_result = func(*local_args, **local_kwargs)
     if written:
         return result
     assert local_result.shape == target.local_shape, (func, local_result.shape, target)
     return _wrap(local_result, target)
+
+
+def _name(op: Op) -> str:
+    """The op's name without a namespace and the mark of its in-place form."""
+    return op._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def _divide_something(func: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raise on a rank without elements as on the others, where integers are divided by a 0 that all ranks have."""
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    if all([t.numel() for t in tensors]) or any([t.is_floating_point() for t in tensors]):  # noqa: C419
+        return
+
+    def with_elements(value: Any) -> Any:
+        return value if not isinstance(value, torch.Tensor) or value.numel() else filled(value)
+
+    func(*map(with_elements, args), **{key: with_elements(value) for key, value in kwargs.items()})
 
 
 def foreach(op: Op) -> Handler:
