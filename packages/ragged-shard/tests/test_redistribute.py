@@ -377,7 +377,7 @@ def test_a_plain_dtensor_with_a_meta_tensors_placement_computes_nothing():
     like = distribute_tensor(full, mesh, meta.placements, src_data_rank=None)
     carrier = DTensor.from_local(like.local, mesh, meta.placements, shape=full.shape, stride=full.stride())
     for name, op in carrier_ops(carrier).items():
-        with pytest.raises(NotImplementedError, match="can only be loaded"):
+        with pytest.raises(NotImplementedError, match="only be loaded"):
             pytest.fail(f"{name}: {op()}")
     adopted = redistribute(carrier, placements=carrier.placements)
     assert torch.equal(adopted.full_tensor(), full)

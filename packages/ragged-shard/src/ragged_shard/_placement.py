@@ -216,8 +216,9 @@ class CarriedRows(RaggedShard):
 
     def __hash__(self) -> int:
         raise self._refusal(
-            "torch made a plain DTensor with the placement of a tensor on the meta device, which can only be loaded "
-            "into a module that fully_shard took"
+            "torch's loader made a plain DTensor of it, since the module's tensor is on the meta device, and that can "
+            "only be loaded into a module that fully_shard took. Call to_empty(device=...) of other modules before "
+            "set_model_state_dict, which then fills ragged tensors in place"
         )
 
 
