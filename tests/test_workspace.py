@@ -82,6 +82,41 @@ def test_the_image_copies_what_is_there_and_installs_all_packages():
     assert re.search(r'^CMD \["fsdp-train"\]$', text, re.M)
 
 
+def installs_of(text):
+    """The words after each "pip install", to the end of its line or code span."""
+    commands = re.findall(r"pip install\s+([^\n`#]+)", text)
+    return [[re.sub(r"^['\"]+|['\"\\.,;:()]+$", "", word) for word in words.split()] for words in commands]
+
+
+def needed_by(package):
+    """The package, and those of ours that it depends on."""
+    direct = requirements_of(project(package)["project"]["dependencies"]) & set(PACKAGES)
+    return {package}.union(*map(needed_by, direct))
+
+
+def test_no_message_or_page_installs_one_of_our_names_from_an_index():
+    """They are not registered there: who registers one gets the users that such a command sends."""
+    ours = "|".join(PACKAGES)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in tracked.splitlines():
+        path = ROOT / name
+        if (
+            path == Path(__file__)
+            or path.suffix not in (".py", ".md", ".yml", ".sh", "")
+            or not path.is_file()
+        ):
+            continue
+        text = path.read_text()
+        for words in installs_of(text):
+            found = [w for w in words if re.fullmatch(rf"({ours})(\[.*|[=<>~!].*)?", w.replace("_", "-"))]
+            assert not found, f"{name}: pip install {' '.join(words)}"
+            folders = set(re.findall(rf"\./packages/({ours})", " ".join(words)))
+            missing = set().union(*map(needed_by, folders)) - folders
+            assert not missing, f"{name}: pip asks an index for {missing}: pip install {' '.join(words)}"
+        extras = re.findall(rf"(?<![\w/])(?:{ours})\[\w+\]", text)
+        assert not extras, f"{name}: {extras}"
+
+
 def sessions_called(text):
     """The nox sessions that the lines of a script or of a README's shell blocks run."""
     return [line.split()[1:] for line in text.splitlines() if line.startswith("./run ")]

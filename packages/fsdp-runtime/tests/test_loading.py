@@ -38,6 +38,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.block_policies import whole
 from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
+from fsdp_runtime.integrations.accelerate import full_state_dicts
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
@@ -345,3 +346,24 @@ def test_buffers_without_values_are_refused_by_the_first_forward_of_all_ranks(ra
             model.table.copy_(torch.arange(4.0) + 1)
             model.mask = torch.tensor([True, False, True, True])
         torch.testing.assert_close(model(x), seeded(Rotary)(x))
+
+
+@pytest.mark.parametrize("from_rank0", [True, False])
+@on_ranks(3)
+def test_trainers_setters_return_the_names_that_were_not_loaded(from_rank0):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    full: Any = {
+        "1.weight": torch.ones(4, 6),
+        "1.bias": torch.ones(4),
+        "head.weight": torch.ones(2),
+        "0.bias": torch.ones(6),
+    }
+    wanted = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).load_state_dict(full, strict=False)
+    assert (wanted.missing_keys, wanted.unexpected_keys) == (["0.weight"], ["head.weight"])
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0, strict=False)
+    with full_state_dicts():
+        setter = torch.distributed.checkpoint.state_dict.set_model_state_dict
+        got = setter(model, full if not from_rank0 or dist.get_rank() == 0 else {}, options=options)
+    assert got == wanted
+    assert get_full_state_dict(model)["1.bias"].sum() == 4

@@ -99,20 +99,21 @@ class Unmarked(Wrapper):
 
 
 class Lost(Halved):
+    """Made by neither way: its ops give plain tensors."""
+
     @classmethod
     def __tensor_unflatten__(cls, tensors, log, size, stride):
         return tensors["inner"]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made.inner if func is torch.ops.aten.new_zeros.default else made
 
 
 class TwoInside(Halved):
     def __tensor_flatten__(self):
         return ["inner", "scale"], None
-
-
-class ThreeArguments(Halved):
-    @staticmethod
-    def __tensor_unflatten__(tensors, context, size):  # type: ignore[override]
-        return Halved.__tensor_unflatten__(tensors, context, size, None)
 
 
 class FailsOnRank1(Halved):
@@ -272,9 +273,8 @@ REFUSED: dict[int, list[Row]] = {
         ("two inside", lambda: extended(TwoInside), NotImplementedError,
          r"0\.weight is a TwoInside of 2 tensors \(inner, scale\)"),
         ("unmarked", lambda: extended(Unmarked), NotImplementedError, "0.weight is a Unmarked without fsdp_pre_all_g"),
-        ("lost", lambda: extended(Lost), NotImplementedError, "is a Lost whose __tensor_unflatten__ makes a Tensor"),
-        ("three arguments", lambda: extended(ThreeArguments), ValueError,
-         r"weight is a ThreeArguments .*takes \(tensors, context, size\)"),
+        ("lost", lambda: extended(Lost), NotImplementedError,
+         r"is a Lost that cannot be made .* by __tensor_unflatten__\(tensors, log, size, stride\).* nor by new_zeros"),
         ("selected subclass", lambda: extended(Halved, quantization_policy=FP8), ValueError, "selected, but is a Halv"),
         ("finalize", finalizes_late, RuntimeError, r"set_manual_backward_finalization\(True\) before forward"),
         ("finalize a block", finalizes_a_block, RuntimeError, "must be called on the root module"),

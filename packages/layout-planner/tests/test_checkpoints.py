@@ -170,5 +170,5 @@ def test_a_tensor_that_no_file_holds_is_refused_by_name(tmp_path):
 def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch, library):
     write(tmp_path / "m.safetensors", layers([0]))
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"{library}.*pip install layout-planner\[checkpoint\]"):
+    with pytest.raises(ImportError, match=rf"{library}.*pip install safetensors numpy"):
         read_checkpoint(tmp_path)

@@ -1,6 +1,8 @@
 """Norms and statistics of ragged tensors."""
 
 import contextlib
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +50,16 @@ def test_norms_are_right_to_1e_6_and_lists_take_one_collective():
         assert [n.item() for n in several] == pytest.approx([wanted, 2 * wanted, wanted], rel=1e-6)
     huge = spread(torch.full(SHAPE, 3.9e18))  # the sum of squares overflows fp32, no rank's own does
     assert torch.linalg.vector_norm(huge).item() == pytest.approx(3.9e18 * 24**0.5, rel=1e-6)
+
+
+@on_ranks(3)
+def test_norms_of_complex_tensors_are_real():
+    x = torch.randn(4, 3, dtype=torch.complex64)
+    rx = distribute_tensor(x, rank_mesh(3), [RaggedShard((0,), (3, 0, 1))], src_data_rank=None)
+    for order, dim in itertools.product((2, 3.0, 0, math.inf, -math.inf), (None, 0, 1)):
+        got, wanted = (torch.linalg.vector_norm(t, order, dim) for t in (rx, x))
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got.full_tensor(), wanted)
 
 
 @on_ranks(4)

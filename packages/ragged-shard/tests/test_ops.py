@@ -11,7 +11,14 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
-from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor, redistribute
+from ragged_shard import (
+    RaggedDTensor,
+    RaggedShard,
+    StridedRaggedShard,
+    distribute_like,
+    distribute_tensor,
+    redistribute,
+)
 from ragged_shard._ops.table import RULES
 from ragged_shard._tensor import HANDLERS
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -335,6 +342,85 @@ def test_writes_take_dtensors_that_torch_made_of_ragged_placements(placements, m
         same(rx, wanted, "written", placements)
 
 
+OTHERS = [RaggedShard((0,), (1, 1, 2)), RaggedShard((0, 1), (0, 5, 1)), RaggedShard((0,), (0, 1, 0))]
+
+
+@on_ranks(3)
+def test_operands_that_are_cut_elsewhere_are_redistributed_by_one_exchange_with_a_warning():
+    x, y, z = plain(), plain(seed=5), plain(seed=6)
+    cases = [
+        lambda a, b, c: a + b, lambda a, b, c: a.copy_(b), lambda a, b, c: a.data.copy_(b), lambda a, b, c: a.add_(b),
+        lambda a, b, c: a.lerp_(b, 0.25), lambda a, b, c: torch.lerp(a, b, c), lambda a, b, c: a.addcmul_(b, c),
+        lambda a, b, c: torch.addcdiv(a, b, c), lambda a, b, c: torch.where(a > 0.5, b, c),
+        lambda a, b, c: a.clamp(b, c), lambda a, b, c: torch.maximum(b, c, out=a), lambda a, b, c: a.double() * b,
+    ]  # fmt: skip
+    for i, case in enumerate(cases):
+        for placement in OTHERS:
+            rx = spread(x)
+            with (
+                record_collectives() as record,
+                pytest.warns(UserWarning, match="redistributed in every call"),
+            ):
+                got = case(rx, spread(y, [placement]), spread(z, [placement]))
+            assert record.kinds == ["all_to_all"], i
+            wanted = x.clone()
+            same(got, case(wanted, y, z), (i, placement), (RAGGED,))
+            same(rx, wanted, (i, placement), (RAGGED,))
+    rx, ry = spread(x), spread(y, OTHERS[:1])
+    with pytest.warns(UserWarning, match="redistributed in every call"):
+        assert [torch.equal(rx, ry), torch.allclose(rx, ry, atol=9.0)] == [False, True]
+
+
+@on_ranks(3)
+def test_lists_that_are_cut_elsewhere_are_redistributed_by_one_exchange_for_each_dtype():
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32, torch.float64]
+    xs, ys = ([plain(dtype, seed=i + n) for i, dtype in enumerate(dtypes)] for n in (0, 9))
+    placements = [*OTHERS, RAGGED, *OTHERS[:2]]
+    for case in (
+        lambda a, b: torch._foreach_lerp_(a, b, 0.25), lambda a, b: torch._foreach_add_(a, b, alpha=0.5),
+        lambda a, b: torch._foreach_copy_(a, b), lambda a, b: torch._foreach_sub(a, b),
+    ):  # fmt: skip
+        rxs, wanted = [spread(x) for x in xs], [x.clone() for x in xs]
+        rys = [spread(y, [placement]) for y, placement in zip(ys, placements, strict=True)]
+        with record_collectives() as record, pytest.warns(UserWarning, match="redistributed in every call"):
+            got = case(rxs, rys)
+        assert record.kinds == ["all_to_all"] * 2
+        for a, b in zip(got or rxs, case(wanted, ys) or wanted, strict=True):
+            same(a, b, "list", (RAGGED,))
+
+
+@on_ranks(4)
+def test_operands_on_meshes_of_two_axes_are_redistributed():
+    x, y, mesh = plain(shape=(8, 6)), plain(shape=(8, 6), seed=5), (2, 2)
+    strided = (StridedRaggedShard((0,), (1, 1), 2), Shard(0))
+    each: list[tuple[Any, ...]] = [
+        (Replicate(), RaggedShard((0,), (1, 3))), (Replicate(), RaggedShard((0, 1), (5, 1))), strided,
+        (Shard(1), RaggedShard((0,), (3, 1))), (Replicate(), Shard(1)),
+    ]  # fmt: skip
+    for first, second in itertools.permutations(each, 2):
+        if first is each[-1]:
+            continue  # nothing ragged: torch's DTensors are written by their own rules
+        ry = spread(y, each[0], mesh).redistribute(placements=second)
+        rx = spread(x, first, mesh)
+        with pytest.warns(UserWarning, match="redistributed in every call"):
+            same(rx - ry, x - y, (first, second), first)
+    rxs = [spread(x, p, mesh) for p in each[:1] * 3]
+    with record_collectives() as record, pytest.warns(UserWarning, match="redistributed"):
+        got: Any = torch._foreach_sub(rxs, [spread(y, each[1], mesh) for _ in rxs])
+    assert record.kinds == ["all_to_all"]
+    same(got[2], x - y, "list", each[0])
+
+
+@on_ranks(3)
+def test_the_result_of_out_is_the_tensor_that_was_passed():
+    x, y = plain(), plain(seed=1)
+    rx, into = spread(x), spread(x)
+    got = torch.ops.aten.tanh_backward.grad_input(rx, spread(y), grad_input=into)
+    assert got is into
+    same(into, torch.ops.aten.tanh_backward(x, y), "grad_input", (RAGGED,))
+    same(rx, x, "not written")
+
+
 @pytest.mark.skipif(
     not SUBCLASSES_DTENSOR, reason="torch < 2.12: a DTensor as the first operand never asks the second"
 )
@@ -347,10 +433,9 @@ def test_the_ways_out_that_errors_about_other_placements_name_work():
         theirs.copy_(rx)
     theirs.copy_(rx.redistribute(placements=theirs.placements))
     assert torch.equal(theirs.full_tensor(), x)
-    with pytest.raises(ValueError, match=r"(?s)ragged_shard.redistribute.*ragged_shard.distribute_like"):
-        rx - theirs
-    same(rx - redistribute(theirs, placements=rx.placements), x - x, "on one mesh")
     other = torch_distribute_tensor(y, rank_mesh(1, 3), [Replicate(), Shard(0)])
+    with pytest.raises(ValueError, match=r"(?s)ragged_shard.redistribute.*ragged_shard.distribute_like"):
+        rx - other
     same(rx - distribute_like(other.full_tensor(), rx), x - y, "on another mesh")
     with pytest.raises(TypeError, match=r"ragged_shard.redistribute of a DTensor"):
         rx.data = theirs

@@ -45,11 +45,15 @@ def test_a_placement_is_no_kind_that_torch_handles():
     assert [placement.is_shard(), placement.is_replicate(), placement.is_partial()] == [False] * 3
 
 
-@pytest.mark.parametrize("placement", [RaggedShard((0,), (1, 1)), StridedRaggedShard((0,), (1, 1))])
-def test_torch_finds_a_shard_whose_dim_is_an_index(placement):
-    # So torch asks for its dim, and does not pass over an unknown placement.
+@pytest.mark.parametrize(
+    "placement", [RaggedShard((0,), (1, 1)), StridedRaggedShard((0,), (1, 1)), RaggedShard((), (1, 0))]
+)
+def test_torch_finds_a_shard_whose_dim_is_an_index_and_equals_none(placement):
+    # So torch asks for its dim, and does not pass over an unknown placement; who looks for Shard(0) finds none.
     assert isinstance(placement, Shard)
     assert "abc"[placement.dim] == "a"
+    assert [placement.dim == 0, placement.dim != 0, placement.dim in (0, 1)] == [False, True, False]
+    assert [placement.is_shard(0), placement == Shard(0)] == [False, False]
 
 
 def test_torch_load_reads_a_placement_with_weights_only(tmp_path):

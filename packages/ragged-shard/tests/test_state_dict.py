@@ -152,6 +152,22 @@ def torch_refuses(kind, name):
 
 
 @seen_by_torch
+@on_ranks(3)
+def test_a_module_on_meta_is_loaded_from_rank_0_by_what_the_error_names():
+    for name in ("uneven", "one holder", "hsdp"):
+        module = of_weight(name, "meta")
+        before = module.weight.placements
+        with pytest.raises(
+            RuntimeError, match=r'"weight".*Call to_empty\(device=\.\.\.\).*set_model_state_dict'
+        ):
+            set_model_state_dict(module, given(OF_WEIGHT), options=options_from(True))
+        module.to_empty(device="cpu")
+        set_model_state_dict(module, given(OF_WEIGHT), options=options_from(True))
+        assert torch.equal(module.weight.full_tensor(), OF_WEIGHT["weight"])
+        assert module.weight.placements == before
+
+
+@seen_by_torch
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

@@ -4,12 +4,12 @@ Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the autograd engine's callback queue and current graph task, a parameter's hooks, dispatch modes,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
-`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo
-recognizes modules whose parameters are swapped, the keys under which composable APIs keep their state, whether
-torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what DCP's default
-planner writes of a value, the device bound to the world and a group's backend, the history and snapshot of an
-accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such, for a
-group with processes of another world.
+`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
+modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
+their state, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
+DCP's default planner writes of a value, the device bound to the world and a group's backend, the history and snapshot
+of an accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such,
+for a group with processes of another world.
 """
 
 import json
@@ -27,6 +27,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ragged_shard.device import CPU
@@ -35,6 +36,8 @@ from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
 VERSION = operator.attrgetter("_version")
+
+IncompatibleKeys = _IncompatibleKeys  # what `load_state_dict` returns
 # Absent before 2.15.
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 # Absent before 2.12.

@@ -201,6 +201,33 @@ def extension_pads(fsdp):
         model.reshard()
 
 
+class Uncalled(Halved):
+    """`__tensor_unflatten__` is for torch.compile alone: FSDP2 makes slices by ops."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, outer_size, outer_stride):  # type: ignore[override]
+        return inner_tensors["inner"]
+
+
+@case(EXTEND, "any `__tensor_unflatten__`: slices are made by ops of the subclass too")
+def extension_by_ops(fsdp):
+    model, reference = extend(seeded(lambda: MLP(8, 8)), Uncalled), seeded(lambda: MLP(8, 8))
+    with torch.no_grad():
+        for linear in (reference.up, reference.down):
+            linear.weight.copy_(linear.weight.bfloat16())
+    fsdp.fully_shard(model, mesh=mesh(), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(2, 8)
+    close(model(x), reference(x), "output")
+    model(x).sum().backward()
+    before = full(model.up.weight).clone()
+    optimizer.step()
+    assert type(model.up.weight.to_local()) is Uncalled
+    assert not torch.equal(full(model.up.weight), before)
+    model.reshard()
+    assert not torch.equal(model(x), reference(x))
+
+
 @case(EXTEND, "a state dict shows the subclass's values and loads again")
 def extension_state_dict(fsdp):
     model = extend(seeded(lambda: nn.Linear(8, 8, bias=False)), Halved)

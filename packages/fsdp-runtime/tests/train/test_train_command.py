@@ -66,7 +66,13 @@ def test_a_cuda_device_that_is_not_there_is_one_line(command, capsys, monkeypatc
     assert capsys.readouterr().err == "fsdp-train: --device cuda: this machine has auto, cpu\n"
 
 
-def test_without_the_extra_the_error_names_it(capsys, monkeypatch):
+@pytest.mark.parametrize("command", [[], ["compare"]])
+def test_only_a_run_that_draws_needs_matplotlib(command, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["plan"]) == 2
-    assert "pip install 'fsdp-runtime[train]'" in capsys.readouterr().err
+    wrong = [*command, "--ranks", "1", "--lr", "-1"]  # found after
+    assert main(wrong) == 2
+    assert "pip install matplotlib, or add --no-plot" in capsys.readouterr().err
+    assert main([*wrong, "--no-plot"]) == 2
+    assert "--lr -1.0: expected a positive number" in capsys.readouterr().err
+    assert main(["plan", "--ranks", "1"]) == 0

@@ -1,5 +1,6 @@
 """Runs on real ranks: the same curve at any world size, whatever interrupts them."""
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -246,6 +247,16 @@ def test_options_and_versions_that_differ_are_named_with_their_ranks(tmp_path):
         with pytest.raises(TrainError) as error:
             check(value)
         assert str(error.value) == f"ranks do not agree on {message}"
+    installed = importlib.metadata.version
+    for package in ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime"):
+        changed = {package: "9"} if odd else {}
+        with (
+            mock.patch(
+                "importlib.metadata.version", lambda name, by=changed: by.get(name) or installed(name)
+            ),
+            pytest.raises(TrainError, match=rf"the version of {package}: .*; 9 on rank 1"),
+        ):
+            check_options(config)
 
 
 @on_ranks(2)

@@ -105,7 +105,7 @@ def _read_file(file: Path) -> dict[str, Shape]:
         import_module("numpy")  # safe_open needs it, but safetensors does not declare it
     except ImportError as error:
         raise ImportError(
-            f"reading a checkpoint needs safetensors and numpy ({error}): pip install layout-planner[checkpoint]"
+            f"reading a checkpoint needs safetensors and numpy ({error}): pip install safetensors numpy"
         ) from None
     try:
         with safe_open(str(file), framework="numpy") as opened:

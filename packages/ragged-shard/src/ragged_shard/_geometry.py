@@ -255,8 +255,16 @@ def axis_extents(base: Ints, placement: Placement, num_ranks: int) -> tuple[Exte
 
 
 def normalize(placements: Iterable[Placement], ndim: int) -> Placements:
-    """Placements as a tuple, with negative Shard dimensions counted from the front."""
-    return tuple([Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements])
+    """Placements as a tuple: negative Shard dimensions count from the front, one slice is not strided."""
+
+    def normal(p: Placement) -> Placement:
+        if type(p) is Shard and p.dim < 0:
+            return Shard(p.dim + ndim)
+        if type(p) is StridedRaggedShard and p.split_factor == 1:
+            return RaggedShard(p.dims, p.local_units)
+        return p
+
+    return tuple([normal(p) for p in placements])
 
 
 def validate(placements: Placements, axis: int | None, mesh_shape: Ints, shape: Ints) -> None:

@@ -28,15 +28,31 @@ def _checked_ints(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
 
 
 class _LeadingDim(int):
-    """The dim 0 of a ragged placement: an index, but not a number that the spec of a plain DTensor accepts."""
+    """The dim 0 of a ragged placement: an index that equals no number, as the placement equals no ``Shard(dim)``.
+
+    So ``isinstance(p, Shard) and p.dim == 0`` is False, as ``p.is_shard(0)`` is: code that asks so cuts evenly. The
+    spec of a plain DTensor, and `distribute_tensor` for a placement that cuts no dim, order dims, which raises.
+    """
 
     placement: "RaggedShard"
 
     def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = int.__hash__
+
+    def __le__(self, other: int) -> bool:
         raise self.placement._refusal("a plain DTensor cannot have this placement")
 
-    __le__ = __gt__ = __eq__  # torch 2.11 asks for the second
-    __hash__ = int.__hash__
+    __gt__ = __le__  # torch 2.11 asks for this one
+
+    def __lt__(self, other: int) -> bool:
+        if not self.placement.dims:
+            raise self.placement._refusal("it cuts no dimension")
+        return super().__lt__(other)
 
 
 class RaggedShard(Shard):
@@ -107,11 +123,9 @@ class RaggedShard(Shard):
     def dim(self) -> int:  # type: ignore[override]
         """0, for torch's functions that slice a full tensor: `distribute_tensor` and `set_model_state_dict`.
 
-        `distribute_tensor` makes a DTensor with ``Shard(0)`` of it, which modules and optimizers of this project load.
-        Making a DTensor with this placement raises NotImplementedError, as does reading it without a dim that is cut.
+        `distribute_tensor` makes a DTensor with ``Shard(0)`` of it, which modules and optimizers of this project load;
+        it raises NotImplementedError if no dim is cut, as making a DTensor with this placement does. Equals no number.
         """
-        if not self.dims:
-            raise self._refusal("it cuts no dimension")
         dim = _LeadingDim()
         dim.placement = self
         return dim
@@ -202,8 +216,9 @@ class CarriedRows(RaggedShard):
 
     def __hash__(self) -> int:
         raise self._refusal(
-            "torch made a plain DTensor with the placement of a tensor on the meta device, which can only be loaded "
-            "into a module that fully_shard took"
+            "torch's loader made a plain DTensor of it, since the module's tensor is on the meta device, and that can "
+            "only be loaded into a module that fully_shard took. Call to_empty(device=...) of other modules before "
+            "set_model_state_dict, which then fills ragged tensors in place"
         )
 
 
@@ -233,8 +248,8 @@ class StridedRaggedShard(RaggedShard):
     Args:
         dims: as for RaggedShard.
         local_units: as for RaggedShard, of one slice.
-        split_factor: how many slices the Shard axes to the right make of the dims: the product of their sizes, at
-            least 2. Shard axes to the left cut first anyway; with those a plain RaggedShard is enough.
+        split_factor: how many slices the Shard axes to the right make of the dims: the product of their sizes. With 1
+            a tensor has a plain RaggedShard, as with Shard axes to the left, which cut first anyway.
     """
 
     __slots__ = ("split_factor",)
@@ -248,10 +263,10 @@ class StridedRaggedShard(RaggedShard):
         split_factor: SupportsIndex = 2,
     ) -> None:
         factor = operator.index(split_factor)
-        if factor < 2:
+        if factor < 1:
             raise ValueError(
                 f"StridedRaggedShard split_factor={factor}: expected the number of slices that Shard axes make of "
-                "the same dimensions, at least 2; without such axes use RaggedShard"
+                "the same dimensions, at least 1"
             )
         object.__setattr__(self, "split_factor", factor)
         super().__init__(dims, local_units)

@@ -25,6 +25,8 @@ for Partial -> Ragged.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +54,70 @@ def start(local: Tensor, source: Sharding, target: Sharding) -> Pending:
             f"cannot redistribute from {source.placements} to {target.placements}: nothing becomes Partial, as with "
             "DTensor; wrap summands with RaggedDTensor.from_local"
         )
+    if local.is_meta and target.local_shape is not None:
+        return done(local.new_empty(target.local_shape))
     pending, current = done(local), source
     for following in path_between(source, target):
         pending = _step(pending.wait().detach(), current, following)
         current = following
     return pending
+
+
+def together(
+    locals_: Sequence[Tensor], sources: Sequence[Sharding], targets: Sequence[Sharding]
+) -> list[Tensor]:
+    """Local tensors in other shardings: one all_to_all for all that only change their ragged cut, else one by one.
+
+    One for each dtype, and for each mesh axis that is cut. As in `start`, a result shares no storage with its source.
+    """
+    results = list(locals_)
+    batches: dict[Any, list[int]] = {}
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        alone = locals_[i].is_meta or not _only_cut_elsewhere(source, target)
+        batches.setdefault(i if alone else (source.mesh, source.axis, locals_[i].dtype), []).append(i)
+    for batch in batches.values():
+        first = batch[0]
+        if len(batch) == 1:
+            results[first] = start(locals_[first], sources[first], targets[first]).wait()
+            continue
+        axis = sources[first].axis
+        assert axis is not None
+        pieces, expected = [], []  # for each tensor: what goes to each rank, how much comes from it
+        for i in batch:
+            rank, before, after = sources[i].coordinate[axis], _runs(sources[i]), _runs(targets[i])
+            sizes = [_overlap(before[rank], other) for other in after]
+            pieces.append(locals_[i].contiguous().view(-1).split(sizes))
+            expected.append([_overlap(other, after[rank]) for other in before])
+        outgoing, incoming = list(zip(*pieces, strict=True)), list(zip(*expected, strict=True))  # by rank
+        received = _comm.all_to_all(
+            torch.cat([piece for to_rank in outgoing for piece in to_rank]),
+            [sum(piece.numel() for piece in to_rank) for to_rank in outgoing],
+            [sum(from_rank) for from_rank in incoming],
+            sources[first].mesh.get_group(axis),
+        ).wait()
+        arrived = received.split([size for from_rank in incoming for size in from_rank])
+        for position, i in enumerate(batch):
+            local_shape = targets[i].local_shape
+            assert local_shape is not None
+            results[i] = torch.cat(arrived[position :: len(batch)]).view(local_shape)
+    return results
+
+
+def _only_cut_elsewhere(source: Sharding, target: Sharding) -> bool:
+    """Whether both are plainly ragged on one axis, and placed equally on the others."""
+    axis = source.axis
+    if axis is None or axis != target.axis or not type(source.ragged) is type(target.ragged) is RaggedShard:
+        return False
+    return all(other == axis or p == q for other, (p, q) in enumerate(_changes(source, target)))
+
+
+def _runs(sharding: Sharding) -> tuple[Extent, ...]:
+    """What each rank of the ragged axis holds of the elements that the other axes leave."""
+    axis = sharding.axis
+    assert axis is not None
+    neutral = (*sharding.placements[:axis], Replicate(), *sharding.placements[axis + 1 :])
+    base = shard_box(neutral, tuple(sharding.mesh.shape), tuple(sharding.shape), sharding.coordinate).sizes
+    return axis_extents(base, sharding.ragged, sharding.axis_size(axis))
 
 
 def _changes(source: Sharding, target: Sharding) -> list[tuple[Placement, Placement]]:
@@ -250,15 +311,16 @@ def _all_to_all_runs(
     local: Tensor, sources: tuple[Extent, ...], wanted: tuple[Extent, ...], rank: int, group: ProcessGroup
 ) -> Pending:
     """The same where all extents are runs of the flattened base: the local tensor itself is the send buffer."""
-
-    def overlap(a: Extent, b: Extent) -> int:
-        assert a.flat is not None
-        assert b.flat is not None
-        return max(0, min(a.flat[1], b.flat[1]) - max(a.flat[0], b.flat[0]))
-
-    send_counts = [overlap(sources[rank], other) for other in wanted]
-    recv_counts = [overlap(other, wanted[rank]) for other in sources]
+    send_counts = [_overlap(sources[rank], other) for other in wanted]
+    recv_counts = [_overlap(other, wanted[rank]) for other in sources]
     return _comm.all_to_all(local.contiguous().view(-1), send_counts, recv_counts, group)
+
+
+def _overlap(a: Extent, b: Extent) -> int:
+    """How many elements two runs of one base have in common."""
+    assert a.flat is not None
+    assert b.flat is not None
+    return max(0, min(a.flat[1], b.flat[1]) - max(a.flat[0], b.flat[0]))
 
 
 def _common(a: Extent, b: Extent) -> list[Box]:

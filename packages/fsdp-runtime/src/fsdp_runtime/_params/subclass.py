@@ -32,11 +32,18 @@ class Extension(Wrapper):
     takes_all: bool  # whether `fsdp_pre_all_gather` takes five arguments, not the mesh alone
     # the Python attributes that every instance has of the class itself
     attributes: frozenset[str] = frozenset()
+    # An instance without elements, of which ops make others as in FSDP2, if `__tensor_unflatten__` does not make one.
+    empty: torch.Tensor | None = None
 
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:
         """The subclass around another plain tensor, whose memory it shares."""
+        wrapped: torch.Tensor
+        if self.empty is not None:
+            wrapped = self.empty.new_zeros(plain.shape, device=plain.device)
+            setattr(wrapped, self.inner, plain)
+            return wrapped
         unflatten: Any = self.kind
-        wrapped: torch.Tensor = unflatten.__tensor_unflatten__(
+        wrapped = unflatten.__tensor_unflatten__(
             {self.inner: plain}, self.context, plain.shape, plain.stride()
         )
         return wrapped
@@ -59,7 +66,8 @@ def extension_of(name: str, tensor: torch.Tensor) -> Extension:
     """How to take a tensor subclass apart.
 
     Raises WrongCallError if one of the two methods is missing, or the first takes other arguments than FSDP2 passes;
-    NotImplementedError if it has neither, or is not around one plain tensor of the same shape and dtype.
+    NotImplementedError if it has neither, is not around one plain tensor of the same shape and dtype, or cannot be made
+    around another one.
     """
     what = f"parameter {name} is a {type(tensor).__name__}"
     has = [hasattr(tensor, PRE), hasattr(tensor, POST)]
@@ -91,20 +99,21 @@ def extension_of(name: str, tensor: torch.Tensor) -> Extension:
             f"{what} whose {PRE} takes {count} arguments; expected (mesh) or "
             "(mesh, outer_size, outer_stride, module, mp_policy)"
         )
-    unflatten = inspect.signature(flatten.__tensor_unflatten__)
+    extension = Extension(type(tensor), names[0], context, count == 5)
+    signature = inspect.signature(flatten.__tensor_unflatten__)
     try:
-        unflatten.bind({}, context, plain.shape, plain.stride())
+        signature.bind({}, context, plain.shape, plain.stride())
+        usable = type(extension.wrap(plain.detach())) is type(tensor)
     except TypeError:
-        raise WrongCallError(
-            f"{what} whose __tensor_unflatten__ takes {unflatten}; torch passes it four: (inner_tensors, metadata, "
-            f"outer_size, outer_stride). Correct it, or {advice}"
-        ) from None
-    extension = Extension(type(tensor), names[0], context, count == 5, frozenset())
+        usable = False
+    if not usable:
+        extension = replace(extension, empty=tensor.new_zeros((0, *tensor.shape[1:])))
     rebuilt = extension.wrap(plain.detach())
-    if type(rebuilt) is not type(tensor):
+    if type(rebuilt) is not type(tensor) or getattr(rebuilt, names[0]).data_ptr() != plain.data_ptr():
         raise NotImplementedError(
-            f"{what} whose __tensor_unflatten__ makes a {type(rebuilt).__name__}; it must make the same class around "
-            f"this rank's slice: correct it, or {advice}"
+            f"{what} that cannot be made around this rank's slice: neither by __tensor_unflatten__{signature}, which "
+            "torch calls with (inner_tensors, metadata, outer_size, outer_stride), nor by new_zeros. Let one of them "
+            f"make a {type(tensor).__name__}, or {advice}"
         )
     return replace(extension, attributes=frozenset(rebuilt.__dict__))
 

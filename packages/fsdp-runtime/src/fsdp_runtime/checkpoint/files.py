@@ -264,9 +264,9 @@ def _atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def library() -> Any:
-    """safetensors. Raises ImportError with the extra that has it."""
+    """safetensors. Raises ImportError with the command that installs it."""
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("safetensors is not installed: pip install 'fsdp-runtime[export]'") from None
+        raise ImportError("safetensors is not installed: pip install safetensors") from None
     return safetensors

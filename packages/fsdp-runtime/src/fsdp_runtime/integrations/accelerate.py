@@ -26,6 +26,9 @@ from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 
 from fsdp_runtime import FSDPModule, fully_shard, set_full_state_dict
 from fsdp_runtime.checkpoint import set_full_optimizer_state_dict
+from ragged_shard.dist import gather_from_ranks
+
+from .._torch_compat import IncompatibleKeys
 
 
 @contextmanager
@@ -140,7 +143,13 @@ def full_state_dicts() -> Iterator[None]:
         unread = options.broadcast_from_rank0 and dist.get_rank() != 0  # such as tensors on meta
         values = {} if unread else model_state_dict
         set_full_state_dict(model, values, rank0_only=options.broadcast_from_rank0, strict=options.strict)
-        return nn.modules.module._IncompatibleKeys([], [])
+        if options.strict:  # names that differ have raised
+            return IncompatibleKeys([], [])
+        own, loaded = model.state_dict().keys(), list(values)
+        if options.broadcast_from_rank0:
+            loaded = gather_from_ranks(loaded)[0]
+        missing, unexpected = own - set(loaded), set(loaded) - own
+        return IncompatibleKeys([n for n in own if n in missing], [n for n in loaded if n in unexpected])
 
     def set_optimizer(model: Any, optimizers: Any, optim_state_dict: Any, *, options: Any = None) -> None:
         if not _full(model, options):

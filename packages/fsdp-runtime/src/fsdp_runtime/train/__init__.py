@@ -4,7 +4,8 @@
     fsdp-train compare             the same work on several systems, optimizers or wire formats
     fsdp-train plan                the bytes of a rank, before a run
 
-Needs the extra ``train``. Parts can be used alone: `Transformer` knows no sharding, `Batches` no models.
+Needs what the checkout's requirements.txt installs. Parts can be used alone: `Transformer` knows no sharding, `Batches`
+no models.
 """
 
 try:
@@ -14,7 +15,9 @@ try:
     from .model import PRESETS, ModelConfig, Transformer
     from .trainer import Trainer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}: pip install 'fsdp-runtime[train]'", name=error.name) from error
+    raise ModuleNotFoundError(
+        f"{error}: in the checkout, pip install -r requirements.txt", name=error.name
+    ) from error
 
 __all__ = [
     "PRESETS",

@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
         if command not in _COMMANDS:
             raise TrainError(f"{command!r} is not a subcommand: there are compare, plan")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise TrainError("matplotlib, which draws curves, is missing: pip install 'fsdp-runtime[train]'")
         if command and "RANK" in os.environ:
             raise TrainError(f"{command} starts its own ranks: run it without torchrun")
         options = parser_of(command).parse_args(arguments)
         if command == "compare":
-            return compare(_config_to_compare(options), options.vary, options.rounds, options.ranks)
+            return compare(
+                _able_to_plot(_config_to_compare(options)), options.vary, options.rounds, options.ranks
+            )
         if command == "plan":
             return print_plan(run_config(options), options.ranks)
         return _train(options)
@@ -84,6 +84,7 @@ def _train(options: argparse.Namespace) -> int:
         config = resumed_config(options, checkpoint.parents[1], saved)
     else:
         config = run_config(options)
+    _able_to_plot(config)
     if "RANK" in os.environ:
         if options.ranks is not None and options.ranks != int(os.environ["WORLD_SIZE"]):
             raise TrainError(f"--ranks {options.ranks} under a torchrun of {os.environ['WORLD_SIZE']} ranks")
@@ -91,6 +92,15 @@ def _train(options: argparse.Namespace) -> int:
     ranks = pick_ranks(config, options.ranks)
     config.check(ranks)
     return start_ranks(config, ranks)
+
+
+def _able_to_plot(config: RunConfig) -> RunConfig:
+    """The run. Raises `TrainError` if it draws curves at its end, without matplotlib."""
+    if config.plot and importlib.util.find_spec("matplotlib") is None:
+        raise TrainError(
+            "matplotlib, which draws curves, is missing: pip install matplotlib, or add --no-plot"
+        )
+    return config
 
 
 def _config_to_compare(options: argparse.Namespace) -> RunConfig:

@@ -132,8 +132,9 @@ def _conclude(config: RunConfig, ways: list[Way], out: Path, what: str) -> int:
     print(report)
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(report)
-    draw_curves({way.name: way.entries[-1] for way in ways}, out / CURVES, f"by {what}")
-    print(f"table.md and {CURVES} are in {out}")
+    if config.plot:
+        draw_curves({way.name: way.entries[-1] for way in ways}, out / CURVES, f"by {what}")
+    print(f"table.md{f' and {CURVES} are' if config.plot else ' is'} in {out}")
     return status
 
 

@@ -39,6 +39,8 @@ from .report import closing_lines
 from .trainer import Trainer
 
 LAUNCHED = "FSDP_TRAIN_LAUNCHED"  # variable with the run, for ranks of `start_ranks`
+# All of them decide what ranks compute or how it is laid out.
+_PACKAGES = ("torch", "layout-planner", "ragged-shard", "dbuffer", "block-optim", "fsdp-runtime")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -207,7 +209,7 @@ def check_options(config: RunConfig) -> None:
     """
     own = ("out", "data", "held_out")
     options = {flag_of(name): v for name, v in config.to_json().items() if name not in own}
-    check_agreement({**options, **installed_versions("torch", "fsdp-runtime", "block-optim")})
+    check_agreement({**options, **installed_versions(*_PACKAGES)})
 
 
 def _keep_flight_recorder(out: Path | None, rank: int) -> str:

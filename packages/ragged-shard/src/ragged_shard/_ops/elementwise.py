@@ -1,4 +1,4 @@
-"""Rules for elementwise ops: they run on local tensors if the operands' shardings agree."""
+"""Rules for elementwise ops: they run on local tensors, once the operands' shardings agree."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from ragged_shard._autograd import local_and_sharding
 from ragged_shard._ops import operands
 from ragged_shard._ops.fallback import fallback, require_reduced
+from ragged_shard._ops.reduce import filled
 from ragged_shard._sharding import Sharding
 from ragged_shard._tensor import Handler, RaggedDTensor
 from ragged_shard._torch_compat import Op
@@ -21,9 +22,14 @@ _AS_THE_OTHER = (
 )
 
 
+# Of integers, these refuse a divisor of 0.
+_DIVISIONS = {"floor_divide", "div", "remainder", "fmod"}
+
+
 def pointwise(op: Op) -> Handler:
     """``out[i] = op(a[i], b[i], ...)``; an op whose name ends with an underscore writes its first operand."""
-    in_place = op._schema.name.endswith("_") or any(a.is_out for a in op._schema.arguments)
+    written = next((a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write), None)
+    divides = _name(op) in _DIVISIONS
 
     def handle(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharding: Sharding | None = None
@@ -33,46 +39,79 @@ def pointwise(op: Op) -> Handler:
                 if sharding is None:
                     sharding = arg._sharding
                 elif arg._sharding is not sharding:
-                    return _mixed(func, args, kwargs, in_place)
+                    return _mixed(func, args, kwargs, written)
                 local_args.append(arg._local_tensor)
             elif isinstance(arg, torch.Tensor):
-                return _mixed(func, args, kwargs, in_place)
+                return _mixed(func, args, kwargs, written)
             else:
                 local_args.append(arg)
         if sharding is None or not sharding.ordinary or kwargs:
-            return _mixed(func, args, kwargs, in_place)
+            return _mixed(func, args, kwargs, written)
+        if divides:
+            _divide_something(func, local_args, kwargs)
         result = func(*local_args)
-        return args[0] if in_place else _wrap(result, sharding)
+        return args[0] if written else _wrap(result, sharding)
 
     return handle
 
 
-def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool) -> Any:
+def _mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], written: str | None) -> Any:
     """The same for operands that do not all have one ordinary sharding."""
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     target = operands.ragged_sharding(values)
     if target is None:
         # Such as a plain gradient times a norm's coefficient.
-        if in_place and not isinstance(args[0], RaggedDTensor):
+        if written and not isinstance(args[0], RaggedDTensor):
             args = (args[0], *map(operands.number_of, args[1:]))
             if not any(isinstance(v, RaggedDTensor) for v in (*args, *kwargs.values())):
                 return func(*args, **kwargs)
         return fallback(func, args, kwargs)
-    written = kwargs.get("out", args[0]) if in_place else None
-    if in_place and not (isinstance(written, RaggedDTensor) and written._sharding == target):
-        raise ValueError(
-            f"{func} writes an operand that is not distributed like the ragged one ({target}); {_AS_THE_OTHER}"
-        )
+    result = kwargs.get(written, args[0]) if written else None
+    if written:
+        target = operands.ragged_sharding([result]) or target
+        if not (isinstance(result, RaggedDTensor) and result._sharding == target):
+            raise ValueError(
+                f"{func} writes an operand that is not distributed like the ragged one ({target}); {_AS_THE_OTHER}"
+            )
+        if written in kwargs:
+            inputs = (*args, *[value for key, value in kwargs.items() if key != written])
+            shape = torch.broadcast_shapes(*[v.shape for v in inputs if isinstance(v, torch.Tensor)])
+            if shape != target.shape:
+                raise ValueError(
+                    f"{func}: a result of shape {tuple(shape)} for {written}= of shape {tuple(target.shape)}, which "
+                    "cannot be resized; pass a tensor of the result's shape"
+                )
     if target.partial:
         numbers = [a for a in args if isinstance(a, (torch.Tensor, int, float))]
         operands.check_linear(func, target, numbers[:2], kwargs)
-    local_args = [operands.to_local(a, target, func, moves=in_place) for a in args]
-    local_kwargs = {key: operands.to_local(v, target, func, moves=in_place) for key, v in kwargs.items()}
-    result = func(*local_args, **local_kwargs)
-    if in_place:
-        return written
-    assert result.shape == target.local_shape, (func, result.shape, target)
-    return _wrap(result, target)
+    passed = [*args, *kwargs.values()]
+    targets, recorded = [target] * len(passed), operands.recorded(values)
+    locals_ = operands.to_locals(passed, targets, func, writes=bool(written), recorded=recorded)
+    local_args, local_kwargs = locals_[: len(args)], dict(zip(kwargs, locals_[len(args) :], strict=True))
+    if _name(func) in _DIVISIONS:
+        _divide_something(func, local_args, local_kwargs)
+    local_result = func(*local_args, **local_kwargs)
+    if written:
+        return result
+    assert local_result.shape == target.local_shape, (func, local_result.shape, target)
+    return _wrap(local_result, target)
+
+
+def _name(op: Op) -> str:
+    """The op's name without a namespace and the mark of its in-place form."""
+    return op._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def _divide_something(func: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raise on a rank without elements as on the others, where integers are divided by a 0 that all ranks have."""
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    if all([t.numel() for t in tensors]) or any([t.is_floating_point() for t in tensors]):  # noqa: C419
+        return
+
+    def with_elements(value: Any) -> Any:
+        return value if not isinstance(value, torch.Tensor) or value.numel() else filled(value)
+
+    func(*map(with_elements, args), **{key: with_elements(value) for key, value in kwargs.items()})
 
 
 def foreach(op: Op) -> Handler:
@@ -141,13 +180,18 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     others = [i for i in range(count) if targets[i] is None]
     in_place = func._schema.name.endswith("_")
 
-    def local(arg: Any, info: Any) -> Any:
+    lists = [arg for arg, lst in zip(args, is_list, strict=True) if lst and len(arg) == count]
+    recorded = operands.recorded([values[i] for values in lists for i in ragged])
+
+    def local(arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)):
             return _scalar(arg, func)
         if len(arg) != count:
             return arg
-        moves = in_place and not (info.alias_info is not None and info.alias_info.is_write)
-        return [operands.to_local(arg[i], targets[i], func, moves=moves) for i in ragged]  # type: ignore[arg-type]
+        shardings: list[Any] = [targets[i] for i in ragged]
+        return operands.to_locals(
+            [arg[i] for i in ragged], shardings, func, writes=in_place, recorded=recorded
+        )
 
     results: list[Any] = [None] * count
     # The others first: if torch refuses them, nothing ragged has been written yet. DTensors separate from plain ones.
@@ -161,8 +205,7 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             results[i] = result
     if not ragged:
         return None if func._schema.name.endswith("_") else results
-    local_args = [local(arg, info) for arg, info in zip(args, func._schema.arguments, strict=False)]
-    local_results = func(*local_args, **{k: _scalar(v, func) for k, v in kwargs.items()})
+    local_results = func(*map(local, args), **{k: _scalar(v, func) for k, v in kwargs.items()})
     if local_results is None or in_place:
         return None
     for i, result in zip(ragged, local_results, strict=True):
@@ -173,12 +216,15 @@ def _foreach_mixed(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _check_position(
     func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, target: Sharding | None
 ) -> None:
+    """Raise for a tensor that is written and not distributed as the first one, or ops on pending sums."""
     assert target is not None
-    first = args[0][i]
-    if func._schema.name.endswith("_") and getattr(first, "_sharding", None) != target:
-        raise ValueError(
-            f"{func} writes tensor {i} of its first list, which is not distributed as {target}; {_AS_THE_OTHER}"
-        )
+    for info, arg in zip(func._schema.arguments, args, strict=False):
+        if info.alias_info is None or not info.alias_info.is_write or len(arg) != len(args[0]):
+            continue
+        if (arg is args[0] or arg[i].ndim) and getattr(arg[i], "_sharding", None) != target:
+            raise ValueError(
+                f"{func} writes tensor {i} of {info.name}, which is not distributed as {target}; {_AS_THE_OTHER}"
+            )
     if target.partial:
         values = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         operands.check_linear(func, target, values[:2], kwargs)

@@ -1,16 +1,20 @@
 """The operands that an op on a ragged tensor accepts, and their local tensors.
 
-another ragged tensor     the same sharding, else the error prints both
+another ragged tensor     with the same sharding; else, on the same mesh, redistributed to that of the first
 Replicate DTensor         on the same mesh; 0-d, or broadcasting to the tensor's shape: this rank's range of it. One
                           number also on another mesh that has all ranks of this one
-Shard(0) DTensor          as torch's distribute_tensor makes it of ragged placements, where the op writes the ragged
-                          tensor: redistributed by one all_to_all
+DTensor with Shard        on the same mesh: redistributed like a ragged one
 plain tensor              0-d only: for a larger one it is not known how it is meant to be distributed, unless torch's
                           implicit_replication() says that plain tensors are the same on all ranks
 Python number             unchanged
+
+The first ragged operand, or the one that is written, keeps its placements. Every rank redistributes the same operands,
+since only placements, shapes and meshes decide; a warning says so, except where torch's own DTensors are written into
+ragged tensors, as when they are loaded.
 """
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +22,6 @@ from torch.distributed.tensor import Shard
 
 from ragged_shard import _redistribute
 from ragged_shard._autograd import local_and_sharding
-from ragged_shard._placement import RaggedShard
 from ragged_shard._redistribute import box_views
 from ragged_shard._sharding import Sharding, ranks_along
 from ragged_shard._tensor import RaggedDTensor
@@ -38,57 +41,94 @@ def ragged_sharding(values: Iterable[object]) -> Sharding | None:
     return None
 
 
-def to_local(value: Any, target: Sharding, func: Op, *, moves: bool = False) -> Any:
-    """The local form of one operand of an op on tensors of sharding ``target``.
+def to_locals(
+    values: Sequence[Any],
+    targets: Sequence[Sharding],
+    func: Op,
+    *,
+    writes: bool = False,
+    recorded: bool = False,
+) -> list[Any]:
+    """The local forms of operands of ops on tensors of these shardings: together, by as few collectives as possible.
 
-    With ``moves`` a DTensor that torch's `distribute_tensor` made of the target's placements is redistributed. Raises
-    ValueError for a distributed operand with another sharding, or of a shape that does not broadcast, and a plain
-    tensor that is not 0-d.
+    Args:
+        writes: whether the op writes the tensors of these shardings: then DTensors of torch's move without a warning.
+        recorded: whether autograd records the op.
+
+    Raises:
+        ValueError: a distributed operand that cannot be redistributed, or not where autograd would miss it; one of a
+            shape that does not broadcast; a plain tensor that is not 0-d.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not is_distributed(value):
-        if value.ndim == 0:
-            return value
-        if implicitly_replicated():
-            return local_from_full(value, target, func)
-        raise ValueError(  # not a TypeError: Python's operators would swallow its message
-            f"{func}: a plain tensor of shape {tuple(value.shape)} together with a ragged one ({target}); "
-            "distribute it first with ragged_shard.distribute_like, use to_local() on both, or say with torch's "
-            "implicit_replication() that all ranks have the same"
+    locals_, moved, sources = list(values), [], []
+    for i, (value, target) in enumerate(zip(values, targets, strict=True)):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not is_distributed(value):
+            locals_[i] = _local_of_plain(value, target, func)
+            continue
+        local, sharding = local_and_sharding(value)
+        locals_[i] = local
+        if sharding == target or _broadcasts(sharding, target):
+            continue
+        if sharding.replicate:
+            if local.ndim == 0 and (sharding.mesh == target.mesh or _covers(sharding, target)):
+                continue
+            if sharding.mesh == target.mesh:
+                locals_[i] = local_from_full(local, target, func)
+                continue
+        _check_moves(func, sharding, target, recorded)
+        moved.append(i)
+        sources.append(sharding)
+    if not moved:
+        return locals_
+    if any(isinstance(values[i], RaggedDTensor) for i in moved) or not writes:
+        warnings.warn(
+            f"{func}: an operand has other placements than the first, as tensors of models do that were wrapped in "
+            "other units. It is redistributed in every call, by an all-to-all that all ranks must take part in. Wrap "
+            "both models in the same units to avoid it, or keep a copy of "
+            "ragged_shard.redistribute(second, placements=first.placements)",
+            stacklevel=2,
         )
-    local, sharding = local_and_sharding(value)
-    if sharding == target:
-        return local
-    if sharding.replicate:
-        if local.ndim == 0 and (sharding.mesh == target.mesh or _covers(sharding, target)):
-            return local
-        if sharding.mesh == target.mesh:
-            return local_from_full(local, target, func)
-    if _broadcasts(sharding, target):
-        return local
-    if moves and _is_of_rows(value, sharding, target):
-        return _redistribute.start(local.contiguous(), sharding, target).wait()
-    raise ValueError(
-        f"{func}: operands with different shardings:\n  {target}\n  {sharding}\nmake the second like the first: "
-        "ragged_shard.redistribute(second, placements=first.placements) on one mesh, else "
-        "ragged_shard.distribute_like(second.full_tensor(), first)"
+    results = _redistribute.together([locals_[i] for i in moved], sources, [targets[i] for i in moved])
+    for i, result in zip(moved, results, strict=True):
+        locals_[i] = result
+    return locals_
+
+
+def recorded(values: Iterable[object]) -> bool:
+    """Whether autograd records an op on these."""
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def _local_of_plain(value: torch.Tensor, target: Sharding, func: Op) -> torch.Tensor:
+    if value.ndim == 0:
+        return value
+    if implicitly_replicated():
+        return local_from_full(value, target, func)
+    raise ValueError(  # not a TypeError: Python's operators would swallow its message
+        f"{func}: a plain tensor of shape {tuple(value.shape)} together with a ragged one ({target}); "
+        "distribute it first with ragged_shard.distribute_like, use to_local() on both, or say with torch's "
+        "implicit_replication() that all ranks have the same"
     )
 
 
-def _is_of_rows(value: torch.Tensor, sharding: Sharding, target: Sharding) -> bool:
-    """Whether it is a DTensor as torch's `distribute_tensor` makes one of the target's placements."""
-    if isinstance(value, RaggedDTensor) or target.axis is None or not target.ordinary:
-        return False
-    if value.requires_grad and torch.is_grad_enabled():
-        return False  # its gradient would be ragged
-    expected = [Shard(0) if axis == target.axis else p for axis, p in enumerate(target.placements)]
-    return (
-        type(target.ragged) is RaggedShard
-        and sharding.placements == tuple(expected)
-        and sharding.shape == target.shape
-        and sharding.mesh == target.mesh
-    )
+def _check_moves(func: Op, sharding: Sharding, target: Sharding, recorded: bool) -> None:
+    """Raise unless an operand can be redistributed here. Reads global metadata only, so all ranks agree."""
+    what = f"{func}: operands with different shardings:\n  {target}\n  {sharding}\n"
+    known = sharding.local_shape is not None and target.local_shape is not None
+    pending = sharding.partial or target.partial
+    if sharding.mesh != target.mesh or sharding.shape != target.shape or pending or not known:
+        raise ValueError(
+            f"{what}make the second like the first: "
+            "ragged_shard.redistribute(second, placements=first.placements) on one mesh, else "
+            "ragged_shard.distribute_like(second.full_tensor(), first)"
+        )
+    if recorded:
+        raise ValueError(
+            f"{what}autograd records this op and would not see the second one redistributed: pass "
+            "ragged_shard.redistribute(second, placements=first.placements), which it records, or call the op under "
+            "torch.no_grad()"
+        )
 
 
 def _broadcasts(sharding: Sharding, target: Sharding) -> bool:

@@ -75,8 +75,17 @@ def reduced(tensor: RaggedDTensor, how: Reduction, dims: list[int] | None, keepd
 def local_of(how: Reduction, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     if all(x.shape[d] for d in dims):
         return how.local(x, dims)
+    how.local(filled(x), dims)
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     return torch.full(shape, how.empty, dtype=how.work, device=x.device)
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    """Ones like an empty tensor, with which an op raises as on ranks that have elements.
+
+    torch does not look at the dtype, or for a divisor of 0, where there are none, nor for all dtypes at a single one.
+    """
+    return x.new_ones([n or 2 for n in x.shape])
 
 
 def uncut(sharding: Sharding, dims: list[int]) -> bool:
@@ -95,10 +104,10 @@ def within_rank(func: Op, arguments: dict[str, Any], dims: list[int]) -> Any:
     single = isinstance(metas, torch.Tensor)
     metas = (metas,) if single else metas
     after = [sharding_of(sharding.mesh, _without(dims, sharding, meta.ndim), meta.shape) for meta in metas]
-    if local.numel() or not tensor.numel():
-        results = func(**{**arguments, "self": local, "dim": local_dims if listed else local_dims[0]})
-        results = (results,) if single else results
-    else:
+    here = local if local.numel() or not tensor.numel() else filled(local)
+    results = func(**{**arguments, "self": here, "dim": local_dims if listed else local_dims[0]})
+    results = (results,) if single else results
+    if here is not local:
         results = [
             torch.empty(s.local_shape or (), dtype=m.dtype, device=local.device)
             for s, m in zip(after, metas, strict=True)
@@ -123,6 +132,8 @@ def _scattered(tensor: RaggedDTensor, how: Reduction, dims: list[int]) -> torch.
     """This rank's contribution to every element of the result: its boxes, reduced into their place."""
     shape = [1 if d in dims else n for d, n in enumerate(tensor._sharding.shape)]
     buffer = torch.full(shape, how.empty, dtype=how.work, device=tensor._local_tensor.device)
+    if not tensor._local_tensor.numel():
+        how.local(tensor._local_tensor.new_ones([2] * len(shape)), dims)
     for box, view in box_views(tensor._local_tensor, tensor._sharding):
         place = tuple(slice(0, 1) if d in dims else s for d, s in enumerate(box.slices()))
         value = how.local(view, dims)
@@ -193,8 +204,10 @@ def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: to
     """
     if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError(f"a norm needs a floating point or complex tensor, not {x.dtype}")
-    out = dtype or x.dtype
-    inner = torch.float32 if out in HALVES else out
+    inner = dtype or x.dtype
+    out, wide = inner.to_real(), wide.to_real()
+    inner = torch.float32 if inner in HALVES else inner
+    real = inner.to_real()
 
     def local(v: torch.Tensor, dims: list[int]) -> torch.Tensor:
         norm: torch.Tensor = torch.linalg.vector_norm(v, order, dims, keepdim=True, dtype=inner)
@@ -202,9 +215,9 @@ def norm_over(x: torch.Tensor, order: float, dtype: torch.dtype | None, wide: to
 
     if math.isinf(order):
         op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-        return Reduction(local, op, inner, 0.0 if order > 0 else math.inf, lambda t, n: t.to(out))
+        return Reduction(local, op, real, 0.0 if order > 0 else math.inf, lambda t, n: t.to(out))
     if order == 0:
-        return Reduction(local, dist.ReduceOp.SUM, inner, 0.0, lambda t, n: t.to(out))
+        return Reduction(local, dist.ReduceOp.SUM, real, 0.0, lambda t, n: t.to(out))
     return Reduction(local, dist.ReduceOp.SUM, wide, 0.0, lambda t, n: t.pow(1.0 / order).to(out))
 
 

@@ -41,7 +41,7 @@ def equal(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.name == "aten::equal" and pair[0].shape != pair[1].shape:
         return False
     require_reduced(func, target)
-    same = func(*[operands.to_local(a, target, func) for a in pair], *args[2:], **kwargs)
+    same = func(*operands.to_locals(pair, [target, target], func), *args[2:], **kwargs)
     flag = torch.tensor(int(same), dtype=torch.int32, device=target.mesh.device_type)
     for group in target.cut_groups:
         _comm.all_reduce(flag, dist.ReduceOp.MIN, group)
@@ -122,6 +122,6 @@ def masked_put(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fits = fits and isinstance(operand, RaggedDTensor) and operand._sharding == target
     if not fits or indices[0].dtype != torch.bool:
         raise refusal(func, target)
-    local = operands.to_local(value, target, func)
+    (local,) = operands.to_locals([value], [target], func)
     result = func(tensor._local_tensor, [indices[0]._local_tensor], local, *args[3:], **kwargs)
     return tensor if in_place else RaggedDTensor._wrap(result, target)

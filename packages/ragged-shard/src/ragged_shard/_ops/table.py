@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     "pointwise": Rule(
         "on local tensors, in place or not; 0-d, Replicate and number operands broadcast",
-        "nothing",
+        "nothing; one all_to_all for operands that are cut elsewhere",
         elementwise.pointwise,
         """abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
         bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min copy copysign cos cosh
@@ -47,7 +47,7 @@ RULES: dict[str, Rule] = {
     ),
     "foreach": Rule(
         "the pointwise rule for each position of the lists; ragged and other tensors may be mixed",
-        "nothing",
+        "nothing; one all_to_all per list and dtype for tensors that are cut elsewhere",
         elementwise.foreach,
         """_foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_ceil _foreach_clamp_max
         _foreach_clamp_min _foreach_copy _foreach_cos _foreach_div _foreach_erf _foreach_exp _foreach_expm1
@@ -129,7 +129,7 @@ RULES: dict[str, Rule] = {
     ),
     "equal": Rule(
         "torch.equal and allclose, the same answer on every rank",
-        "one all_reduce of 4 bytes per cut mesh axis",
+        "one all_reduce of 4 bytes per cut mesh axis; before, what the pointwise rule says",
         _for_each(special.equal),
         "allclose equal",
     ),
