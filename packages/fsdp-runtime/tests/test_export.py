@@ -1,5 +1,6 @@
 """The whole model as safetensors files that plain torch and Hugging Face's loaders read."""
 
+import contextlib
 import json
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from runtime_helpers import full_values, same_bits, seeded, shard
 
 from fsdp_runtime import iter_full_params, load_safetensors, save_safetensors
 from fsdp_runtime.checkpoint.runs import Run
-from ragged_shard.testing import on_ranks, run_ranks
+from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -63,6 +64,20 @@ def test_ranks_leave_an_export_together_where_one_has_no_memory(tmp_path):
         here = failing if dist.get_rank() == 0 else nullcontext()
         with here, pytest.raises((RuntimeError, OSError), match="MemoryError: none left"):
             export()
+
+
+@on_ranks(2)
+def test_an_export_that_cannot_write_gathers_no_further_tensors(tmp_path):
+    def sent():
+        with record_collectives() as record, contextlib.suppress(OSError):
+            save_safetensors(model, tmp_path, bucket_bytes=1)
+        return sum(event.bytes_sent for event in record.events if event.kind != "all_reduce")
+
+    model = shard(seeded(width=128, blocks=4))
+    whole = sent()
+    with mock.patch("fsdp_runtime.checkpoint.files._write_tensor", side_effect=OSError("disk full")):
+        part = sent()
+    assert dist.get_rank() == 0 or part < whole / 2  # rank 0 only receives
 
 
 @on_ranks(3)

@@ -161,6 +161,26 @@ def test_a_hook_on_a_parameter_that_returns_another_shape_raises_by_name():
         model(batch()).sum().backward()
 
 
+@on_ranks(2)
+def test_autograd_grad_of_parameters_that_are_gathered_raises_with_the_remedy():
+    model, plain = sharded(mlp, 0)
+    loss = model(batch()).square().sum()
+    with pytest.raises(NotImplementedError, match=r"2\.weight.*loss\.backward\(\) and read `\.grad`"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    model.reset_iter_state()
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_autograd_grad_of_inputs_is_as_in_one_process():
+    model, plain = sharded(mlp, 0)
+    for each in (model, plain):
+        each.x = batch().requires_grad_()
+    ours, theirs = (torch.autograd.grad(each(each.x).square().sum(), each.x)[0] for each in (model, plain))
+    torch.testing.assert_close(ours, theirs)
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 

@@ -121,8 +121,9 @@ def fully_shard(
         quantization_policy: what is quantized, and how: a `fsdp_runtime.QuantizationPolicy`. Defaults to nothing.
         skippable: ranks may run this module in some steps and not in others, or use different parameters of it. It
             and the units inside are gathered when the nearest unit around them that is not skippable begins its
-            forward or backward, on every rank, and freed when that ends; then one small all-reduce finds which
-            parameters any rank used, and only those are reduced and get a `.grad`, on every rank.
+            forward or backward, on every rank, and freed when that ends. All of them are reduced, with zeros where a
+            rank has no gradient; one small all-reduce at the end of backward finds which parameters any rank used, and
+            only those get a `.grad`, on every rank.
 
     Returns:
         The module (or list), now an `FSDPModule`.

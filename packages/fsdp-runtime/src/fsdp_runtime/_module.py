@@ -274,10 +274,12 @@ class FSDPModule(fsdp.FSDPModule):
                 group.gradients.set_step(step)
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: Any = None) -> None:
-        """Call `hook(flat)` with each flat shard of summed gradients (1-D, the reduction's dtype), not divided yet.
+        """Call `hook(flat)` with each flat shard of reduced gradients (1-D, the reduction's dtype).
 
-        In backward, after the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the
-        unit. All trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
+        They are the mean over ranks; or, where the division comes after the hook, the sum: with a divide factor, with
+        `set_force_sum_reduction_for_comms(True)`, and in fp16, where a part of it comes before. Called in backward,
+        after the reduce-scatter, or with HSDP after the all-reduce; once for each segment and dtype of the unit. All
+        trained parameters of reduced groups get a gradient: ranks outside the mesh may have used them.
 
         Raises:
             ValueError: a stream with HSDP, where the hook runs on the reduction's.

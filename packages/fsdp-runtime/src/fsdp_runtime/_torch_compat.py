@@ -2,7 +2,8 @@
 
 Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
-Private names: the autograd engine's callback queue and current graph task, a parameter's hooks, dispatch modes,
+Private names: the autograd engine's callback queue, current graph task and what it executes, a parameter's hooks,
+dispatch modes,
 `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
 modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -71,6 +73,17 @@ def new_part(
         )
     assert group is not None
     return group
+
+
+def is_accumulated(leaf: torch.Tensor) -> bool:
+    """Whether the run of the autograd engine that this thread is in adds up a leaf's gradient.
+
+    Raises LookupError if it returns the gradient, as `torch.autograd.grad` does.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError as error:  # "A leaf node was passed ... but we are currently running autograd.grad()"
+        raise LookupError from error
 
 
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.

@@ -18,7 +18,7 @@ class ReduceOptions:
     divide_factor: float | None = None
     force_sum: bool = False  # send sums only, and divide afterwards
     all_reduce: bool = True  # also across replicas; False leaves a partial sum
-    # called with each flat shard of sums over shards and replicas, before it is divided
+    # called with each flat shard that is reduced over shards and replicas, before `Scaling.divide`
     hook: AllReduceHook | None = None
     hook_stream: Any = None  # where. Defaults to the stream of the last collective
 

@@ -1,9 +1,9 @@
-"""Hooks on modules and on the autograd graph. They call the pass and the backward, which decide.
+"""Hooks on modules and on the autograd graph. They cast and mark tensors; when to gather and reduce the pass decides.
 
 module's forward pre-hook ---- gather, cast inputs, mark inputs (post-backward)
 module's forward hook -------- free, mark outputs (pre-backward), cast outputs
 output's gradient hook ------- pre-backward: gather again
-parameter's gradient hook ---- the gradient goes into its buffer
+parameter's gradient hook ---- the gradient is kept for the reduction
 inputs' gradients are there -- post-backward: free, reduce
 """
 

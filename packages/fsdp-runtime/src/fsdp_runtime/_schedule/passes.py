@@ -7,6 +7,7 @@ Units that ranks may skip follow the unit around them (`Unit.host`), whose steps
 it is entered, and frees and reduces them when it is left. What they do themselves communicates nothing.
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -365,6 +366,8 @@ class Pass:
     def enter_backward(self, unit: Unit) -> None:
         """A gradient has reached a unit's output."""
         if not self.in_backward:
+            if self._root is None:  # inside of a forward they are the forward's own
+                self._refuse_captured(unit)
             self.begin_backward()
         if unit.host is not None:
             if unit.host not in self._in_backward_of:
@@ -388,6 +391,27 @@ class Pass:
             expected = self._backward.upcoming() if explicit is None else explicit
             if expected:
                 self._prefetch("backward", unit, expected, explicit is None)
+
+    def _refuse_captured(self, unit: Unit) -> None:
+        """Raise NotImplementedError if `torch.autograd.grad` is asked for gathered parameters: it would return this
+        rank's gradients, and nothing for the sharded ones.
+
+        Args:
+            unit: the first one that backward has reached.
+        """
+        shown = (param for other in self.units for param, _ in other.shown)
+        for param in itertools.chain(unit.params, shown):
+            if param.unsharded is None or not param.unsharded.requires_grad:
+                continue
+            try:
+                if compat.is_accumulated(param.unsharded):
+                    return  # as in most backwards, then of all
+            except LookupError:
+                raise NotImplementedError(
+                    f"torch.autograd.grad of {param.name} in {param.group.name}: it would return the gradient of this "
+                    "rank's batch, and None for parameters that are sharded. Call loss.backward() and read `.grad`; "
+                    "to keep the gradients that are there, store them before and call zero_grad()"
+                ) from None
 
     def begin_backward(self) -> None:
         """A run of the autograd engine has reached the model: finish the reductions at its end.

@@ -96,9 +96,9 @@ def save_safetensors(
             # `map` keeps no tensor while the next is gathered
             write_files(folder, files, map(itemgetter(1), groups.in_file_form(tensors, CPU)))
         except Exception as error:  # the other ranks must not wait for this one
-            problem = f"{type(error).__name__}: {error}"
+            exporter.problem, problem = error, f"{type(error).__name__}: {error}"
     try:
-        for _ in tensors:  # to the end, on every rank
+        for _ in tensors:  # to the end on every rank, or to the next gather where rank 0 has a problem
             pass
     except Exception as error:  # of gathers, on every rank
         problem = problem or f"{type(error).__name__}: {error}"
@@ -132,6 +132,8 @@ class Exporter:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._receives = ranks is None or rank in ranks
         self._dtype = dtype
+        # of the consumer of this rank's tensors: all ranks raise it in the next gather
+        self.problem: Exception | None = None
         # what is merged into them, by name
         self.adapters: dict[str, list[Adapter]] = model.adapters if isinstance(model, Merged) else {}
         with on_all_ranks(caller) as options:
@@ -162,7 +164,7 @@ class Exporter:
         """All of them, whole."""
         for run in self._runs:
             with torch.no_grad():
-                full = gather(run, self._ranks)
+                full = gather(run, self._ranks, self.problem)
             tensors = iter(()) if full is None else tensors_of(run, full)
             del full
             for param in run.members:

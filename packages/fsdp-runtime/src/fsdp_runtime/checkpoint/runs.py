@@ -80,12 +80,12 @@ def _place(param: Param) -> TensorSlice:
     return param.group.plan.geometry.slices[param.key]
 
 
-def gather(run: Run, ranks: Iterable[int] | None) -> torch.Tensor | None:
+def gather(run: Run, ranks: Iterable[int] | None, problem: Exception | None = None) -> torch.Tensor | None:
     """The elements of a run, in its dtype, on these global ranks (None: on all); None on others.
 
     One all-gather where the run is all of a segment and everyone receives; else one broadcast from each rank that holds
     some of it, or one all-to-all for each receiver. A receiver gets the bytes that it lacks and no others. Bytes are
-    sent, since backends move few dtypes. Where one rank has no memory for them, all ranks raise.
+    sent, since backends move few dtypes. Where one rank has no memory for them, or passes a problem, all ranks raise.
     """
     data = run.group.plan.data
     group, members = data.groups[-1], dist.get_process_group_ranks(data.groups[-1])
@@ -95,6 +95,8 @@ def gather(run: Run, ranks: Iterable[int] | None) -> torch.Tensor | None:
     receivers = [index for index, rank in enumerate(members) if rank in chosen]
     to_all, receives = len(receivers) == len(members), data.shard_rank in receivers
     with on_all_ranks(f"gathering {run.members[0].name}", data.groups):
+        if problem is not None:
+            raise problem
         own = run.own()
         full = torch.empty(run.stop - run.start if receives else 0, dtype=run.dtype, device=data.device)
         own = own if to_all else own.to(data.device, run.dtype)
