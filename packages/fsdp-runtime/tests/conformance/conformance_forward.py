@@ -290,3 +290,65 @@ def evaluation_between(fsdp):
             one(x + 1)
         loss.backward()
     assert_same_gradients(model, reference)
+
+
+@dataclasses.dataclass
+class Derived:
+    """A field that the constructor does not take."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.doubled = self.x * 2
+
+
+@case(
+    FORWARD, "arguments in a dataclass with `field(init=False)`", ours=None, fsdp2=Raises(ValueError, "init=False")
+)  # fmt: skip
+def derived_fields(fsdp):
+    class Takes(MLP):
+        def forward(self, item):
+            return super().forward(item.x + item.doubled)
+
+    model, reference = fsdp.fully_shard(seeded(Takes), mesh=mesh()), seeded(Takes)
+    for one, x in inputs(model, reference, 0):
+        one(Derived(x.clone().requires_grad_())).square().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+class Forces(nn.Module):
+    """A gradient of its input is taken inside its forward, and used with its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.last = MLP(), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.last(force * self.scale)
+
+
+@case(
+    FORWARD, "a gradient inside a forward (force fields)", ours=None, fsdp2=Raises(RuntimeError, "mixed torch.Tensor")
+)  # fmt: skip
+def forces(fsdp):
+    model, reference = seeded(Forces), seeded(Forces)
+    for each in (model.energy, model.last, model):
+        fsdp.fully_shard(each, mesh=mesh())
+    check_backward(model, reference)
+
+
+@case(
+    FORWARD, "a penalty on the gradient of the inputs (`create_graph=True`)", ours=None,
+    fsdp2=Raises(RuntimeError, "storage of size 0"),
+)  # fmt: skip
+def penalty(fsdp):
+    model, reference = pair(fsdp)
+    for one, x in inputs(model, reference, 0):
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+        grad.square().mean().backward()
+    assert_same_gradients(model, reference)

@@ -166,3 +166,31 @@ class Chunked(Stack):
 def weight_of_another_unit(fsdp):
     model, reference = pair(fsdp, Chunked)
     check_backward(model, reference)
+
+
+@case(
+    SILENT, "`register_hook` on a parameter, before and after `fully_shard`", fsdp2=Wrong(), ours=None,
+    note="the hook gets the reduced gradient, and its result takes that one's place; in FSDP2 it never runs",
+)  # fmt: skip
+def hooked_parameters(fsdp):
+    model, reference = seeded(MLP), seeded(MLP)
+    for each in (model, reference):
+        each.up.weight.register_hook(lambda grad: grad * 0.5)
+    fsdp.fully_shard(model, mesh=mesh())
+    for each in (model, reference):
+        each.down.weight.register_hook(lambda grad: grad * 2)
+    check_backward(model, reference)
+
+
+@case(
+    SILENT,
+    "`register_post_accumulate_grad_hook` on a parameter before `fully_shard`",
+    fsdp2=Wrong(),
+    ours=None,
+)
+def hooked_before(fsdp):
+    model, called = seeded(MLP), []
+    model.up.weight.register_post_accumulate_grad_hook(called.append)
+    fsdp.fully_shard(model, mesh=mesh())
+    mean_square(model, mine(batch())).backward()
+    assert len(called) == 1
