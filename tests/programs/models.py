@@ -326,7 +326,7 @@ class Recurrent(Layer):
     """Parameters of a module that keeps them in a list as well."""
 
     weight, keeps = 0.6, True
-    kind: type[nn.RNNBase] = nn.LSTM
+    kind: Any = nn.LSTM
 
     def __init__(self, width: int):
         super().__init__()
