@@ -466,7 +466,7 @@ class Packed(Layer):
         return self.pack(other + torch.tanh(self.linear(mixed(packed))))
 
     def run(self, x, chosen):
-        return mixed(self(self.pack(x), x / 2, nothing=None, chosen=chosen))
+        return mixed(self(self.pack(x), x / 2, nothing=None, chosen=chosen)).to(x.dtype)
 
 
 def _of(base: type[Layer], **attributes: Any) -> type[Layer]:

@@ -21,7 +21,7 @@ from fsdp_runtime.memory import gathered_memory, unit_memory
 from fsdp_runtime.quantization import matrices_only
 from ragged_shard.testing import rank_mesh
 
-from .models import Compiled, Model, Subclass, TwoForwards, Wrapped
+from .models import Compiled, Model, Packed, Subclass, TwoForwards, Wrapped
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -230,7 +230,8 @@ class Sharded(System):
             own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
             if unit.offload:
                 own["offload_policy"] = self.api.CPUOffloadPolicy(pin_memory=False)
-            if "" not in unit.modules:
+            # A layer after it may be in a unit that casts no inputs.
+            if "" not in unit.modules and not all(isinstance(module, Packed) for module in modules):
                 own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
             if self.ours:
                 own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
