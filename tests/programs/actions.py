@@ -328,10 +328,10 @@ def all_reduce_hook(w: World) -> None:
     w.loss().backward()
     w.each("set_all_reduce_hook", None)
     w.system.average(w.params)
-    for param in w.params.values():
-        if param.grad is not None:
-            # Numbers that one process rounds to zero may be tiny where ranks' halves are added.
-            param.grad = param.grad if (w.full(param.grad).abs() > 1e-30).any() else None
+    # Numbers that one process rounds to zero may be tiny where ranks' halves are added.
+    grads = [(param, param.grad) for param in w.params.values() if param.grad is not None]
+    for param, used in [(param, (w.full(grad).abs() > 1e-30).any()) for param, grad in grads]:
+        param.grad = param.grad if used else None
     for param in w.params.values() if not w.units else ():
         if param.grad is not None:
             param.grad.mul_(0.5)

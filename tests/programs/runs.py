@@ -384,7 +384,7 @@ def _simulated(program: Program) -> Outcome:
     rank = chance.randrange(program.ranks)
     try:
         with SimulatedDevice(where), simulated_ranks(program.ranks, rank=rank):
-            trace = run(program, "ours", _OneRank)
+            trace = run(program, "simulated", _OneRank)
     except RaceError as error:  # at memory that was freed too early, where nothing could raise
         return Outcome(fault=f"race at the end {error}")
     result = Outcome(

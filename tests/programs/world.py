@@ -173,11 +173,12 @@ class World:
         self.batches += 1
         common = random.Random(1000 * self.program.seed + self.batches)
         own = random.Random(100_000 * self.program.seed + 10 * self.batches + self.data_rank)
-        tokens, targets = (torch.tensor(own.choices(range(VOCABULARY), k=ROWS * LENGTH)) for _ in range(2))
-        torch.manual_seed(own.randrange(2**30))  # of dropout
+        torch.manual_seed(own.randrange(2**30))
+        # Made on the device: with indices in memory of the host a simulated device would make the host wait.
+        tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
         drawn = own if self.program.uneven else common
         chosen = drawn.choices(range(2), k=drawn.randrange(4))
-        return tokens.view(ROWS, LENGTH), targets.view(ROWS, LENGTH), chosen
+        return tokens, targets, chosen
 
     def loss(self, **options: Any) -> torch.Tensor:
         """The loss of the next batch."""
