@@ -161,7 +161,7 @@ def draw(seed: int) -> Program:
         units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
     last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
-    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 9))
+    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 8))
     if mesh == "hsdp" and rng.random() < 0.3:
         names[rng.randrange(len(names))] = "accumulate_over_replicas"
     if last:

@@ -32,7 +32,7 @@ from ragged_shard.testing import (
 from .models import Model
 from .program import Program
 from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
-from .world import ACTIONS, World
+from .world import ACTIONS, World, local_of
 
 PADDING = 512.0  # bytes of a rank's shard
 LIMIT = 20.0  # seconds until a rank counts as hanging
@@ -364,7 +364,7 @@ class _OneRank(World):
     """A world whose values nobody compares: on the simulated device other ranks do not exist."""
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() * 1
+        return local_of(tensor).detach() * 1
 
 
 # Actions that need values sent by other ranks.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from . import state_actions  # noqa: F401 (seeds draw from its actions before these)
 from .models import LENGTH, ROWS, Compiled, InPlace, OnPurpose
-from .world import OPTIONS, World, action, coin, layer
+from .world import OPTIONS, World, action, coin, layer, local_of
 
 ENLARGE = ("muon", "shampoo", "soap")  # optimizers that make rounding larger
 PLACES = ("child", "forward hook", "backward hook", "recomputation", "gradient hook", "accumulate hook")
@@ -128,17 +128,17 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
     layer = f"layers.{own[index % len(own)]}" if how == "layer" and own else ""
     direct = how == "forward" and which != "one" and bool(w.units)
     set_by_hand = [args[0] for name, *args in w.program.actions if name == "reshard_after_forward"]
-    types: dict[str, type] = {}  # of parameters that must stay as `unshard()` shows them
+    shown: dict[str, tuple[type, torch.Tensor]] = {}  # what must stay as `unshard()` shows it
     for number, (unit, drawn) in enumerate(zip(w.units, w.program.units, strict=bool(w.units))):
         root = unit is w.model
         if which == "all" or (root if which == "root" else number == index % len(w.units)):
             before = {name: type(param) for name, param in w.model.named_parameters()}
             unit.unshard()
-            runs = not direct if root else any(path.startswith(layer) for path in drawn.modules)
+            runs = not direct and not layer if root else any(path.startswith(layer) for path in drawn.modules)
             reshards = any(set_by_hand) or (drawn.reshard if drawn.reshard is not None else not root)
             for name, param in w.model.named_parameters():
                 if type(param) is not before[name] and not (runs and reshards):
-                    types[name] = type(param)
+                    shown[name] = type(param), local_of(param).detach().clone()
     tokens, _, chosen = w.batch()
     w.model.eval()
     with torch.no_grad():
@@ -148,9 +148,13 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
         else:
             w.note("output", (w.model.forward if direct else w.model)(tokens, chosen))
     w.model.train()
-    after = {name: param for name, param in w.model.named_parameters() if not w.is_codes(name)}
-    w.note("resharded", " ".join(name for name, kind in types.items() if type(after[name]) is not kind))
-    w.note_all("whole", after)
+    after = dict(w.model.named_parameters())
+    changed = [
+        name
+        for name, (kind, value) in shown.items()
+        if type(after[name]) is not kind or not torch.equal(local_of(after[name]), value)
+    ]
+    w.note("resharded", " ".join(changed))
     w.each("reshard")
 
 
@@ -205,8 +209,9 @@ def accumulate_hooks(w: World) -> None:
     if not w.program.uneven:
         w.note("hooked", " ".join(sorted(names)))
         w.note("hooked before", " ".join(sorted(w.calls)))
-        seen = grads if w.units else {name: w.params[name].grad for name in grads}
-        w.note_all("hooks saw", {name: seen[name] for name in sorted({*grads} & {*names})})
+        after = {name: w.params[name].grad for name in {*grads} & {*names} if w.units}
+        unlike = [n for n, grad in after.items() if not torch.equal(local_of(grads[n]), local_of(grad))]
+        w.note("hooks saw another gradient for", " ".join(sorted(unlike)))
 
 
 @action(
@@ -271,7 +276,7 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
 
 
 @action(
-    weight=1.5,
+    weight=1.7,
     gradients=True,
     fsdp2=False,
     draw=lambda rng: (rng.choice(PLACES), *layer(rng), *coin(rng), rng.choice(("plain", "reentrant"))),

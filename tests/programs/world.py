@@ -259,6 +259,11 @@ class World:
             Path(paths[0]).rmdir()
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """A tensor, of a distributed one this rank's."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same groups and states."""
     groups = optimizer.param_groups
