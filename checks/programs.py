@@ -1,5 +1,7 @@
 """Draw and run new programs: `./run programs -- --minutes 60`, or `--seed 7 --count 1`; `--system simulated`.
 
+`--count-kinds 5000` prints how often each kind of layer, action and option is drawn.
+
 Programs that fail are made smaller, printed, and written to `tests/programs/found/`, which `./run tests` replays.
 """
 
@@ -61,7 +63,16 @@ def main() -> None:
     )
     parser.add_argument("--found", type=Path, default=FOUND, help="folder for programs that fail")
     parser.add_argument("--keep-going", action="store_true", help="go on after a fault")
+    parser.add_argument(
+        "--count-kinds",
+        type=int,
+        metavar="N",
+        help="run nothing; print how many of N programs have which names",
+    )
     arguments = parser.parse_args()
+    if arguments.count_kinds:
+        count_kinds(arguments.seed or 0, arguments.count_kinds)
+        return
     if arguments.seed is None:
         arguments.seed = int(time.time()) * 1000
     context = multiprocessing.get_context("spawn")
@@ -79,6 +90,15 @@ def main() -> None:
         for worker in workers:
             worker.terminate()
     raise SystemExit(1 if faults else 0)
+
+
+def count_kinds(first: int, count: int) -> None:
+    """Print how many programs have each name of a layer, an action or an option, rare ones last."""
+    from tests.programs.program import draw, names
+
+    tally = collections.Counter(name for seed in range(first, first + count) for name in names(draw(seed)))
+    for name, programs in tally.most_common():
+        print(f"{programs:6} {name}")
 
 
 def report(answers: Any, arguments: argparse.Namespace) -> int:

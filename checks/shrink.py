@@ -40,7 +40,17 @@ def _candidates(program: Program) -> Iterator[Program]:
     for ranks in range(2 if program.departs else 1, program.ranks):
         if program.mesh == "shard" and not (ranks < 4 and any(unit.reshard == 2 for unit in program.units)):
             yield change(ranks=ranks)
-    for name in ("mesh", "ends", "recompute", "precision", "transport", "offload", "optimizer", "quantized"):
+    for name in (
+        "mesh",
+        "ends",
+        "recompute",
+        "precision",
+        "transport",
+        "offload",
+        "optimizer",
+        "quantized",
+        "hooked",
+    ):
         if getattr(program, name) != DEFAULTS[name]:
             yield change(**{name: DEFAULTS[name]})
     if program.uneven and not any(unit.skippable for unit in program.units):
@@ -54,7 +64,7 @@ def _candidates(program: Program) -> Iterator[Program]:
 
 
 def _plainer(unit: Unit) -> Iterator[Unit]:
-    plain: dict[str, Any] = {"reshard": None, "blocks": "", "skippable": False}
+    plain: dict[str, Any] = {"reshard": None, "blocks": "", "skippable": False, "offload": False}
     for name, value in plain.items():
         if getattr(unit, name) != value:
             yield dataclasses.replace(unit, **{name: value})

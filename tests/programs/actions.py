@@ -95,8 +95,9 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    if w.program.recompute or w.program.mesh == "tp" or "compiled" in w.program.layers:
-        return  # torch has no right second derivatives through its tensor parallelism, and none of compiled graphs
+    layers = {*w.program.layers} & {"compiled", "lstm", "gru", "rnn"}
+    if w.program.recompute or w.program.mesh == "tp" or layers:
+        return  # torch has no right second derivatives through its tensor parallelism, and none of these layers
     w.call("set_reshard_after_backward", False)
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
@@ -235,6 +236,56 @@ def zero_grad_of_the_model(w: World, to_none: bool) -> None:
     w.model.zero_grad(set_to_none=to_none)
 
 
+@action(
+    weight=1.2,
+    gradients=True,
+    draw=lambda rng: (
+        rng.choice(("whole", "zeros_like", "Shard(0)", "Replicate", "None")),
+        rng.randrange(3),
+        *coin(rng),
+    ),
+)
+def set_gradients(w: World, how: str, first: int, after: bool) -> None:
+    """Set gradients of every third parameter, to which a backward adds."""
+    if w.program.mesh == "tp" or "subclass" in w.program.layers:
+        how = "None"
+    w.loss().backward()
+    used = [p for n, p in w.named() if p.grad is not None and p.requires_grad and ".experts." not in n]
+    if not after:
+        w.clear_gradients()
+    for param in used[first::3]:
+        value = torch.full(param.shape, 0.1, dtype=param.dtype)
+        if how != "zeros_like":
+            value += torch.linspace(-1, 1, param.numel(), dtype=param.dtype).view(param.shape)
+        param.grad = None if how == "None" else w.system.laid_out(param, value, how)
+    w.loss().backward()
+
+
+@action(weight=0.5, fsdp2=False, draw=lambda rng: (rng.choice(("backward", "grad")), *coin(rng)))
+def gradients_by_name(w: World, how: str, later: bool) -> None:
+    """`backward(inputs=)` or `torch.autograd.grad` of parameters, as modules hold them before a forward or after it."""
+    if w.program.recompute == "reentrant":
+        return
+    w.rest()
+    w.clear_gradients()
+    params = dict(w.named())
+    loss = w.loss()
+    if later:
+        params = {name: param for name, param in w.model.named_parameters() if name in params}
+    params = {name: param for name, param in params.items() if param.requires_grad}
+    if how == "backward":
+        loss.backward(inputs=list(params.values()))
+    else:
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        for param, grad in zip(params.values(), grads, strict=True):
+            param.grad = grad
+    w.system.average(params)
+    w.note_all("grad of", {name: param.grad for name, param in params.items()})
+    w.clear_gradients()
+    for param in params.values():
+        param.grad = None
+
+
 @action(gradients=True)
 def edit_gradients(w: World) -> None:
     w.loss().backward()
@@ -277,10 +328,10 @@ def all_reduce_hook(w: World) -> None:
     w.loss().backward()
     w.each("set_all_reduce_hook", None)
     w.system.average(w.params)
-    for param in w.params.values():
-        if param.grad is not None:
-            # Numbers that one process rounds to zero may be tiny where ranks' halves are added.
-            param.grad = param.grad if (w.full(param.grad).abs() > 1e-30).any() else None
+    # Numbers that one process rounds to zero may be tiny where ranks' halves are added.
+    grads = [(param, param.grad) for param in w.params.values() if param.grad is not None]
+    for param, used in [(param, (w.full(grad).abs() > 1e-30).any()) for param, grad in grads]:
+        param.grad = param.grad if used else None
     for param in w.params.values() if not w.units else ():
         if param.grad is not None:
             param.grad.mul_(0.5)

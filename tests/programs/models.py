@@ -1,8 +1,8 @@
 """Models of programs: an embedding, layers of any kinds, a norm and a head. Each kind of layer is one awkward thing."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -26,9 +26,15 @@ KEEPS = (
 
 
 class Layer(nn.Module):
-    """A residual layer: subclasses say what `inner` adds, and how often programs have them."""
+    """A residual layer: subclasses say what `inner` adds, and how often programs have them.
+
+    Attributes:
+        keeps: whether modules read parameters that their names do not show, so that weights read back from their codes
+            cannot be put there.
+    """
 
     weight = 1.0
+    keeps = False
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """What is added to the input."""
@@ -36,6 +42,10 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: Sequence[int] = ()) -> Any:
         return x + self.inner(x)
+
+    def run(self, x: torch.Tensor, chosen: Sequence[int]) -> Any:
+        """The output, of the arguments that this kind of layer takes."""
+        return self(x, chosen)
 
 
 class Linear(Layer):
@@ -312,11 +322,166 @@ class Compiled(Layer):
         return torch.tanh(self.linear(x))
 
 
+class Recurrent(Layer):
+    """Parameters of a module that keeps them in a list as well."""
+
+    weight, keeps = 0.6, True
+    kind: Any = nn.LSTM
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layer = self.kind(width, width, batch_first=True, bidirectional=self.kind is nn.GRU)
+
+    def inner(self, x):
+        return self.layer(x)[0][..., : x.shape[-1]]
+
+
+class OwnSetattr(Layer):
+    """Reads its weight where its `__setattr__` put it."""
+
+    keeps = True
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(width, width) / width)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "matrix":
+            self.__dict__["kept"] = value
+
+    def inner(self, x):
+        return torch.tanh(x @ self.kept)
+
+
+class Forces(Layer):
+    """A forward that takes the gradient of an energy by its input, then uses parameters of the layer.
+
+    Attributes:
+        trains: whether that gradient has a graph; otherwise the energy's parameters get no gradient.
+    """
+
+    trains = True
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.energy, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def inner(self, x):
+        if torch.is_inference_mode_enabled():  # which has no gradients
+            return self.last(x)
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = torch.tanh(self.energy(x)).square().sum()
+            (forces,) = torch.autograd.grad(energy, [x], create_graph=self.trains)
+        return self.last(forces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """An argument whose second field its constructor does not take."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * self.x)
+
+
+@dataclasses.dataclass
+class Late:
+    """An argument with fields that are set after construction."""
+
+    x: torch.Tensor
+    mask: torch.Tensor | None = dataclasses.field(init=False, default=None)
+    more: list[Any] = dataclasses.field(init=False, default_factory=list)
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Late":
+        """One whose fields are set."""
+        made = cls(x)
+        made.mask = torch.arange(x.shape[-1]) % 2 == 0
+        made.more += [3 * x, None]
+        return made
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    """An argument without a dict of attributes."""
+
+    x: torch.Tensor
+    tripled: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tripled = 3 * self.x
+
+
+class Named(NamedTuple):
+    """A named tuple with None in it."""
+
+    x: torch.Tensor
+    nothing: None
+    first: torch.Tensor
+
+
+PACKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "frozen dataclass": Frozen,
+    "late fields": Late.of,
+    "slots": Slots,
+    "nested": lambda x: {"one": [Frozen(x), None], "other": (Late.of(x),)},
+    "named tuple": lambda x: Named(x, None, x[:, :1]),
+    "same twice": lambda x: [x, x],
+}
+
+
+def leaves(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a container, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif dataclasses.is_dataclass(tree):
+        for field in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, field.name))
+    elif isinstance(tree, Mapping | tuple | list):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(item)
+
+
+def mixed(tree: Any) -> torch.Tensor:
+    """A sum of the tensors in a container that shows each one and its place."""
+    found = list(leaves(tree))
+    return sum((place * tensor for place, tensor in enumerate(found, 1)), torch.zeros(())) / len(found) ** 2
+
+
+class Packed(Layer):
+    """Takes a container and a tensor after it, and returns such a container."""
+
+    weight = 0.5
+    pack: Callable[[torch.Tensor], Any]
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, packed, other, *, nothing=None, chosen=()):  # type: ignore[override]
+        return self.pack(other + torch.tanh(self.linear(mixed(packed))))
+
+    def run(self, x, chosen):
+        return mixed(self(self.pack(x), x / 2, nothing=None, chosen=chosen)).to(x.dtype)
+
+
+def _of(base: type[Layer], **attributes: Any) -> type[Layer]:
+    """A kind of layer with other attributes."""
+    return type(base.__name__, (base,), attributes)
+
+
 LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
     "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen,
     "twice": Twice, "two forwards": TwoForwards, "structured": Structured, "in place": InPlace,
     "weight norm": WeightNorm, "subclass": Subclass, "dropout": Dropout, "compiled": Compiled,
+    "lstm": Recurrent, "gru": _of(Recurrent, kind=nn.GRU), "rnn": _of(Recurrent, kind=nn.RNN),
+    "own setattr": OwnSetattr, "forces": Forces, "constant forces": _of(Forces, trains=False, weight=0.5),
+    **{name: _of(Packed, pack=staticmethod(pack)) for name, pack in PACKS.items()},
 }  # fmt: skip
 ENDS = ("tied", "head twice", "embedding as head")
 
@@ -352,11 +517,11 @@ class Model(nn.Module):
 
     def advance(self, index: int, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         """Run one layer."""
-        layer = self.layers[index]
+        layer: Any = self.layers[index]
         if self.recompute and torch.is_grad_enabled():
-            y = checkpoint(layer, x, chosen, use_reentrant=self.recompute == "reentrant")
+            y = checkpoint(layer.run, x, chosen, use_reentrant=self.recompute == "reentrant")
         else:
-            y = layer(x, chosen)
+            y = layer.run(x, chosen)
         if isinstance(y, Output):
             y = y.hidden + y.more["gate"][0] * y.more["gate"][1][0] + y.more["gate"][1][1]
         if isinstance(layer, InPlace):

@@ -7,6 +7,7 @@
 
 import dataclasses
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,14 @@ class Unit(_Literal):
         reshard: `reshard_after_forward`.
         blocks: a name of `systems.POLICIES`.
         skippable: as the option of `fully_shard`.
+        offload: whether its shards are in CPU memory, whatever the program says of all units.
     """
 
     modules: tuple[str, ...] = ("",)
     reshard: bool | int | None = None
     blocks: str = ""
     skippable: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +62,7 @@ class Program(_Literal):
         units: calls of `fully_shard`, in order.
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
+        hooked: "", or which hooks parameters have before they are sharded: a name of `world.HOOKS`.
         optimizer: a name of `systems.OPTIMIZERS`.
         counted: collectives of `train` are compared with FSDP2's.
         actions: names of `actions.ACTIONS` with arguments.
@@ -77,6 +81,7 @@ class Program(_Literal):
     quantized: str = ""
     offload: bool = False
     transport: str = ""
+    hooked: str = ""
     optimizer: str = "sgd"
     counted: bool = False
     actions: tuple[Action, ...] = (("train",), ("step",))
@@ -84,10 +89,11 @@ class Program(_Literal):
     @property
     def for_fsdp2(self) -> bool:
         """Whether FSDP2 has all that the program uses."""
-        ours_alone = self.uneven or self.quantized or self.transport or self.mesh == "two"
+        ours_alone = self.uneven or self.quantized or self.transport or self.hooked or self.mesh == "two"
+        inside = any(path.endswith(".energy") for unit in self.units for path in unit.modules)  # FSDP2 raises
         uneven_rows = "subclass" in self.layers and self.width % self.ranks  # which FSDP2 would have it pad
         skippable = any(unit.skippable for unit in self.units)
-        return not (ours_alone or uneven_rows or skippable) and all(
+        return not (ours_alone or inside or uneven_rows or skippable) and all(
             doings.ACTIONS[name].fsdp2 for name, *_ in self.actions
         )
 
@@ -110,6 +116,11 @@ def read(text: str) -> Program:
     return program
 
 
+def names(program: Program) -> set[str]:
+    """The names of layers, actions and options in a program."""
+    return set(re.findall(r"'[\w() ]+'|\w+='?[\w ]+", repr(dataclasses.replace(program, seed=0))))
+
+
 def draw(seed: int) -> Program:
     """A program, of this seed alone."""
     rng = random.Random(seed)
@@ -124,8 +135,9 @@ def draw(seed: int) -> Program:
     special = rng.random()
     precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
-    if "subclass" in layers or "compiled" in layers:
+    if "subclass" in layers or "compiled" in layers or any(LAYERS[kind].keeps for kind in layers):
         quantized = ""
+    mixed_offload = rng.random() < 0.08
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
@@ -145,9 +157,11 @@ def draw(seed: int) -> Program:
         )
     if optimizer == "adamw8bit":
         units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
+    if mixed_offload:
+        units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
     last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
-    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 9))
+    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 8))
     if mesh == "hsdp" and rng.random() < 0.3:
         names[rng.randrange(len(names))] = "accumulate_over_replicas"
     if last:
@@ -164,6 +178,18 @@ def draw(seed: int) -> Program:
         taken.append((name, *kind.draw(rng)))
         if kind.gradients and rng.random() < 0.8:
             taken.append(("step",))
+    beside = [
+        *([("state_dict", "assign")] if any(LAYERS[kind].keeps for kind in layers) else []),
+        *([("to_dtype",)] if any(len(unit.modules) > 1 for unit in units) else []),
+        *(
+            [("reshard_after_backward", False), ("accumulate_hooks",), ("all_reduce_hook",)]
+            if mixed_offload
+            else []
+        ),
+    ]
+    for one in beside:
+        if rng.random() < 0.4 and not last:
+            taken += [one, ("train",), ("step",)]
     return Program(
         seed=seed,
         ranks=ranks,
@@ -178,6 +204,10 @@ def draw(seed: int) -> Program:
         quantized=quantized,
         offload=rng.random() < 0.08,
         transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
+        # Tensor parallelism and subclasses replace parameters, without their hooks.
+        hooked=rng.choice(list(doings.HOOKS))
+        if rng.random() < 0.06 and mesh != "tp" and "subclass" not in layers
+        else "",
         optimizer=optimizer,
         # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
         counted=rng.random() < 0.3
@@ -208,6 +238,8 @@ def _units(
         skippable = kind == "experts" and (uneven or rng.random() < 0.3)
         if kind == "experts" and rng.random() < 0.6:
             units += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
+        if "forces" in kind and rng.random() < 0.5:
+            units.append(unit(f"layers.{index}.energy"))
         if rng.random() < 0.8:
             units.append(unit(f"layers.{index}"))
     if len(layers) > 1 and rng.random() < 0.1:

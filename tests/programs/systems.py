@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import block_optim
@@ -20,7 +21,7 @@ from fsdp_runtime.memory import gathered_memory, unit_memory
 from fsdp_runtime.quantization import matrices_only
 from ragged_shard.testing import rank_mesh
 
-from .models import Compiled, Model, Subclass, TwoForwards, Wrapped
+from .models import Compiled, Model, Packed, Subclass, TwoForwards, Wrapped
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -87,7 +88,7 @@ def dtype_of(program: Program) -> torch.dtype:
 
 def tolerance_of(program: Program) -> float:
     """The relative error that a program allows against one process, of the largest element of a tensor."""
-    narrow = dtype_of(program) == SINGLE or "two dtypes" in program.layers
+    narrow = dtype_of(program) == SINGLE or "two dtypes" in program.layers or ("to_dtype",) in program.actions
     pieces = 5 if program.mesh == "tp" else 1  # each has codes of its own
     codes, states = QUANTIZED[program.quantized][1], OPTIMIZERS[program.optimizer][2]
     return max(PRECISIONS[program.precision][1], pieces * codes, pieces * states, 1e-4 if narrow else 0.0)
@@ -166,6 +167,10 @@ class System:
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         """Raise if units at rest hold gathered buffers, or parameters other memory than the formula says."""
 
+    def laid_out(self, param: nn.Parameter, value: torch.Tensor, how: str) -> torch.Tensor:
+        """A gradient of this value for a parameter, laid out as a user may."""
+        return value
+
     def average(self, params: dict[str, nn.Parameter]) -> None:
         """Average gradients over all ranks; None is zero where another rank has one."""
         trained = list(params.values())
@@ -191,9 +196,10 @@ class System:
 class Sharded(System):
     """This runtime, or FSDP2."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, pinned: bool = False):
         self.name = name
         self.api = {"ours": fsdp_runtime, "fsdp2": fsdp}[name]
+        self.offload = self.api.CPUOffloadPolicy(pin_memory=pinned)
         self.ours = name == "ours"
         self._lent: int | None = None  # bytes of gathered buffers that others in this process use
 
@@ -214,7 +220,7 @@ class Sharded(System):
         if choose is not None:
             options["shard_placement_fn"] = choose
         if program.offload:
-            options["offload_policy"] = self.api.CPUOffloadPolicy(pin_memory=False)
+            options["offload_policy"] = self.offload
         if program.transport:
             options["transport"] = program.transport
         if program.quantized:
@@ -223,7 +229,10 @@ class Sharded(System):
         for unit in program.units:
             modules = [model.get_submodule(path) for path in unit.modules]
             own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
-            if "" not in unit.modules:
+            if unit.offload:
+                own["offload_policy"] = self.offload
+            # A layer after it may be in a unit that casts no inputs.
+            if "" not in unit.modules and not all(isinstance(module, Packed) for module in modules):
                 own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
             if self.ours:
                 own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
@@ -282,6 +291,15 @@ class Sharded(System):
             return flat, lambda param: hybrid if param.ndim == 1 else None
         return rank_mesh(ranks), None
 
+    def laid_out(self, param: Any, value: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "zeros_like":
+            return torch.zeros_like(param).add_(value.flatten()[0].item() if value.numel() else 0.0)
+        if how == "whole":
+            return value
+        last = Shard(0) if how == "Shard(0)" and param.ndim else Replicate()
+        placements = [*[Replicate()] * (param.device_mesh.ndim - 1), last]
+        return distribute_tensor(value, param.device_mesh, placements, src_data_rank=None)
+
     def average(self, params: dict[str, nn.Parameter]) -> None:
         pass
 
@@ -293,5 +311,7 @@ def _takes(quantized: str, modules: list[nn.Module]) -> bool:
 
 
 def system(name: str) -> System:
-    """The system of a name: "alone", "ours" or "fsdp2"."""
+    """The system of a name: "alone", "ours", "fsdp2", or "simulated": ours, of whose copies the host waits for none."""
+    if name == "simulated":
+        return Sharded("ours", pinned=True)
     return System() if name == "alone" else Sharded(name)

@@ -3,15 +3,13 @@
 The programs that are not `long` have each name that any of the 150 has. `./run programs` draws new ones.
 """
 
-import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 
 from ragged_shard.testing import preload
 
-from .program import draw, read
+from .program import draw, names, read
 from .runs import outcome
 
 preload("fsdp_runtime", "tests.programs.runs")
@@ -23,17 +21,17 @@ LIMIT = 100.0  # seconds: the machine may be loaded
 
 def cases(count: int) -> list[object]:
     """Seeds, some at a time: first the fewest that have all names of layers, actions and options, greedily chosen."""
-    programs = {seed: dataclasses.replace(draw(seed), seed=0) for seed in range(count)}
-    names = {
-        seed: set(re.findall(r"'[\w ]+'|\w+='?[\w ]+", repr(program)))
+    programs = {seed: draw(seed) for seed in range(count)}
+    drawn = {
+        seed: names(program)
         for seed, program in programs.items()
         if not program.departs  # which wait until collectives time out
     }
     chosen: list[int] = []
-    missing = set[str]().union(*names.values())
+    missing = set[str]().union(*drawn.values())
     while missing:
-        chosen.append(max(names, key=lambda seed: len(names[seed] & missing)))
-        missing -= names[chosen[-1]]
+        chosen.append(max(drawn, key=lambda seed: len(drawn[seed] & missing)))
+        missing -= drawn[chosen[-1]]
     others = [seed for seed in programs if seed not in chosen]
     return [
         pytest.param(seeds[first : first + AT_ONCE], marks=marks, id=str(seeds[first]))

@@ -1,14 +1,18 @@
 """Actions: units, hooks and errors."""
 
 import contextlib
+import functools
 import itertools
 
 import torch
 import torch.distributed as dist
 
 from . import state_actions  # noqa: F401 (seeds draw from its actions before these)
-from .models import InPlace, OnPurpose
-from .world import OPTIONS, World, action, coin, layer
+from .models import LENGTH, ROWS, Compiled, InPlace, OnPurpose
+from .world import OPTIONS, World, action, coin, layer, local_of
+
+ENLARGE = ("muon", "shampoo", "soap")  # optimizers that make rounding larger
+PLACES = ("child", "forward hook", "backward hook", "recomputation", "gradient hook", "accumulate hook")
 
 # -- units -----------------------------------------------------------------------------------------------------------
 
@@ -91,6 +95,69 @@ def to_device(w: World) -> None:
     w.model.to("cpu")
 
 
+@action(weight=0.5, gradients=True)
+def to_dtype(w: World) -> None:
+    """Train in another dtype."""
+    rounds = w.program.quantized or w.program.optimizer in ENLARGE
+    if rounds or {*w.program.layers} & {"subclass", "two dtypes"}:
+        return
+    w.rest()
+    own = torch.get_default_dtype()
+    w.model.to(torch.float32 if own == torch.float64 else torch.float64)
+    loss = w.loss()
+    w.note("loss", loss)
+    loss.backward()
+    w.rest()
+    w.model.to(own)
+
+
+@action(
+    weight=1.2,
+    draw=lambda rng: (
+        rng.choice(("root", "all", "one")),
+        rng.randrange(5),
+        rng.choice(("layer", "model", "forward")),
+    ),
+)
+def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
+    """Units that are unsharded by hand stay so in an evaluation, of a layer, or of a model without its hooks."""
+    w.rest()
+    own = [
+        i for i in range(len(w.model.layers)) if any(u.modules == (f"layers.{i}",) for u in w.program.units)
+    ]
+    layer = f"layers.{own[index % len(own)]}" if how == "layer" and own else ""
+    direct = how == "forward" and which != "one" and bool(w.units)
+    set_by_hand = [args[0] for name, *args in w.program.actions if name == "reshard_after_forward"]
+    shown: dict[str, tuple[type, torch.Tensor]] = {}  # what must stay as `unshard()` shows it
+    for number, (unit, drawn) in enumerate(zip(w.units, w.program.units, strict=bool(w.units))):
+        root = unit is w.model
+        if which == "all" or (root if which == "root" else number == index % len(w.units)):
+            before = {name: type(param) for name, param in w.model.named_parameters()}
+            unit.unshard()
+            runs = not direct and not layer if root else any(path.startswith(layer) for path in drawn.modules)
+            reshards = any(set_by_hand) or (drawn.reshard if drawn.reshard is not None else not root)
+            for name, param in w.model.named_parameters():
+                if type(param) is not before[name] and not (runs and reshards):
+                    shown[name] = type(param), local_of(param).detach().clone()
+    tokens, _, chosen = w.batch()
+    w.model.eval()
+    with torch.no_grad():
+        if layer:
+            x = torch.linspace(-1, 1, ROWS * LENGTH * w.program.width).view(ROWS, LENGTH, -1)
+            w.note("output", w.model.advance(int(layer.removeprefix("layers.")), x, chosen))
+        else:
+            w.note("output", (w.model.forward if direct else w.model)(tokens, chosen))
+    w.model.train()
+    after = dict(w.model.named_parameters())
+    changed = [
+        name
+        for name, (kind, value) in shown.items()
+        if type(after[name]) is not kind or not torch.equal(local_of(after[name]), value)
+    ]
+    w.note("resharded", " ".join(changed))
+    w.each("reshard")
+
+
 # -- hooks and errors ------------------------------------------------------------------------------------------------
 
 
@@ -116,19 +183,63 @@ def hooks(w: World, index: int) -> None:
 
 @action(weight=0.5, gradients=True)
 def accumulate_hooks(w: World) -> None:
-    """Post-accumulate hooks run once for each parameter with a gradient."""
+    """Post-accumulate hooks run once for each parameter with a gradient, and see it."""
     w.rest()
     names: list[str] = []
+    w.calls.clear()
+    # A hook runs on the stream of reductions: it writes to memory of the computation's.
+    grads = {name: torch.zeros_like(param) for name, param in w.params.items() if param.requires_grad}
+    if "subclass" in w.program.layers:
+        grads.clear()
+
+    def see(name: str, param: torch.Tensor) -> None:
+        names.append(name)
+        if name in grads and param.grad is not None:
+            grads[name].copy_(param.grad)
+
     handles = [
-        param.register_post_accumulate_grad_hook(lambda param, name=name: names.append(name))
+        param.register_post_accumulate_grad_hook(functools.partial(see, name))
         for name, param in w.params.items()
         if param.requires_grad
     ]
     w.loss().backward()
     for handle in handles:
         handle.remove()
+    w.system.average(w.params)
     if not w.program.uneven:
         w.note("hooked", " ".join(sorted(names)))
+        w.note("hooked before", " ".join(sorted(w.calls)))
+        after = {name: w.params[name].grad for name in {*grads} & {*names} if w.units}
+        unlike = [n for n, grad in after.items() if not torch.equal(local_of(grads[n]), local_of(grad))]
+        w.note("hooks saw another gradient for", " ".join(sorted(unlike)))
+
+
+@action(
+    weight=0.6, gradients=True, fsdp2=False, draw=lambda rng: (rng.choice(("halve", "clamp")), *coin(rng))
+)
+def parameter_hooks(w: World, how: str, odd: bool) -> None:
+    """Hooks on every second parameter replace a gradient, reduced, before it is added to the one that is there."""
+    w.rest()
+    replace = {"halve": lambda grad: grad * 0.5, "clamp": lambda grad: grad.clamp(-1e-3, 1e-3)}[how]
+    hooked = {name: param for name, param in [*w.params.items()][odd::2] if param.requires_grad}
+    calls: list[str] = []
+    if w.units:
+        handles = [w.hook(name, param, "register_hook", replace, calls) for name, param in hooked.items()]
+        w.loss().backward()
+        for handle in handles:
+            handle.remove()
+    else:  # the hooks get averages
+        before = {name: param.grad for name, param in w.params.items()}
+        w.clear_gradients()
+        w.loss().backward()
+        w.system.average(w.params)
+        for name, param in w.params.items():
+            if name in hooked and param.grad is not None:
+                calls.append(name)
+                param.grad = replace(param.grad)
+            if (grad := before[name]) is not None:
+                param.grad = grad if param.grad is None else grad + param.grad
+    w.note("called", " ".join(sorted(calls)))
 
 
 @action(draw=lambda rng: (*layer(rng), *coin(rng), *coin(rng)))
@@ -160,9 +271,63 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
     w.optimizer.zero_grad()
     if says and w.system.name == "ours":
         w.model.reset_iter_state()
-    for param in w.params.values():  # also those that the optimizer does not have
-        param.grad = None
+    w.clear_gradients()
     w.kept.clear()
+
+
+@action(
+    weight=1.7,
+    gradients=True,
+    fsdp2=False,
+    draw=lambda rng: (rng.choice(PLACES), *layer(rng), *coin(rng), rng.choice(("plain", "reentrant"))),
+)
+def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str) -> None:
+    """Raise in a user's code that runs within a unit, then run the same batch again."""
+
+    def fail(*args: object) -> None:
+        calls.append(None)
+        if len(calls) > (place == "recomputation"):
+            raise OnPurpose
+
+    calls: list[None] = []
+    number = index % len(w.model.layers)
+    module = w.layer(index)
+    leaves = [child for child in module.modules() if child is not module and not [*child.children()]]
+    trained = [p for name, p in w.params.items() if name.startswith(f"layers.{number}.") and p.requires_grad]
+    before, raised = w.model.recompute, False
+    if isinstance(module, Compiled) or (place == "backward hook" and isinstance(module, InPlace)):
+        return
+    if place == "recomputation":
+        w.model.recompute = recompute
+    if place == "child":
+        handle = [*leaves, module][0].register_forward_pre_hook(fail)
+    elif place == "recomputation":
+        handle = module.register_forward_pre_hook(fail)
+    elif place == "forward hook":
+        handle = module.register_forward_hook(fail)
+    elif place == "backward hook":
+        handle = module.register_full_backward_hook(fail)
+    elif trained:
+        register = {"gradient hook": "register_hook", "accumulate hook": "register_post_accumulate_grad_hook"}
+        handle = getattr(trained[0], register[place])(fail)
+    else:
+        return
+    w.rest()
+    try:
+        w.loss().backward()
+    except OnPurpose:
+        raised = True
+    handle.remove()
+    w.model.recompute = before
+    if not w.program.uneven:
+        w.note("raised", raised)
+    if says and w.system.name == "ours":
+        w.model.reset_iter_state()
+    w.clear_gradients()
+    w.batches -= 1
+    loss = w.loss()
+    w.note("loss", loss)
+    loss.backward()
 
 
 @action(weight=0, departs=True, draw=layer)

@@ -25,6 +25,11 @@ from .models import LENGTH, ROWS, VOCABULARY, loss_of
 
 OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
+# How hooks are registered on parameters before they are sharded, and what they do besides noting the parameter's name.
+HOOKS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "halves gradients": ("register_hook", lambda grad: grad * 0.5),
+    "sees gradients": ("register_post_accumulate_grad_hook", lambda param: None),
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class World:
         params: parameters as `fully_shard` left them, by name; gradients are theirs.
         trace: what was looked at: a label and a value, the same labels on each system.
         kept: losses whose backward is yet to come.
+        calls: parameters whose hooks, registered before they were sharded, have run.
     """
 
     def __init__(self, program: Any, system: Any, model: Any, optimizer: Callable[[Any], Any]):
@@ -97,10 +103,13 @@ class World:
         self.make_optimizer, self.where = optimizer, "wrap"
         self.trace: list[tuple[str, Any]] = []
         self.kept: list[torch.Tensor] = []
+        self.calls: list[str] = []
         self.batches = 0
 
     def build(self) -> None:
-        """Shard the model and make the optimizer."""
+        """Hook parameters, shard the model and make the optimizer."""
+        for name, param in self.model.named_parameters() if self.program.hooked else ():
+            self.hook(name, param, *HOOKS[self.program.hooked], self.calls)
         self.units = self.system.wrap(self.model, self.program)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.optimizer = self.make_optimizer(self.named())
@@ -108,6 +117,17 @@ class World:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters, frozen ones too, without those that are kept as NF4 codes."""
         return [(name, param) for name, param in self.params.items() if not self.is_codes(name)]
+
+    def hook(
+        self, name: str, param: nn.Parameter, register: str, run: Callable[..., Any], calls: list[str]
+    ) -> Any:
+        """Register a hook that notes its call; returns the handle, None for a frozen parameter."""
+
+        def called(tensor: torch.Tensor) -> Any:
+            calls.append(name)
+            return run(tensor)
+
+        return getattr(param, register)(called) if param.requires_grad else None
 
     def is_codes(self, name: str) -> bool:
         """Whether a parameter is kept as NF4 codes, which are not trained."""
@@ -153,11 +173,12 @@ class World:
         self.batches += 1
         common = random.Random(1000 * self.program.seed + self.batches)
         own = random.Random(100_000 * self.program.seed + 10 * self.batches + self.data_rank)
-        tokens, targets = (torch.tensor(own.choices(range(VOCABULARY), k=ROWS * LENGTH)) for _ in range(2))
-        torch.manual_seed(own.randrange(2**30))  # of dropout
+        torch.manual_seed(own.randrange(2**30))
+        # Made on the device: with indices in memory of the host a simulated device would make the host wait.
+        tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
         drawn = own if self.program.uneven else common
         chosen = drawn.choices(range(2), k=drawn.randrange(4))
-        return tokens.view(ROWS, LENGTH), targets.view(ROWS, LENGTH), chosen
+        return tokens, targets, chosen
 
     def loss(self, **options: Any) -> torch.Tensor:
         """The loss of the next batch."""
@@ -167,6 +188,11 @@ class World:
     def has_gradients(self) -> bool:
         """Whether any parameter has one."""
         return any(param.grad is not None for param in self.params.values())
+
+    def clear_gradients(self) -> None:
+        """Remove all gradients, also those of parameters that the optimizer does not have."""
+        for param in self.params.values():
+            param.grad = None
 
     def layer(self, index: int) -> nn.Module:
         """A layer, by a number that may be too large."""
@@ -231,6 +257,11 @@ class World:
             for path in sorted(Path(paths[0]).rglob("*"), reverse=True):
                 path.unlink() if path.is_file() else path.rmdir()
             Path(paths[0]).rmdir()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """A tensor, of a distributed one this rank's."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def made_anew(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
