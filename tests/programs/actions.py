@@ -261,29 +261,31 @@ def set_gradients(w: World, how: str, first: int, after: bool) -> None:
     w.loss().backward()
 
 
-@action(weight=0.5, fsdp2=False, draw=lambda rng: (rng.choice(("backward", "grad")), *coin(rng)))
-def gradients_by_name(w: World, how: str, later: bool) -> None:
-    """`backward(inputs=)` or `torch.autograd.grad` of parameters, as modules hold them before a forward or after it."""
+@action(weight=0.5, fsdp2=False, draw=coin)
+def gradients_by_name(w: World, later: bool) -> None:
+    """`torch.autograd.grad` of parameters, as modules hold them before a forward or after it.
+
+    Where it is asked for sharded parameters with `allow_unused=True` it gives None, and nothing of ours is called.
+    """
     if w.program.recompute == "reentrant":
         return
     w.rest()
     w.clear_gradients()
+    w.loss().backward()
+    used = [name for name, param in w.named() if param.grad is not None and param.requires_grad]
+    w.clear_gradients()
     params = dict(w.named())
     loss = w.loss()
     if later:
-        params = {name: param for name, param in w.model.named_parameters() if name in params}
-    params = {name: param for name, param in params.items() if param.requires_grad}
-    if how == "backward":
-        loss.backward(inputs=list(params.values()))
-    else:
-        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        for param, grad in zip(params.values(), grads, strict=True):
-            param.grad = grad
+        params = dict(w.model.named_parameters())
+    grads = torch.autograd.grad(loss, [params[name] for name in used])
+    for name, grad in zip(used, grads, strict=True):
+        params[name].grad = grad
     w.system.average(params)
-    w.note_all("grad of", {name: param.grad for name, param in params.items()})
+    w.note_all("grad of", {name: params[name].grad for name in used})
     w.clear_gradients()
-    for param in params.values():
-        param.grad = None
+    for name in used:
+        params[name].grad = None
 
 
 @action(gradients=True)

@@ -401,6 +401,7 @@ class GradBuffer:
                 if (
                     grad is not None
                 ):  # a user's, of another layout: it is replaced, since adding to a copy changes none
+                    used.append(grad)
                     sums.append((view, as_sharded(self._plan, cut, sharded, grad).to_local()))
                 sharded.grad = sharded.with_local(view)
             if sums:
