@@ -391,7 +391,7 @@ class GradBuffer:
             self._streams.layer.wait_on_host(self._streams.layer.record())  # for copies from the device
         with compat.RefuseCollectives(refusal) if refusal and hooked else contextlib.nullcontext():
             for param in hooked:
-                self._call_gradient_hooks(param, grads[param.index])
+                self._call_gradient_hooks(param, grads[param.index], used)
             for param in shown:
                 sharded: Any = param.sharded
                 view, grad, cut = grads[param.index], sharded.grad, planned[param.index]
@@ -412,7 +412,9 @@ class GradBuffer:
                 for hook in param.post_accumulate_hooks:
                     hook(param.sharded)
 
-    def _call_gradient_hooks(self, param: ManagedParam[Any], view: torch.Tensor) -> None:
+    def _call_gradient_hooks(
+        self, param: ManagedParam[Any], view: torch.Tensor, used: list[torch.Tensor]
+    ) -> None:
         """Write the results of the users' `register_hook` on a parameter into its reduced gradient."""
         sharded: Any = param.sharded
         for hook in param.gradient_hooks:
@@ -426,6 +428,7 @@ class GradBuffer:
                     f"a hook on the gradient of {param.name} in {self._name} returned {found}; expected None or a "
                     f"tensor of shape {tuple(grad.shape)}"
                 )
+            used.append(result)
             view.copy_(as_sharded(self._plan, self._plan.params[param.index], sharded, result).to_local())
 
     def _locals_of_runs(self, views: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
