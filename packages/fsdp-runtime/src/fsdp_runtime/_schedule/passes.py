@@ -534,7 +534,7 @@ class Pass:
             or unit in self.backward.waiting
             or (options.reduction.all_reduce and unit in self.backward.partial)
             or (options.reduce_unused and unit not in self._left_backward)
-            or (options.reshard_after_backward and not (unit.at_rest or unit.entered))
+            or (options.reshard_after_backward and not (unit.at_rest or unit.entered or unit.by_hand))
         )
 
     # -- recovery ---------------------------------------------------------------------------------------------------
