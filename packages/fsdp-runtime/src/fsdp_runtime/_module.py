@@ -109,6 +109,7 @@ class FSDPModule(fsdp.FSDPModule):
         """
         member = _member(self)
         unit = member.unit
+        member.passes.forget_failed_backward()
         member.passes.forget_graph()
         if unit.has_moved():
             unit.adopt()
