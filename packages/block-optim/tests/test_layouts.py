@@ -9,7 +9,7 @@ import torch.distributed as dist
 from runs import NARROW, run_of, same
 
 from block_optim import local_of
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import accelerator_groups, on_ranks, record_collectives, run_ranks
 
 # A square, odd ones, stacked matrices, a convolution, a single row; and for what is no matrix a vector and a scalar.
 MATRICES = ((8, 8), (22, 5), (7, 11), (3, 6, 5), (6, 2, 3, 2), (1, 7))
@@ -87,6 +87,26 @@ def test_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case
     expected = trained(case)
     for ranks in world_sizes:
         run_ranks(ranks, in_layouts, case, expected, every=len(world_sizes) > 1, timeout=200.0)
+
+
+OFFLOADED = [
+    ("AdamW", "elements"),
+    ("AdamW8bit", "planned"),
+    ("Muon", "elements"),
+    ("Muon", "replicas"),
+    ("NorMuon buckets", "rows"),
+    ("Shampoo", "elements"),
+    ("SOAP", "replicas"),
+    ("Mixed", "elements"),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), OFFLOADED)
+@on_ranks(3)
+def test_shards_in_cpu_memory_need_no_group_that_moves_it(case, layout):
+    expected = trained(case)
+    with accelerator_groups():
+        same(trained(case, layout), expected)
 
 
 # ---------------------------------------------------------------- gradients that are not finite
