@@ -193,8 +193,6 @@ ONE: Table = {
                                        "capturable=True") for kind in (Muon, *ROOTS)},
     "captured": (lambda: captured(lambda: stepped(AdamW([p()]))), RuntimeError, "step outside the graph"),
     # -- Mixed and routing
-    "one cycle of Mixed": (lambda: torch.optim.lr_scheduler.OneCycleLR(run_of("Mixed").optimizer, 0.1, 6), ValueError,
-                           "momentum or beta1"),
     "an override of nothing": (lambda: routed(overrides={"qvk": "adamw"}), ValueError,
                                r"overrides \['qvk'\] match no parameter of Model"),
     "an override to SGD": (lambda: routed(overrides={"qkv": "sgd"}), ValueError,
