@@ -200,7 +200,11 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return dict(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict, without states of parameters that have left the groups."""
+        """Torch's state dict, without states of parameters that have left the groups.
+
+        Distributed checkpoints take counts, such as ``step``, from ranks that hold elements of the parameter: where
+        others had no gradient, they have counted fewer steps.
+        """
         self._sync()
         for param in self.members:  # an update may have added states
             for key, value in self.state.get(param.tensor, {}).items():
@@ -208,9 +212,14 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         gone = [t for t in self.state if isinstance(t, torch.Tensor) and t not in self._params]
         left = {tensor: self.state.pop(tensor) for tensor in gone}
         try:
-            return super().state_dict()
+            result = super().state_dict()
         finally:
             self.state.update(left)
+        for number, param in enumerate(self.members):
+            if number in result["state"] and param.numel and not param.local.numel():
+                own = result["state"][number]
+                result["state"][number] = {key: _counted_elsewhere(value) for key, value in own.items()}
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
@@ -317,6 +326,25 @@ class Stateful(Algorithm, torch.optim.Optimizer):
 def _trains(tensor: torch.Tensor) -> bool:
     """Whether a parameter is to be updated: it requires gradients, or was given one."""
     return tensor.requires_grad or tensor.grad is not None
+
+
+class _Count(torch.Tensor):
+    """A number of which other ranks' value goes into distributed checkpoints; it shares the state's memory."""
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        """Nothing, for torch.distributed.checkpoint."""
+        return []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickles are of plain tensors
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Count":
+        return self.clone().detach().as_subclass(_Count)
+
+
+def _counted_elsewhere(value: Any) -> Any:
+    """The value for a state dict, of a parameter of which this rank holds no elements."""
+    return value.as_subclass(_Count) if type(value) is torch.Tensor and not value.ndim else value
 
 
 # ---------------------------------------------------------------- values of states
