@@ -37,8 +37,9 @@ class AdamW8bit(BlockOptimizer):
     """AdamW whose moments take 8 bits each, with one fp32 scale for each block and moment.
 
     Blocks are on the global tensor's grid, and global shapes and names decide which tensors have 8-bit states, so that
-    the same run gives the same bits at any world size. `step` communicates nothing except the agreement on non-finite
-    gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
+    equal gradients give the same bits at any world size, in equal blocks (see ``block``). `step` communicates nothing
+    except the agreement on non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv
+    2110.02861), with other codes.
 
     States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
     and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is), and ``format`` (int64), which
@@ -47,10 +48,10 @@ class AdamW8bit(BlockOptimizer):
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, amsgrad, maximize, capturable, differentiable: as in `AdamW`.
-        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global shape
-            only, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
-            one process, DDP, FSDP2 and fsdp-runtime. Where torch's Shard cuts the last dimension, the number of its
-            ranks matters, too. Loaded states keep the block that they were saved in.
+        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global
+            shape, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
+            one process, DDP, FSDP2 and fsdp-runtime; where torch's Shard cuts the last dimension, also by the number
+            of its ranks. Loaded states keep the block that they were saved in.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding: as in `AdamW`.
