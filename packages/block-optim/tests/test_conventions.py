@@ -1,6 +1,7 @@
 """What programs written for torch's optimizers do to an optimizer: every kind answers as torch's, or in words."""
 
 import copy
+import functools
 import inspect
 import itertools
 from typing import Any
@@ -11,6 +12,7 @@ from runs import CASES, SHAPES, every_kind, make, run_of, same, tensors
 
 from block_optim import AdamW, AdamW8bit, Mixed, Muon
 from block_optim.adam import adamw8bit
+from block_optim.routing.mixed import ALGORITHMS
 
 schedulers = torch.optim.lr_scheduler
 
@@ -164,6 +166,38 @@ def test_one_cycle_moves_momentum_or_the_first_beta_too(case):
         scheduler.step()
     assert run.optimizer.param_groups[0][key] != before
     run_of(case).optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+CYCLES: dict[str, Any] = {
+    "one cycle": functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=6),
+    "cyclic": functools.partial(
+        schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2, base_momentum=0.7
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", [("muon", "adamw"), ("adamw", "soap", "adamw8bit"), ("shampoo", "muon")])
+@pytest.mark.parametrize("cycle", CYCLES)
+def test_schedulers_cycle_momentum_of_mixed_as_of_each_algorithm(cycle, kinds):
+    mixed = Mixed([{"params": [(name, parameter())], "algorithm": name} for name in kinds], lr=0.1)
+    algorithms: Any = ALGORITHMS
+    alone = [algorithms[name]([(name, parameter())], lr=0.1) for name in kinds]
+    running = [CYCLES[cycle](optimizer) for optimizer in (mixed, *alone)]
+    for step in range(5):
+        if step == 3:  # a copy keeps them
+            mixed = copy.deepcopy(mixed)
+            running[0].optimizer = mixed
+        for group in (g for optimizer in (mixed, *alone) for g in optimizer.param_groups):
+            group["params"][0].grad = tensors([(6, 4)], step)[0]
+        for optimizer in (mixed, *alone):
+            optimizer.step()
+        for own, optimizer in zip(mixed.param_groups, alone, strict=True):
+            (theirs,) = optimizer.param_groups
+            assert own["params"][0].equal(theirs["params"][0])
+            for key in ("lr", "betas", "momentum"):
+                assert own.get(key) == theirs.get(key)
+        for scheduler in running:
+            scheduler.step()
 
 
 @every_kind

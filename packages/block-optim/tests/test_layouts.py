@@ -1,15 +1,20 @@
 """Every optimizer in every layout: the bits of one process, what is sent, and steps that all ranks skip."""
 
 import contextlib
+import copy
+import io
 import logging
 
 import pytest
 import torch
 import torch.distributed as dist
 from runs import NARROW, run_of, same
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from block_optim import local_of
-from ragged_shard.testing import on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import accelerator_groups, on_ranks, record_collectives, run_ranks
 
 # A square, odd ones, stacked matrices, a convolution, a single row; and for what is no matrix a vector and a scalar.
 MATRICES = ((8, 8), (22, 5), (7, 11), (3, 6, 5), (6, 2, 3, 2), (1, 7))
@@ -87,6 +92,72 @@ def test_layouts_give_the_bits_of_one_process_also_if_gradients_come_and_go(case
     expected = trained(case)
     for ranks in world_sizes:
         run_ranks(ranks, in_layouts, case, expected, every=len(world_sizes) > 1, timeout=200.0)
+
+
+OFFLOADED = [
+    ("AdamW", "elements"),
+    ("AdamW8bit", "planned"),
+    ("Muon", "elements"),
+    ("Muon", "replicas"),
+    ("NorMuon buckets", "rows"),
+    ("Shampoo", "elements"),
+    ("SOAP", "replicas"),
+    ("Mixed", "elements"),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), OFFLOADED)
+@on_ranks(3)
+def test_shards_in_cpu_memory_need_no_group_that_moves_it(case, layout):
+    expected = trained(case)
+    with accelerator_groups():
+        same(trained(case, layout), expected)
+
+
+# ---------------------------------------------------------------- ranks without elements
+
+
+COUNTING = ("AdamW", "AdamW, stochastic rounding", "AdamW8bit", "Mixed 8-bit")
+
+
+def saved_by_holders(case, folder):
+    run = run_of(case, "one rank")
+    for number in range(3):
+        has_elements = run.params[0].to_local().numel() > 0
+        run.step(number, without=() if has_elements else range(len(run.params)))
+    dcp_save(get_optimizer_state_dict(run.module, run.optimizer), checkpoint_id=folder)
+    return {name: value.full_tensor() for name, value in run.module.named_parameters()}
+
+
+def loaded_anywhere(case, folder, weights, expected):
+    for layout in ("one rank", "whole"):
+        run = run_of(case, layout, cuts=1).steps(50, 51)
+        state = get_optimizer_state_dict(run.module, run.optimizer)
+        dcp_load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(run.module, run.optimizer, state)
+        for own, value in zip(run.params, run.put(list(weights.values())), strict=True):
+            local_of(own).detach().copy_(local_of(value))
+        same(run.steps(3, 5).result(), expected)
+
+
+@pytest.mark.parametrize("case", COUNTING)
+def test_checkpoints_take_the_steps_that_ranks_with_elements_have_counted(case, tmp_path):
+    expected = run_of(case).steps(0, 5).result()
+    weights = run_ranks(3, saved_by_holders, case, str(tmp_path))[0]
+    run_ranks(2, loaded_anywhere, case, str(tmp_path), weights, expected)
+
+
+@on_ranks(3)
+def test_a_state_dict_of_a_rank_without_elements_is_copied_and_pickled_as_plain_numbers():
+    run = run_of("AdamW", "one rank").steps(0, 2)
+    saved, file = run.optimizer.state_dict(), io.BytesIO()
+    copied = copy.deepcopy(saved)
+    torch.save({i: state["step"] for i, state in copied["state"].items()}, file)
+    file.seek(0)
+    steps = torch.load(file, weights_only=True)
+    assert all(type(step) is torch.Tensor and step == 2 for step in steps.values())
+    run.steps(2, 3).optimizer.load_state_dict(copied)
+    assert all(state["step"] == 2 for state in run.optimizer.state.values())
 
 
 # ---------------------------------------------------------------- gradients that are not finite

@@ -55,6 +55,11 @@ def edited(case, edit):
     step(run)
 
 
+def record_other_blocks(optimizer):
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.state[first]["format"] = torch.tensor(1_000000002_000000003)
+
+
 def add_late(optimizer, param):
     optimizer.param_groups[0]["params"].append(param)
     optimizer.param_groups[0]["param_names"].append("late")
@@ -156,8 +161,13 @@ ONE: Table = {
     **{f"{kind.__name__} {option} of a group": (partial(kind, [{"params": [p()], option: True}]), ValueError,
                                                 f"{option}=True")
        for kind in ADAMS for option in ("amsgrad", "capturable", "differentiable")},
-    "another block": (lambda: load(run_of("AdamW8bit").optimizer, run_of("AdamW8bit tiles").optimizer), ValueError,
-                      "block='tile:4x8', this optimizer has block='elements:8'"),
+    "another block": (lambda: load(run_of("AdamW8bit").optimizer, run_of("AdamW8bit", block=Tile(4, 8)).optimizer),
+                      ValueError, "p0: its saved 8-bit states have blocks of tile:4x8, this optimizer has "
+                      r"block='elements:8'; build it with block=Tile\(rows=4, columns=8\)"),
+    "other scales": (lambda: load(run_of("AdamW8bit", block="auto").optimizer, run_of("AdamW8bit").optimizer),
+                     ValueError, "p0: its .* blocks of elements:8, block='auto' gives it tile:1x256 here"),
+    "another record": (lambda: edited("AdamW8bit", record_other_blocks), ValueError,
+                       r"p0: its state's 'format' says blocks of tile:2x3, .* shape \(4, 2\); it has \(6,\)"),
     "fp32 states for codes": (lambda: load(run_of("AdamW8bit").optimizer, run_of("AdamW").optimizer), ValueError,
                               "p0: the saved state has .* this optimizer needs"),
     "a block of rows": (lambda: run_of("AdamW8bit", block=Rows(3)), ValueError, "Elements"),
@@ -183,8 +193,6 @@ ONE: Table = {
                                        "capturable=True") for kind in (Muon, *ROOTS)},
     "captured": (lambda: captured(lambda: stepped(AdamW([p()]))), RuntimeError, "step outside the graph"),
     # -- Mixed and routing
-    "one cycle of Mixed": (lambda: torch.optim.lr_scheduler.OneCycleLR(run_of("Mixed").optimizer, 0.1, 6), ValueError,
-                           "momentum or beta1"),
     "an override of nothing": (lambda: routed(overrides={"qvk": "adamw"}), ValueError,
                                r"overrides \['qvk'\] match no parameter of Model"),
     "an override to SGD": (lambda: routed(overrides={"qkv": "sgd"}), ValueError,
@@ -203,6 +211,10 @@ ONE: Table = {
     "other algorithms": (lambda: load(routed(), routed(), algorithm="adamw8bit"), ValueError,
                          "saved with algorithm='adamw8bit'"),
     "a recipe's option": (lambda: Recipe(AdamW8bit, momentum=0.9), TypeError, "momentum"),
+    "a model's recipe's option": (lambda: Recipe(make_model(), momentum=0.9), TypeError, "momentum"),
+    "a recipe's others": (lambda: Recipe(make_model(), others="sgd"), ValueError, "others='sgd': expected"),
+    "a recipe's muon": (lambda: Recipe(make_model(), muon={"betas": (0.9, 0.95)}), ValueError,
+                        "algorithm 'muon' has no option 'betas'"),
     **{f"{kind.__name__}'s policy": (partial(kind.block_policy, blocks=3), TypeError,
                                      f"{kind.__name__} has no option 'blocks'") for kind in (*ADAMS, Muon, Shampoo)},
     "units without ranks": (lambda: Muon.block_policy([layer()]), ValueError, "needs world_size"),

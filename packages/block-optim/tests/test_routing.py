@@ -236,6 +236,31 @@ def test_a_recipe_is_the_policy_and_the_optimizer_with_the_same_options():
     assert (group["lr"], group["block"], group["min_8bit_numel"]) == (0.1, "tile:8x8", 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"muon": {"matrices": "flatten"}},
+        {"muon": {"matrices": "flatten"}, "overrides": {"experts": {"matrices": "auto"}}},
+        {"adamw": {"block": Tile(4, 8), "min_8bit_numel": 1}, "others": "adamw8bit", "overrides": {"up": "adamw8bit"}},
+        {"adamw": {"min_8bit_numel": 1, "quantize": lambda name, param: "qkv" in name}, "others": "adamw8bit",
+         "overrides": {"qkv|down": "adamw8bit"}},
+        {"overrides": {"up": {"algorithm": "soap", "max_preconditioner_dim": 8}, "down": Shampoo}},
+    ],
+)  # fmt: skip
+def test_a_recipes_policy_is_that_of_each_groups_algorithm_and_options(options):
+    model = make_model(dim=16)
+    recipe, weights = Recipe(model, verbose=False, **options), dict(model.named_parameters())
+    built: Any = recipe(model)
+    for group in built.param_groups:
+        kind = type(built.optimizers[group["algorithm"]])
+        own = {key: value for key, value in group.items() if key in kind.all_options({})}
+        if "adamw" in options and group["algorithm"] == "adamw8bit":
+            own["quantize"] = options["adamw"].get("quantize", kind.all_options({})["quantize"])
+        policy = kind.block_policy(**own)
+        for name in group["param_names"]:
+            assert recipe(name, weights[name]) == policy(name, weights[name]), name
+
+
 def test_a_recipe_of_a_model_routes_its_policy_and_its_optimizer_alike():
     model = make_model(dim=16)
     options: dict[str, Any] = {

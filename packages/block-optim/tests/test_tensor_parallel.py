@@ -1,18 +1,28 @@
 """Optimizers on parameters that tensor parallelism cuts under FSDP: the bits of one process, and the least traffic."""
 
+import copy
+import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import BF16, cut_twice, put, run_of, same
+from runs import BF16, Mix, Run, cut_twice, full, put, run_of, same
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from block_optim import Muon
+from block_optim import AdamW8bit, Muon, local_of
 from block_optim.muon.assignment import SENT_BYTES as SENT
 from layout_planner import Elements, Tile
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard, distribute_like
 from ragged_shard.testing import on_ranks, record_collectives, run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -151,6 +161,141 @@ def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves()
     ):
         (state,) = equal("AdamW8bit", shape, placements, block=block).state.values()
         assert state["exp_avg"].dtype == torch.uint8
+
+
+# ---------------------------------------------------------------- checkpoints of 8-bit states
+
+# Columns of real matrices, and the largest block of at most 256 that divides the share of 2 and of 4 ranks. As many
+# of these are in a row as blocks of 256, which "auto" takes where nothing cuts columns.
+SHARED_BLOCK = {2880: 240, 896: 224, 960: 240, 1856: 232, 1024: 256}
+IN_MIXED = Mix(("adamw8bit", {"min_8bit_numel": 1}))
+
+
+def columns_over(ranks, columns, block, kind=AdamW8bit):
+    """A run of one matrix of which each of ``ranks`` ranks has a part of the columns; 4 ranks in all."""
+
+    def layout(mesh, ndim):
+        return [Replicate(), Shard(1)]
+
+    return Run(
+        kind, layout, (4 // ranks, ranks), shapes=((4, columns),), lr=0.1, block=block, min_8bit_numel=1
+    )
+
+
+def full_dict(run):
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    saved["state"] = {i: {k: full(v).clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    return saved
+
+
+def in_memory(old, new, folder):
+    new.optimizer.load_state_dict(full_dict(old))
+
+
+def through_dcp(flat, old, new, folder):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    dcp_save(get_optimizer_state_dict(old.module, old.optimizer, options=options), checkpoint_id=folder)
+    state = get_optimizer_state_dict(new.module, new.optimizer, options=options)
+    dcp_load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(new.module, new.optimizer, state, options=options)
+
+
+def go_on_as(old, new):
+    """Assert that a run with the states of another one goes on with its bits."""
+    for own, value in zip(new.params, old.params, strict=True):
+        local_of(own).detach().copy_(local_of(distribute_like(full(value.detach()), own, src_data_rank=None)))
+    same(new.steps(2, 4).result(), old.steps(2, 4).result())
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, pytest.param(IN_MIXED, marks=pytest.mark.long, id="Mixed")])
+@pytest.mark.parametrize("columns", [2880, *(pytest.param(c, marks=pytest.mark.long) for c in SHARED_BLOCK)])
+@on_ranks(4)
+def test_codes_are_loaded_in_the_blocks_that_they_were_saved_in_or_refused_by_name(columns, kind, tmp_path):
+    ways = (in_memory, functools.partial(through_dcp, False), functools.partial(through_dcp, True))
+    blocks: tuple[Any, ...] = ("auto", Tile(1, 256), Tile(1, SHARED_BLOCK[columns]))
+    number = 0
+    for before, after, block, other in itertools.product((1, 2, 4), (1, 2, 4), blocks, blocks):
+        chosen = Tile(1, 256 if before == 1 else SHARED_BLOCK[columns]) if block == "auto" else block
+        if any(
+            b != "auto" and columns % (n * b.columns) and n > 1 for n, b in ((before, block), (after, other))
+        ):
+            continue  # the optimizer refuses the block itself
+        fits = after == 1 or columns % (after * chosen.columns) == 0
+        number += 1
+        old, new = columns_over(before, columns, block, kind), columns_over(after, columns, other, kind)
+        old.steps(0, 2)
+        load = functools.partial(ways[number % 3], old, new, tmp_path / str(number))
+        if fits and other in ("auto", chosen):
+            load()
+            go_on_as(old, new)
+        else:
+            reason = "this optimizer has block=" if other != "auto" else "which ranks cut here"
+            with pytest.raises(
+                ValueError, match=f"^p0: its saved 8-bit states have blocks of {chosen}, {reason}"
+            ):
+                load()
+    assert number > 20
+
+
+@on_ranks(4)
+def test_states_without_a_record_of_their_blocks_are_loaded_if_they_can_have_had_one_only():
+    def load(columns, *, before=2, block="auto", record=None, to="auto"):
+        old, new = columns_over(before, columns, block).steps(0, 2), columns_over(1, columns, to)
+        saved = full_dict(old)
+        del saved["state"][0]["format"]
+        if record is not None:
+            saved["state"][0]["format"] = record
+        new.optimizer.load_state_dict(saved)
+        go_on_as(old, new)
+
+    for columns in (1024, 4096):  # no number of ranks gives "auto" another block with as many scales
+        load(columns)
+        load(columns, to=Tile(1, 256))
+    load(2880, block=Tile(1, 240))
+    load(2880, block=Tile(1, 240), to=Tile(1, 240))
+    for before, right in ((1, "tile:1x256"), (2, "tile:1x240")):
+        with pytest.raises(
+            ValueError, match=r"p0: .* may be 'tile:1x240' or 'tile:1x256'\. Set .*entry 'format'"
+        ):
+            load(2880, before=before)
+        load(2880, before=before, record=right)
+    with pytest.raises(
+        ValueError, match="p0: its saved 8-bit states have blocks of tile:1x240, this optimizer has"
+    ):
+        load(2880, block=Tile(1, 240), to=Tile(1, 256))
+
+
+@on_ranks(4)
+def test_a_distributed_checkpoint_without_records_is_loaded_into_states_without_them(tmp_path):
+    def without_records(run):
+        state: Any = get_optimizer_state_dict(run.module, run.optimizer)
+        state["state"] = {
+            name: {k: v for k, v in own.items() if k != "format"} for name, own in state["state"].items()
+        }
+        return state
+
+    for columns in (1024, 2880):
+        old, new = columns_over(2, columns, "auto").steps(0, 2), columns_over(4, columns, "auto")
+        dcp_save(without_records(old), checkpoint_id=tmp_path / str(columns))
+        state = without_records(new)
+        dcp_load(state, checkpoint_id=tmp_path / str(columns))
+        if columns == 2880:
+            with pytest.raises(ValueError, match="p0: its saved 8-bit states do not record their blocks"):
+                set_optimizer_state_dict(new.module, new.optimizer, state)
+            state["state"]["p0"]["format"] = "tile:1x240"
+        set_optimizer_state_dict(new.module, new.optimizer, state)
+        go_on_as(old, new)
+
+
+@on_ranks(4)
+def test_codes_of_another_table_are_refused_by_name():
+    old, new = (columns_over(2, 1024, "auto") for _ in range(2))
+    saved = full_dict(old)
+    saved["state"][0]["format"] += 10**18
+    with pytest.raises(
+        ValueError, match=r"p0: its 8-bit states have codes of version 2, this release .* version 1"
+    ):
+        new.optimizer.load_state_dict(saved)
 
 
 @on_ranks(4)

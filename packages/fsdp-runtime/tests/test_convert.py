@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runtime_helpers import assert_same_values, seeded, shard
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_runtime import get_full_state_dict
+from fsdp_runtime import QuantizationPolicy, get_full_state_dict
 from fsdp_runtime.checkpoint import convert_checkpoint
 from fsdp_runtime.checkpoint.convert import Reader, main
+from fsdp_runtime.quantization import BlockInt8
 from ragged_shard.testing import on_ranks, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -136,6 +138,37 @@ def test_floating_point_values_are_cast_and_codes_are_not(tmp_path):
     safetensors.save_file({"x": torch.ones(3).to(torch.float8_e4m3fn)}, tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match=r"x is .*float8_e4m3fn, whose scales are another tensor"):
         convert_checkpoint(tmp_path / "c.safetensors", tmp_path / "d", dtype=torch.float32)
+
+
+@on_ranks(3)
+def test_weights_at_rest_load_after_conversions_to_another_dtype(tmp_path):
+    def model(seed):
+        policy = QuantizationPolicy(at_rest=BlockInt8(8))
+        return shard(seeded(seed=seed).requires_grad_(False), quantization_policy=policy)
+
+    source, loaded = model(0), model(1)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path / "a")
+    if dist.get_rank() == 0:
+        for before, after in ("ab", "bc"):
+            assert main([str(tmp_path / before), str(tmp_path / after), "--dtype", "bf16"]) == 0
+    dist.barrier()
+    entries = loaded.state_dict()
+    dcp.load(entries, checkpoint_id=tmp_path / "c")
+    loaded.load_state_dict(entries)
+    for name, param in source.named_parameters():
+        wanted = param.full_tensor()
+        coded = f"{name}.codes" in entries
+        assert loaded.get_parameter(name).full_tensor().equal(wanted if coded else wanted.bfloat16().float())
+    assert any(name.endswith(".codes") for name in entries)
+
+
+@alone
+def test_entries_that_are_no_tensors_are_left_out_and_named(tmp_path, caplog):
+    state = {"w": torch.ones(2), "head._extra_state": {"amax": 3}}
+    saved(tmp_path / "a", {"model": state, "epoch": 3})
+    assert convert_checkpoint(tmp_path / "a", tmp_path / "b") == ["w"]
+    (message,) = (r.getMessage() for r in caplog.records if r.name.startswith("fsdp_runtime"))
+    assert message.endswith("left out, as files hold tensors only: head._extra_state.amax")
 
 
 @on_ranks(1)

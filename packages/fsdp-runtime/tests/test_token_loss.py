@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import Body, assert_same_gradients, llama, seeded, shard
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import fully_shard
 from fsdp_runtime.token_loss import TokenLoss, count_tokens
-from ragged_shard.testing import on_ranks, rank_mesh, record_collectives
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, simulated_ranks
 
 IGNORED, VOCAB, LENGTH = -100, 12, 9
 EXACT: Any = {"rtol": 1e-6, "atol": 1e-12}
@@ -111,6 +112,12 @@ def test_one_process_without_ranks_counts_its_own_tokens():
     plain, loss, _ = one_process(0, 1, 2)
     same_gradients(model, plain)
     torch.testing.assert_close(torch.stack(losses).detach().sum(), loss, **EXACT)
+
+
+def test_tokens_of_a_model_without_units_are_counted_on_the_meshs_device():
+    with simulated_ranks(4):
+        loss = TokenLoss(nn.Linear(2, 2), mesh=init_device_mesh("meta", (4,)))
+        assert loss.step([torch.ones((), dtype=torch.int64, device="meta")]).tokens.is_meta
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

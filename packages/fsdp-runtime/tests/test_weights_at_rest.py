@@ -1,5 +1,8 @@
 """Frozen weights that are kept as codes only: against one process that computes with what the codes say."""
 
+import re
+from typing import Any
+
 import pytest
 import quantized_steps
 import torch
@@ -151,6 +154,7 @@ def assert_codes(model, fmt, full):
         assert found.dtype == (torch.int8 if fmt is INT8 else torch.uint8)
         assert found.full_tensor().view(torch.uint8).equal(codes)
         assert entries[f"{name}.scales"].full_tensor().equal(scales)
+        assert entries[f"{name}.format"] == fmt.record
 
 
 def other_values():
@@ -203,7 +207,7 @@ def test_codes_load_from_whole_ones_and_values_from_another_layout():
     codes = shard(adapted())
     codes.load_state_dict(source.state_dict())
     assert_codes(codes, NF4, other_values())
-    full = {name: value.full_tensor() for name, value in codes.state_dict().items()}
+    full = {name: value.full_tensor() if value.ndim else value for name, value in codes.state_dict().items()}
     again = fully_shard(adapted(), quantization_policy=QuantizationPolicy(at_rest=NF4))
     again.load_state_dict(full)
     assert_codes(again, NF4, other_values())
@@ -218,12 +222,86 @@ def test_codes_load_from_whole_ones_and_values_from_another_layout():
         "blocks.0.base.weight",
         r"base\.weight\.codes: torch\.uint8 of shape \(64, 32\); BlockNF4\(size",
     )
-    parts = {f"{name}.codes": full[f"{name}.codes"][:, 1:], f"{name}.scales": full[f"{name}.scales"]}
+    parts = {f"{name}.{part}": full[f"{name}.{part}"] for part in ("codes", "scales", "format")}
+    parts[f"{name}.codes"] = parts[f"{name}.codes"][:, 1:]
     with pytest.raises(ValueError, match=message):
         again.load_state_dict(parts, strict=False)
     del parts[f"{name}.scales"]
     with pytest.raises(ValueError, match=r"expected 'blocks\.0\.base\.weight\.codes'"):
         again.load_state_dict(parts, strict=False)
+
+
+def wide(fmt, seed=0) -> Any:
+    """A frozen matrix with as many scales in blocks of 240 as of 256 columns."""
+    torch.manual_seed(seed)
+    linear = nn.Linear(2880, 16, bias=False).requires_grad_(False)
+    linear.weight *= torch.logspace(-2, 2, 2880)
+    return fully_shard(nn.Sequential(linear), quantization_policy=QuantizationPolicy(at_rest=fmt))
+
+
+# In each row all have as many bytes of codes and as many scales.
+LOOK_ALIKES = (
+    (BlockInt8(240), BlockInt8(256)),
+    (BlockFP8((16, 240)), BlockFP8((16, 256)), BlockFP8((1024, 256))),
+    (BlockNF4(240), BlockNF4(256), BlockNF4(242)),
+)
+
+
+@on_ranks(3)
+def test_codes_of_a_format_with_as_many_scales_are_refused_by_name(tmp_path):
+    for number, formats in enumerate(LOOK_ALIKES):
+        for saved in formats:
+            source, folder = wide(saved), tmp_path / f"{number} {saved}"
+            expected = source[0].weight.full_tensor()
+            dcp.save(get_model_state_dict(source), checkpoint_id=folder)
+            for fmt in formats:
+                model = wide(fmt, seed=1)
+                entries = get_model_state_dict(model)
+                dcp.load(entries, checkpoint_id=folder)
+                if fmt == saved:
+                    set_model_state_dict(model, entries)
+                    assert model[0].weight.full_tensor().equal(expected)
+                else:
+                    with pytest.raises(
+                        ValueError, match=re.escape(f"0.weight.codes: saved in {spelled(saved)}, but")
+                    ):
+                        set_model_state_dict(model, entries)
+
+
+def spelled(fmt):
+    return f"{type(fmt).__name__}({fmt.size or fmt.tile})"
+
+
+@on_ranks(3)
+def test_codes_without_their_format_are_refused_with_the_entry_to_add():
+    source, model = wide(INT8), wide(INT8, seed=1)
+    entries = source.state_dict()
+    record = entries.pop("0.weight.format")
+    with pytest.raises(
+        ValueError, match=rf"without '0\.weight\.format', .* add torch.tensor\({record}\) under"
+    ):
+        model.load_state_dict(entries, strict=False)
+    model.load_state_dict({**entries, "0.weight.format": record})
+    assert model[0].weight.full_tensor().equal(source[0].weight.full_tensor())
+    entries["0.weight.format"] = record + 10**17
+    with pytest.raises(
+        ValueError, match=r"0\.weight\.codes: saved in codes of version 2 \(this .* version 1\)"
+    ):
+        model.load_state_dict(entries)
+
+
+@on_ranks(3)
+def test_a_weight_of_another_format_and_layout_is_loaded_by_its_values():
+    torch.manual_seed(0)
+    both = nn.Sequential(nn.Linear(2880, 16, bias=False), nn.Linear(2880, 16, bias=False)).requires_grad_(
+        False
+    )
+    source: Any = fully_shard(both, quantization_policy=QuantizationPolicy(at_rest=BlockInt8(240)))
+    model = wide(BlockInt8(256))
+    assert source[0].weight.placements != model[0].weight.placements
+    model.load_state_dict({"0.weight": source[0].weight})
+    expected = whole(BlockInt8(256), source[0].weight.full_tensor())[2]
+    assert model[0].weight.full_tensor().equal(expected)
 
 
 @on_ranks(2)

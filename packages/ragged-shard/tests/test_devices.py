@@ -8,11 +8,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ragged_shard import RaggedShard, distribute_like, distribute_tensor
+from ragged_shard import RaggedDTensor, RaggedShard, distribute_like, distribute_tensor
 from ragged_shard.state_dict import full_state_dict, load_full_state_dict
-from ragged_shard.testing import run_ranks
+from ragged_shard.testing import accelerator_groups, on_ranks, rank_mesh, run_ranks
 
 UNITS = {1: (1,), 2: (1, 3), 3: (3, 0, 1), 4: (1, 0, 2, 1)}
 
@@ -69,3 +69,29 @@ def test_everything_works_on_gpus_with_nccl(ranks, tmp_path):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices: NCCL takes one rank for each")
     run_ranks(ranks, everything, "cuda", tmp_path, device="cuda", timeout=120)
+
+
+@on_ranks(3)
+def test_tensors_in_cpu_memory_travel_over_groups_that_move_none_of_it():
+    mesh, full = rank_mesh(3), torch.arange(48.0).view(8, 6) / 48
+    uneven, even = RaggedShard((0,), (3, 0, 1)), RaggedShard((0, 1), (1, 1, 1))
+    last = RaggedShard((0,), (0, 0, 1))
+    with accelerator_groups():
+        for start in (uneven, even, last):
+            tensor = distribute_tensor(full, mesh, [start], src_data_rank=None)
+            for target in (Replicate(), uneven, even, last):
+                moved = tensor.redistribute(placements=[target])
+                assert moved.device.type == "cpu"
+                assert moved.full_tensor().equal(full)
+            assert tensor.amax().item() == full.amax()
+            assert tensor.sum().item() == pytest.approx(full.sum().item())
+            assert torch.linalg.vector_norm(tensor).item() == pytest.approx(full.norm().item())
+            assert torch.equal(tensor, tensor.clone())
+            found = torch.zeros(1)
+            spoiled = tensor.clone()
+            spoiled.to_local()[:1] = torch.inf  # on ranks that hold a row
+            torch._amp_foreach_non_finite_check_and_unscale_([spoiled], found, torch.ones(1))
+            assert found == 1
+        summand = RaggedDTensor.from_local(full.clone(), mesh, [Partial()], shape=full.shape)
+        for target in (even, uneven):
+            assert summand.redistribute(placements=[target]).full_tensor().equal(3 * full)

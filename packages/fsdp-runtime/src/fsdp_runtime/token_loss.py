@@ -64,7 +64,8 @@ class TokenLoss:
             )
         over = mesh if mesh is not None else next(iter(meshes), None)
         self._groups = [] if over is None else [group for group in over.get_all_groups() if group.size() > 1]
-        self._device = next((unit.data.device for unit in units), CPU)
+        device = CPU if over is None else torch.device(over.device_type)
+        self._device = next((unit.data.device for unit in units), device)
         for inner in module.modules():
             if isinstance(inner, FSDPModule):
                 inner.set_gradient_divide_factor(1.0)  # sums: the losses have been divided

@@ -1,7 +1,7 @@
 """The collectives of this package, on flat tensors. Each starts at once and returns a `Pending` to wait for.
 
 A `Pending` keeps its buffers referenced until `wait()`. What only moves data works for any dtype (bytes travel);
-reductions do not.
+reductions do not. CPU tensors travel as copies on the accelerator where a group moves no CPU tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_shard._torch_compat import all_gather_into, reduce_scatter_from
+from ragged_shard.dist import movable
 
 # Dtypes that both gloo and NCCL can move; any other travels as bytes.
 _MOVABLE = {
@@ -54,43 +55,53 @@ def all_to_all(
 
     One ``all_to_all_single``; this rank sends ``sum(send_counts) - send_counts[own rank]`` elements to others.
     """
+    device, send = send.device, movable(send, group)
     received = send.new_empty(sum(recv_counts))
     source, factor = _as_movable(send)
     target, _ = _as_movable(received)
     to_receive = [count * factor for count in recv_counts]
     to_send = [count * factor for count in send_counts]
     work = dist.all_to_all_single(target, source, to_receive, to_send, group=group, async_op=True)
-    return _after(work, received, source)
+    return _after(work, received, device, source)
 
 
 def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Concatenate the ranks' flat tensors, all of one size, on every rank: one all-gather."""
+    device, shard = shard.device, movable(shard, group)
     gathered = shard.new_empty(shard.numel() * group.size())
     work = all_gather_into(_as_movable(gathered)[0], _as_movable(shard)[0], group)
-    return _after(work, gathered, shard)
+    return _after(work, gathered, device, shard)
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending:
     """Overwrite ``flat`` on all ranks with the values of the group's rank ``source``: one broadcast."""
-    work = dist.broadcast(_as_movable(flat)[0], group=group, async_op=True, group_src=source)
-    return _after(work, flat)
+    moved = movable(flat, group)
+    work = dist.broadcast(_as_movable(moved)[0], group=group, async_op=True, group_src=source)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return flat if moved is flat else flat.copy_(moved)
+
+    return Pending(finish)
 
 
 def reduce_scatter(summand: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """This rank's equal share of the sum of the ranks' flat tensors: one reduce-scatter."""
+    device, summand = summand.device, movable(summand, group)
     share = summand.new_empty(summand.numel() // group.size())
-    return _after(reduce_scatter_from(share, summand, dist.ReduceOp.SUM, group), share, summand)
+    return _after(reduce_scatter_from(share, summand, dist.ReduceOp.SUM, group), share, device, summand)
 
 
 def all_reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce ``values`` over the group in place; returns it. One all-reduce."""
-    dist.all_reduce(values, op=op, group=group)
-    return values
+    moved = movable(values, group)
+    dist.all_reduce(moved, op=op, group=group)
+    return values if moved is values else values.copy_(moved)
 
 
-def _after(work: dist.Work, result: torch.Tensor, *keep: torch.Tensor) -> Pending:
+def _after(work: dist.Work, result: torch.Tensor, device: torch.device, *keep: torch.Tensor) -> Pending:
     def finish(keep: tuple[torch.Tensor, ...] = keep) -> torch.Tensor:
         work.wait()
-        return result
+        return result.to(device)
 
     return Pending(finish)

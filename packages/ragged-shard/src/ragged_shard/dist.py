@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_shard._torch_compat import DISTRIBUTED, groups_by_name
-from ragged_shard.device import CPU
+from ragged_shard.device import CPU, is_cpu
 
 __all__ = [
     "DISTRIBUTED",
@@ -32,6 +32,7 @@ __all__ = [
     "gather_from_ranks",
     "installed_versions",
     "list_ranks",
+    "movable",
     "on_all_ranks",
     "own_error_first",
     "raise_on_all_ranks",
@@ -152,7 +153,7 @@ def equal_on_all_ranks(text: str, groups: Groups = None) -> bool:
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") >> 2 for i in range(_WORDS)]
     both = torch.tensor(words + [-word for word in words])
     for group in _groups(groups):
-        both = both.to(_device(group))
+        both = movable(both, group)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     largest, negated_smallest = both.view(2, _WORDS).tolist()
     return bool(largest == [-word for word in negated_smallest])
@@ -207,6 +208,15 @@ def _groups(groups: Groups) -> list[dist.ProcessGroup]:
     if groups is None or isinstance(groups, dist.ProcessGroup):
         groups = [dist.group.WORLD if groups is None else groups]  # type: ignore[list-item]
     return [group for group in groups if group.size() > 1]
+
+
+def movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor where the group can move it: itself, or a copy on the accelerator if it moves no CPU tensors.
+
+    With `CPUOffloadPolicy` parameters are in CPU memory, and groups of ``init_process_group("nccl")`` move none of it.
+    """
+    device = _device(group) if is_cpu(tensor.device) else tensor.device
+    return tensor if device == tensor.device else tensor.to(device)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

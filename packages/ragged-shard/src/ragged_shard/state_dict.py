@@ -22,8 +22,7 @@ from ragged_shard._ops.operands import local_from_full
 from ragged_shard._sharding import Sharding, describe_mesh
 from ragged_shard._tensor import RaggedDTensor
 from ragged_shard._torch_compat import TorchStridedShard
-from ragged_shard.device import CPU
-from ragged_shard.dist import DISTRIBUTED, raise_on_all_ranks
+from ragged_shard.dist import DISTRIBUTED, movable, raise_on_all_ranks
 
 __all__ = [
     "check_full_tensor",
@@ -402,12 +401,11 @@ def _load_tensor(target: torch.Tensor, full: torch.Tensor | None, *, from_rank0:
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
     """Rank 0's tensor on every rank; through the accelerator if the process group does not move CPU tensors."""
-    if tensor.is_cpu and f"{CPU.type}:" not in dist.get_backend_config():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None  # the group's backend is one of an accelerator
-        return _broadcast(tensor.to(accelerator)).to(tensor.device)
-    dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # backends move few dtypes
-    return tensor
+    world = dist.group.WORLD
+    assert world is not None
+    moved = movable(tensor, world)
+    dist.broadcast(moved.view(-1).view(torch.uint8), src=0)  # backends move few dtypes
+    return moved.to(tensor.device)
 
 
 def _gather_tensor(value: torch.Tensor, *, rank0_only: bool) -> torch.Tensor:

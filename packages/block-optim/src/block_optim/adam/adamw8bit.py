@@ -37,30 +37,33 @@ class AdamW8bit(BlockOptimizer):
     """AdamW whose moments take 8 bits each, with one fp32 scale for each block and moment.
 
     Blocks are on the global tensor's grid, and global shapes and names decide which tensors have 8-bit states, so that
-    the same run gives the same bits at any world size. `step` communicates nothing except the agreement on non-finite
-    gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv 2110.02861), with other codes.
+    equal gradients give the same bits at any world size, in equal blocks (see ``block``). `step` communicates nothing
+    except the agreement on non-finite gradients (see `BlockOptimizer`). After 8-bit Adam (Dettmers et al., arXiv
+    2110.02861), with other codes.
 
     States: ``step``, ``exp_avg`` and ``exp_avg_sq`` (uint8, in the parameter's shape and placement), ``exp_avg_scale``
-    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is). The code in ``exp_avg_sq``
-    is of the second moment's root.
+    and ``exp_avg_sq_scale`` (fp32, one number a block, cut where the parameter is), and ``format`` (int64), which
+    records the block and the table of codes. The code in ``exp_avg_sq`` is of the second moment's root.
 
     Args:
         params: tensors, named tensors or groups; plain, DTensors or RaggedDTensors; each rank holds whole blocks.
         lr, betas, eps, weight_decay, amsgrad, maximize, capturable, differentiable: as in `AdamW`.
-        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global shape
-            only, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
-            one process, DDP, FSDP2 and fsdp-runtime. Where torch's Shard cuts the last dimension, they follow from the
-            mesh, too; logged once.
+        block: `Elements(n)` or n consecutive elements, or `Tile(rows, columns)` of each matrix. "auto": by global
+            shape, `Tile(1, 256)` of matrices, which no cut between rows goes through, so that states move between
+            one process, DDP, FSDP2 and fsdp-runtime; where torch's Shard cuts the last dimension, also by the number
+            of its ranks. Loaded states keep the block that they were saved in.
         min_8bit_numel: tensors with fewer elements (of the global tensor) have fp32 states.
         quantize: a rule ``(name, parameter) -> bool``: which tensors have 8-bit states; in a group also True or False.
         stochastic_rounding: as in `AdamW`.
         foreach, fused: have no effect.
 
     Raises:
-        ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do.
+        ValueError: an option that does not fit; a layout that cuts a block, with the parameter and what to do. On
+            loading, states with codes of another table or with a block that does not fit ``block`` or the ranks' cuts.
     """
 
     format_options = ("block", "min_8bit_numel")
+    recorded_options = ("block",)
     requires_blocks = True
 
     def __init__(
@@ -141,6 +144,13 @@ class AdamW8bit(BlockOptimizer):
     def init_states(self, group: Group, params: list[Param]) -> None:
         self._narrow.init_states([p for p in params if self._chosen[p.tensor]], self.state)
         self._wide.init_states([p for p in params if not self._chosen[p.tensor]], self.state)
+
+    @override
+    def read_saved(self, param: Param, saved: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._chosen[param.tensor] or "exp_avg_scale" not in saved:  # other keys, which are refused
+            return saved
+        block = options.get("block", param.group["block"])
+        return self._narrow.read_saved(param, saved, self.state[param.tensor], block)
 
     @override
     def invalidate(self) -> None:

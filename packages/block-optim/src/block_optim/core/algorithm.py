@@ -23,6 +23,7 @@ class Algorithm:
     """The methods and attributes that a subclass of `BlockOptimizer` may define; the attributes are described there."""
 
     format_options: ClassVar[tuple[str, ...]] = ()
+    recorded_options: ClassVar[tuple[str, ...]] = ()
     shared_options: ClassVar[tuple[str, ...]] = ()
     requires_blocks: ClassVar[bool] = False
     divides_copies: ClassVar[bool] = False
@@ -63,6 +64,14 @@ class Algorithm:
         ``local_of(self.state[p.tensor][name])``.
         """
         raise NotImplementedError
+
+    def read_saved(self, param: Param, saved: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state from a state dict, in the form that `init_states` gives it.
+
+        ``options`` are those of its group in the state dict. Raises ValueError, naming the parameter, for a state that
+        this optimizer cannot read.
+        """
+        return saved
 
     @classmethod
     def block_of(cls, name: str, param: torch.Tensor, options: Mapping[str, Any]) -> Block | None:

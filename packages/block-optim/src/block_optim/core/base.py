@@ -45,6 +45,7 @@ class BlockOptimizer(Stateful):
     Attributes:
         skip_nonfinite: skip, on every rank, a step whose gradients are not finite on some rank. False: no check.
         format_options: options that the format of states depends on; a state dict that differs in one is refused.
+        recorded_options: those of them that each state records, which `read_saved` compares instead; not loaded.
         shared_options: constructor arguments of the whole optimizer, kept as attributes of the same name.
         requires_blocks: whether the constructor raises if ranks cut the blocks of `block_of`.
         divides_copies: whether ranks that hold copies of a whole parameter divide the work on it: ranks of a DTensor's

@@ -23,6 +23,7 @@ from block_optim.core._torch_compat import all_gather_single
 from block_optim.core.holding import Holding
 from block_optim.core.scratch import Scratch
 from ragged_shard.device import DeviceLayer, device_layer
+from ragged_shard.dist import movable
 
 Wait = Callable[[], object]
 
@@ -59,6 +60,23 @@ class TransferStream:
         return partial(layer.wait, event)
 
 
+def _transfer(
+    collective: Callable[..., dist.Work | None],
+    group: dist.ProcessGroup,
+    receive: torch.Tensor,
+    send: torch.Tensor,
+    *sizes: Sequence[int],
+) -> dist.Work | None:
+    """Start a collective. With a group that moves no CPU tensors, of copies on the accelerator, and wait for it."""
+    moved = movable(send, group)
+    if moved is send:
+        return collective(receive, send, *sizes, group=group, async_op=True)
+    received = moved.new_empty(receive.shape)
+    collective(received, moved, *sizes, group=group)
+    receive.copy_(received)
+    return None
+
+
 class Exchange:
     """The transfers of some items (matrices, strips) between the ranks that hold parts of them and their owners.
 
@@ -80,7 +98,7 @@ class Exchange:
     ) -> None:
         group, rank = holding.group, holding.rank
         assert group is not None
-        self._move = partial(dist.all_to_all_single, group=group, async_op=True)
+        self._move = partial(_transfer, dist.all_to_all_single, group)
         outgoing: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         incoming: list[list[tuple[int, int]]] = [[] for _ in range(group.size())]
         for i, (owner, shares) in enumerate(zip(owners, lengths, strict=True)):
@@ -134,7 +152,7 @@ class CopyExchange:
             filled[owner] += length
         self._all = scratch.take(f"copies {slot}", (group.size(), max(filled)), dtype)
         self.own = self._all[rank]  # this rank's run
-        self._move = partial(all_gather_single, self._all.view(-1), self.own, group=group, async_op=True)
+        self._move = partial(_transfer, all_gather_single, group, self._all.view(-1), self.own)
         self.parts: dict[int, torch.Tensor] = {}
         self.owned: dict[tuple[int, int], torch.Tensor] = {}
         for i, (owner, start, length) in enumerate(zip(owners, starts, lengths, strict=True)):
@@ -164,7 +182,7 @@ class GradientPresence:
         self, group: dist.ProcessGroup, count: int, device: torch.device, copies: Sequence[str] = ()
     ) -> None:
         self._group, self._count, self._copies = group, count, copies
-        self._flags = torch.zeros(count + len(copies), dtype=torch.uint8, device=device)
+        self._flags = movable(torch.zeros(count + len(copies), dtype=torch.uint8, device=device), group)
 
     def all_reduce(self, present: Sequence[bool]) -> Callable[[], list[bool]]:
         """Start the all_reduce of which gradients this rank has; the result waits, and returns all ranks' gradients.

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from block_optim.core._torch_compat import local_of
 from block_optim.core.holding import cutting_axes
 from block_optim.core.params import Param
-from ragged_shard.dist import DISTRIBUTED
+from ragged_shard.dist import DISTRIBUTED, movable
 
 
 def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
@@ -36,8 +36,9 @@ def cut_groups(params: Sequence[Param]) -> list[dist.ProcessGroup]:
 
 
 def agreed(flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The largest of all ranks' flags, in place: one all_reduce of its 4 bytes over each process group in turn."""
+    """The largest of all ranks' flags: one all_reduce of its 4 bytes over each process group in turn."""
     for group in groups:
+        flag = movable(flag, group)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return flag
 

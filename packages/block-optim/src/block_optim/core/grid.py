@@ -15,6 +15,7 @@ Tensor and expert parallelism leave a slab of the tensor on a rank. If their cut
 grid has the same blocks, and its scales are the same slab of the tensor of scales.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ class Grid:
 
 AUTO = "auto"
 COLUMNS = 256  # of a block of "auto"
+LARGEST = 10**9 - 1  # rows, columns or elements of a block
 _LEAST, _MOST = 16, 4096  # of one that is to divide something
 
 
@@ -129,6 +131,20 @@ def _divisor(number: int) -> int | None:
     return max((n for n in divisors if n <= COLUMNS), default=divisors[0] if divisors else None)
 
 
+def auto_blocks(shape: Sequence[int], scale_shape: Sequence[int]) -> set[Elements | Tile]:
+    """The blocks with scales of this shape that "auto" may give a tensor of ``shape``, over all meshes."""
+    blocks: set[Elements | Tile] = {auto_block(shape)}
+    columns = shape[-1] if shape else 1
+    kind = functools.partial(Tile, 1) if len(shape) > 1 else Elements
+    blocks |= {kind(COLUMNS)} if len(shape) > 1 else set()
+    for count in range(1, min(columns, _MOST) + 1):
+        # Where n ranks share the columns the block divides ceil(columns / n), also if further axes cut that share.
+        shares = (-(-columns // ranks) for ranks in range(2, columns // count + 2))
+        if -(-columns // count) == scale_shape[-1] and any(share % count == 0 for share in shares):
+            blocks.add(kind(count))
+    return {block for block in blocks if Grid(tuple(shape), block).scale_shape == tuple(scale_shape)}
+
+
 def check_block(block: Block | int | str) -> Elements | Tile:
     """``block`` if states can have it, also from its text or a number of elements; ValueError for another kind."""
     if isinstance(block, str):
@@ -137,6 +153,8 @@ def check_block(block: Block | int | str) -> Elements | Tile:
         block = Elements(block)
     if not isinstance(block, (Elements, Tile)):
         raise ValueError(f"block={block!r}: 8-bit states have Elements(n) or Tile(rows, columns) blocks")
+    if max(vars(block).values()) > LARGEST:
+        raise ValueError(f"block={block!r}: expected at most {LARGEST} rows, columns or elements")
     return block
 
 

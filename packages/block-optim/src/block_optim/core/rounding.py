@@ -12,7 +12,7 @@ Random bits belong to an element, not to a rank or a call:
     NaN       = its sign and upper 16 bits, quiet; nothing is added, which could make it infinity or zero
 
 so a number between two bf16 neighbours goes to the upper one with the probability of its place between them, and the
-same run gives the same bits however tensors are cut. The hash is a 32-bit integer mixer (xor-shifts and
+same weights and updates give the same bits however tensors are cut. The hash is a 32-bit integer mixer (xor-shifts and
 multiplications) of the index, to which one key is added and another xored; the bits are the upper half of its last
 product. Integer arithmetic, so torch and Triton agree.
 """

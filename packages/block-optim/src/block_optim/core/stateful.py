@@ -182,16 +182,16 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         """Renew references to the memory of parameters and states."""
         self.trained = [p for p in self.members if p.states is not None]
         self._frozen = [p.tensor for p in self.members if p.states is None]
+        self.invalidate()  # first: what it refuses is refused again in the next step
         self._look = self._members()
         states = [(p, p.states) for p in self.trained]
         self._made = [(p, k, v) for p, own in states for k, v in own.items() if isinstance(v, torch.Tensor)]
         self._addresses = self._state_addresses()
-        self.invalidate()
 
     # ---------------------------------------------------------------- state
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's states, by name; the 4 bytes of each step counter under "step"."""
+        """Bytes of this rank's states, by name; also of numbers of a parameter: 4 of "step", 8 of a "format"."""
         result: dict[str, int] = defaultdict(int)
         for state in self.state.values():
             for name, value in state.items():
@@ -200,7 +200,11 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         return dict(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict, without states of parameters that have left the groups."""
+        """Torch's state dict, without states of parameters that have left the groups.
+
+        Distributed checkpoints take counts, such as ``step``, from ranks that hold elements of the parameter: where
+        others had no gradient, they have counted fewer steps.
+        """
         self._sync()
         for param in self.members:  # an update may have added states
             for key, value in self.state.get(param.tensor, {}).items():
@@ -208,9 +212,14 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         gone = [t for t in self.state if isinstance(t, torch.Tensor) and t not in self._params]
         left = {tensor: self.state.pop(tensor) for tensor in gone}
         try:
-            return super().state_dict()
+            result = super().state_dict()
         finally:
             self.state.update(left)
+        for number, param in enumerate(self.members):
+            if number in result["state"] and param.numel and not param.local.numel():
+                own = result["state"][number]
+                result["state"][number] = {key: _counted_elsewhere(value) for key, value in own.items()}
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the states that are there, which keep their memory, dtype and placement.
@@ -234,7 +243,8 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         own_params = chain.from_iterable(g["params"] for g in self.param_groups)
         ids = dict(zip(saved_ids, own_params, strict=True))
         saved = state_dict["state"]
-        self._load_states({ids[key]: entry for key, entry in saved.items() if key in ids})
+        known = dict(zip(map(id, self.param_groups), saved_groups, strict=True))
+        self._load_states({ids[key]: entry for key, entry in saved.items() if key in ids}, known)
         self.state.update((key, deepcopy(entry)) for key, entry in saved.items() if key not in ids)
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
@@ -242,7 +252,10 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         for hook in load_hooks(self, "post"):
             hook(self)
 
-    def _load_states(self, saved: dict[torch.Tensor, dict[str, Any]], *, strict: bool = True) -> None:
+    def _load_states(
+        self, saved: dict[torch.Tensor, dict[str, Any]], saved_groups: dict[int, Group] | None = None
+    ) -> None:
+        """Copy states: those of a copy or, with ``saved_groups`` (of a state dict, by ids of groups), loaded ones."""
         frozen = [p for p in self.members if p.states is None and saved.get(p.tensor)]
         self._make_states(frozen)
         trained = [p for p in self.members if p.states is not None]
@@ -250,7 +263,12 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             values = {}
             for param in trained:
                 if entry := saved.get(param.tensor):
-                    values[param.tensor] = own_values(param.name, param.states, entry, saved=strict)
+                    if saved_groups is not None:
+                        options = saved_groups[id(param.group)]
+                        entry = self._algorithm_of(param.group).read_saved(param, entry, options)
+                    values[param.tensor] = own_values(
+                        param.name, param.states, entry, saved=saved_groups is not None
+                    )
         except BaseException:
             for param in frozen:
                 del self.state[param.tensor]
@@ -276,9 +294,9 @@ class Stateful(Algorithm, torch.optim.Optimizer):
             )
         loaded = []
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            left_out = ("params", *EXECUTION_OPTIONS)
-            options = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
             algorithm = self._algorithm_of(group)
+            left_out = ("params", *EXECUTION_OPTIONS, *algorithm.recorded_options)
+            options = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
             new = {**{key: value for key, value in group.items() if key != "params"}, **options}
             try:
                 algorithm.check_format(group, new, "the state dict was saved with")
@@ -301,13 +319,32 @@ class Stateful(Algorithm, torch.optim.Optimizer):
         self._reset()
         for group in groups:
             Stateful.add_param_group(self, group)  # without the checks of subclasses, which it has passed
-        self._load_states(dict(values), strict=False)
+        self._load_states(dict(values))
         self.state.update((key, value) for key, value in values.items() if key not in self._params)
 
 
 def _trains(tensor: torch.Tensor) -> bool:
     """Whether a parameter is to be updated: it requires gradients, or was given one."""
     return tensor.requires_grad or tensor.grad is not None
+
+
+class _Count(torch.Tensor):
+    """A number of which other ranks' value goes into distributed checkpoints; it shares the state's memory."""
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        """Nothing, for torch.distributed.checkpoint."""
+        return []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickles are of plain tensors
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Count":
+        return self.clone().detach().as_subclass(_Count)
+
+
+def _counted_elsewhere(value: Any) -> Any:
+    """The value for a state dict, of a parameter of which this rank holds no elements."""
+    return value.as_subclass(_Count) if type(value) is torch.Tensor and not value.ndim else value
 
 
 # ---------------------------------------------------------------- values of states

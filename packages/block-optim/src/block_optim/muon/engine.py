@@ -20,6 +20,7 @@ from block_optim.muon.layout import BucketLayout
 from block_optim.muon.local import LocalParam, update_momenta
 from block_optim.muon.matrices import matrices_in
 from block_optim.muon.newton_schulz import flops_of, steps_of
+from ragged_shard.dist import movable
 
 
 @dataclass
@@ -50,8 +51,7 @@ class MuonEngine:
         assignments = [assign_domain(d.matrices, d.holding.num_ranks, bucket_bytes) for d in domains]
         self.assignment = Assignment(tuple(assignments))
         for domain, assigned in zip(domains, assignments, strict=True):
-            if domain.holding.group is not None:
-                _check_equal(digest(assigned.fingerprint, _options(self._groups)), domain)
+            _check_equal(digest(assigned.fingerprint, _options(self._groups)), domain)
         # Laid out once without memory, so that every buffer is allocated at its largest.
         devices = dict.fromkeys(d.device for d in domains)
         measured = {device: Scratch(torch.device("meta")) for device in devices}
@@ -169,10 +169,11 @@ def _options(groups: list[Group]) -> list[str]:
 
 
 def _check_equal(mark: int, domain: _Domain) -> None:
-    if domain.device.type == "meta":  # of a plan, whose ranks cannot differ
+    group = domain.holding.group
+    if group is None or domain.device.type == "meta":  # of a plan, whose ranks cannot differ
         return
-    both = torch.tensor([mark, -mark], dtype=torch.int64, device=domain.device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=domain.holding.group)
+    both = movable(torch.tensor([mark, -mark], dtype=torch.int64, device=domain.device), group)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     highest, lowest = both.tolist()
     if highest != -lowest:
         raise ValueError(

@@ -55,6 +55,15 @@ def check_known(kind: Kind, options: Set[str]) -> None:
         raise ValueError(f"algorithm {name_of(kind)!r} has no option {names} for a group")
 
 
+class _Defaults(dict[str, Any]):
+    """Defaults of `Mixed`. Schedulers find the option that they cycle in all groups in it; new groups do not get it."""
+
+    cycled: str | None = None
+
+    def __contains__(self, key: object) -> bool:
+        return key == self.cycled or super().__contains__(key)
+
+
 class Mixed(BlockOptimizer):
     """An optimizer whose param groups name their algorithm.
 
@@ -67,9 +76,14 @@ class Mixed(BlockOptimizer):
 
     `mixed_optimizer_for` makes the groups from a model. State keys are the algorithms' own. Communicates as they do.
 
+    Schedulers that cycle momentum (`OneCycleLR`, `CyclicLR`) move Muon's ``momentum`` and others' first beta. If some
+    algorithm has no ``betas``, they write ``momentum`` into every group, which `step` moves to the betas.
+
     Raises:
         ValueError: a group without a known algorithm, or an option that its algorithm refuses.
     """
+
+    defaults: _Defaults
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3) -> None:
         self.routes: tuple[Any, ...] = ()  # of `mixed_optimizer_for`, if it made the groups
@@ -77,7 +91,7 @@ class Mixed(BlockOptimizer):
         # Attributes that a copy has for algorithms until they are made.
         self._kept: dict[str, dict[str, Any]] = {}
         self._algorithms: dict[str, BlockOptimizer]
-        super().__init__(params, {"lr": lr, "algorithm": None})
+        super().__init__(params, _Defaults({"lr": lr, "algorithm": None}))
 
     @classmethod
     def block_policy(cls, *_: Any, **__: Any) -> Policy:
@@ -122,6 +136,25 @@ class Mixed(BlockOptimizer):
         self._algorithms = {name: each for name, each in self._algorithms.items() if name in used}
         super()._read_groups()
         self._share()
+        self._show_cycled()
+
+    def _show_cycled(self) -> None:
+        options = [algorithm.defaults for algorithm in self._algorithms.values()]
+        if options and all("betas" in own for own in options):
+            self.defaults.cycled = "betas"
+        else:
+            some = any("betas" in own or "momentum" in own for own in options)
+            self.defaults.cycled = "momentum" if some else None
+
+    @override
+    def _sync_options(self) -> None:
+        for group in self.param_groups:
+            algorithm = self._algorithms.get(str(group.get("algorithm")))
+            if algorithm is not None and "momentum" in group and "momentum" not in algorithm.defaults:
+                momentum = group.pop("momentum")
+                if "betas" in group:
+                    group["betas"] = (momentum, *group["betas"][1:])
+        super()._sync_options()
 
     def _enter(self, group: Group) -> None:
         """Name the algorithm of a new group, and take options that hold for all of it out of the group."""

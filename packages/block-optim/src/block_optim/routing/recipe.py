@@ -1,5 +1,6 @@
 """An optimizer's options, stated once for `fully_shard` and for the optimizer itself."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -9,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from block_optim.core.base import BlockOptimizer
 from block_optim.core.policy import BlockRequest, make_policy
-from block_optim.routing.routes import mixed_optimizer_for, routes_of
+from block_optim.routing.routes import mixed_optimizer_for, options_by_route, routes_of
 from layout_planner import Block
 
 
@@ -65,16 +66,16 @@ class Recipe:
 
 def _requests_of(model: nn.Module, options: Mapping[str, Any]) -> Callable[[str, torch.Tensor], BlockRequest]:
     """The block that each parameter's algorithm would like, by the options of `mixed_optimizer_for`."""
-    params, others = dict(model.named_parameters()), options.get("others", "adamw")
+    bound = inspect.signature(mixed_optimizer_for).bind(model, **options)
+    bound.apply_defaults()
+    args, params = bound.arguments, dict(model.named_parameters())
+    routes = routes_of(model, others=args["others"], overrides=args["overrides"] or {})
     requests: Any = WeakTensorKeyDictionary()  # an id may belong to another tensor later
-    for route in routes_of(model, others=others, overrides=options.get("overrides") or {}):
+    for route, own in options_by_route(routes, args["others"], args["muon"], args["adamw"]):
         name, kind = route.names[0], route.kind
-        shared = (options.get("adamw") or {}) if route.algorithm == others == "adamw8bit" else {}
-        block, optional = None, True
-        if kind is not None:
-            block = kind.block_of(name, params[name], kind.all_options({**shared, **dict(route.options)}))
-            optional = not kind.requires_blocks
-        requests[params[name]] = BlockRequest(name, route.shape, block, optional)
+        assert kind is not None
+        block = kind.block_of(name, params[name], kind.all_options(own))
+        requests[params[name]] = BlockRequest(name, route.shape, block, not kind.requires_blocks)
 
     def request(name: str, param: torch.Tensor) -> BlockRequest:
         known: BlockRequest | None = requests.get(param)

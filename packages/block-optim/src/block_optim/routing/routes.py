@@ -14,7 +14,7 @@ matrix             everything else: Muon; convolutions flattened, other tensors 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,20 +83,10 @@ def mixed_optimizer_for(
     Raises:
         ValueError: an override that matches nothing or names no algorithm; nothing to train.
     """
-    if others not in ("adamw", "adamw8bit"):
-        raise ValueError(f"others={others!r}: expected 'adamw' or 'adamw8bit'")
     routes = routes_of(model, others=others, overrides=overrides or {})
     params: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
-    if others != "adamw":
-        common = ("lr", "betas", "eps", "weight_decay", "maximize", "stochastic_rounding")
-        shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
     groups: dict[Any, dict[str, Any]] = {}
-    for route in routes:
-        if route.kind is None:
-            continue
-        options = {**shared.get(route.algorithm, {}), **dict(route.options)}
-        check_known(route.kind, options.keys())
+    for route, options in options_by_route(routes, others, muon, adamw):
         if route.reason == "vector" and not decay_vectors:
             options["weight_decay"] = 0.0
         key = (route.algorithm, repr(sorted(options.items(), key=lambda item: item[0])))
@@ -111,8 +101,30 @@ def mixed_optimizer_for(
     return optimizer
 
 
+def options_by_route(
+    routes: Iterable[Route],
+    others: str,
+    muon: Mapping[str, Any] | None,
+    adamw: Mapping[str, Any] | None,
+) -> list[tuple[Route, dict[str, Any]]]:
+    """The routes of parameters that train, each with its options by the arguments of `mixed_optimizer_for`."""
+    shared = {"muon": {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, others: dict(adamw or {})}
+    if others != "adamw":
+        common = ("lr", "betas", "eps", "weight_decay", "maximize", "stochastic_rounding")
+        shared["adamw"] = {key: value for key, value in shared[others].items() if key in common}
+    result = []
+    for route in routes:
+        if route.kind is not None:
+            options = {**shared.get(route.algorithm, {}), **dict(route.options)}
+            check_known(route.kind, options.keys())
+            result.append((route, options))
+    return result
+
+
 def routes_of(model: nn.Module, *, others: str, overrides: Mapping[str, Override]) -> tuple[Route, ...]:
     """The route of every parameter, in the model's order. Looks at names, modules and global shapes only."""
+    if others not in ("adamw", "adamw8bit"):
+        raise ValueError(f"others={others!r}: expected 'adamw' or 'adamw8bit'")
     patterns = {re.compile(pattern): _override(pattern, value) for pattern, value in overrides.items()}
     used: set[re.Pattern[str] | None] = set()
     names: dict[int, list[str]] = defaultdict(list)

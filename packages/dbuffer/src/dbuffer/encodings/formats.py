@@ -29,6 +29,8 @@ from .noise import Noise, random_bits
 from .tiles import Bands, RowRun, Runs, TileGrid, bands_of
 
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
+VERSION = 1  # in each format's record; raise it when a code of any format gets another number
+_FIELD = 10**8
 _CHUNK, _CHUNK_ON_GPU = 1 << 17, 1 << 25  # elements that torch ops take at once
 
 
@@ -69,6 +71,26 @@ class BlockFormat:
     def piece(self) -> tuple[int, int]:
         """Rows and columns of a tile that a program of a kernel takes at once. They divide the tile."""
         return self.tile
+
+    @property
+    def record(self) -> int:
+        """How codes are read back, as a number for checkpoints: `VERSION`, `code`, and rows and columns of a block.
+
+        The latter take eight decimal digits each: 11_00000001_00000256 is version 1, `BlockInt8(256)`.
+        """
+        rows, columns = (1, self.size) if self.size else self.tile
+        return ((VERSION * 10 + self.code) * _FIELD + rows) * _FIELD + columns
+
+    @staticmethod
+    def describe(record: int) -> str:
+        """The format of a record, for messages."""
+        rest, columns = divmod(record, _FIELD)
+        kind, rows = divmod(rest, _FIELD)
+        version, code = divmod(kind, 10)
+        texts = (f"BlockFP8(({rows}, {columns}))", f"BlockInt8({columns})", f"BlockNF4({columns})")
+        if version != VERSION or code >= len(texts):
+            return f"codes of version {version} (this release of dbuffer has version {VERSION})"
+        return texts[code]
 
     def grid(self, shape: Sequence[int]) -> TileGrid:
         """The tiles of a tensor."""

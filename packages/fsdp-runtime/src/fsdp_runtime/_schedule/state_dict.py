@@ -7,9 +7,9 @@ ones; nothing is resharded. Loading takes entries of the same layout (copied), o
 A tied parameter has an entry for each of its names. Loading raises where their values differ, one all-gather of small
 objects each; torch's checkpoints load them into different memory (`RaggedDTensor.load_into_copy`).
 
-A kind of group may replace a parameter's entry by others, such as `X.codes` and `X.scales` of a parameter `X` that is
-kept as codes; they alias it too (with `keep_vars=True` the entry is `X`, the parameter). It loads from these, or from
-values under `X`, which are quantized.
+A kind of group may replace a parameter's entry by others, such as `X.codes`, `X.scales` and `X.format` of a parameter
+`X` that is kept as codes; the first two alias it too (with `keep_vars=True` the entry is `X`, the parameter). It loads
+from these, or from values under `X`, which are quantized.
 """
 
 import weakref

@@ -8,6 +8,7 @@ safetensors                        --mapped-->    one tensor at a time         -
 
 import argparse
 import io
+import logging
 import operator
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pickle
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from ragged_shard.device import CPU
 
 from .files import Checkpoint, library, split_by_size, split_into_files, write_files
 
+_log = logging.getLogger(__name__)
 METADATA = ".metadata"
+_CODES, _SCALES = ".codes", ".scales"  # parts of a weight at rest, X.codes and X.scales
 _BIN = 1 << 24  # bytes that are loaded at a time; a larger tensor alone
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Names in torch's `.metadata`; classes of torch.distributed.checkpoint.metadata, dtypes and paths are in addition.
@@ -56,13 +59,15 @@ def convert_checkpoint(
     """Convert a checkpoint in one process: no process group, no GPU, no model. Returns the names of the tensors.
 
     Takes about three times the memory of the largest tensor, or of 16 MiB. Other tensors than the model's, such as an
-    optimizer's, are left out.
+    optimizer's, are left out. So are entries of the model that are no tensors (``_extra_state``), which files cannot
+    hold; their names are logged.
 
     Args:
         source: a DCP folder, written by any number of ranks of any system, which becomes safetensors; or safetensors
             files, which become a DCP folder.
         destination: a folder that does not exist, or is empty. It appears when it is complete.
-        dtype: of floating-point tensors in the destination. Defaults to theirs.
+        dtype: of floating-point tensors in the destination, except scales of weights that are kept as codes. Defaults
+            to theirs.
         entry: of the DCP state dict, the model's state dict, such as "model" or "app.model". Of a source it defaults to
             "model" if there is one, else to the tensors at the top; of a destination to the top, as torchtitan and
             `dcp.save(model.state_dict())` write them.
@@ -104,7 +109,7 @@ def _to_safetensors(
         name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
         for name, (_, about) in keys.items()
     }
-    made = {name: tensor.to(_cast(name, tensor.dtype, dtype)) for name, tensor in stored.items()}
+    made = {name: tensor.to(_cast(name, tensor.dtype, dtype, stored)) for name, tensor in stored.items()}
     names, nbytes = list(made), [tensor.nbytes for tensor in made.values()]
 
     def tensors() -> Iterator[torch.Tensor]:
@@ -126,25 +131,34 @@ def _keys_of_model(
     by_path = {
         tuple(map(str, (metadata.planner_data or {}).get(key, (key,)))): (key, about)
         for key, about in metadata.state_dict_metadata.items()
-        if isinstance(about, TensorStorageMetadata)
     }
-    roots = {path[0] if len(path) > 1 else "tensors at the top" for path in by_path}
+    tensors = {path for path, (_, about) in by_path.items() if isinstance(about, TensorStorageMetadata)}
+    roots = {path[0] if len(path) > 1 else "tensors at the top" for path in tensors}
     if entry is None:
         entry = "model" if "model" in roots else ""
-    names = {
-        ".".join(path).removeprefix(f"{entry}."): value
-        for path, value in by_path.items()
-        if (".".join(path).startswith(f"{entry}.") if entry else len(path) == 1)
-    }
+    names: dict[str, tuple[str, TensorStorageMetadata]] = {}
+    others = []
+    for path, (key, about) in by_path.items():
+        if not (".".join(path).startswith(f"{entry}.") if entry else len(path) == 1):
+            continue
+        name = ".".join(path).removeprefix(f"{entry}.")
+        if isinstance(about, TensorStorageMetadata):
+            names[name] = key, about
+        else:
+            others.append(name)
     if not names:
         raise ValueError(
             f"{source} has no tensors in the entry {entry!r} of its state dict; it has {sorted(roots)}"
         )
+    if others:
+        _log.warning("%s: left out, as files hold tensors only: %s", source, ", ".join(sorted(others)))
     return names
 
 
-def _cast(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not stored.is_floating_point:
+def _cast(name: str, stored: torch.dtype, dtype: torch.dtype | None, names: Collection[str]) -> torch.dtype:
+    """The dtype of a tensor in the destination; ``names`` are those of all tensors of the source."""
+    scales = name.endswith(_SCALES) and name.removesuffix(_SCALES) + _CODES in names
+    if dtype is None or not stored.is_floating_point or scales:
         return stored
     if stored.itemsize == 1:
         raise ValueError(f"{name} is {stored}, whose scales are another tensor: not cast; leave out dtype")
@@ -169,7 +183,9 @@ class _Planner(DefaultSavePlanner):
 def _to_dcp(source: Path, folder: Path, dtype: torch.dtype | None, entry: str | None) -> list[str]:
     checkpoint = Checkpoint(source)
     state: dict[str, Any] = {
-        name: torch.empty(tensor.shape, dtype=_cast(name, tensor.dtype, dtype), device="meta")
+        name: torch.empty(
+            tensor.shape, dtype=_cast(name, tensor.dtype, dtype, checkpoint.tensors), device="meta"
+        )
         for name, tensor in checkpoint.tensors.items()
     }
     for key in reversed(entry.split(".") if entry else []):

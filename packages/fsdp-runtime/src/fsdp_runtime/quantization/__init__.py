@@ -61,7 +61,8 @@ class QuantizationPolicy:
     `torch.autograd.graph.increment_version(param.to_local())`.
 
     Weights at rest keep shape and dtype of their values. `load_state_dict` and `copy_` quantize values; every other
-    write, training them and giving them to an optimizer raise. A state dict has `X.codes` and `X.scales` for each `X`.
+    write, training them and giving them to an optimizer raise. A state dict has `X.codes`, `X.scales` and `X.format`
+    for each `X`; codes that were saved in another format raise.
 
     Raises:
         ValueError: a value that is not one of these, options that do not go together, or nothing to quantize.

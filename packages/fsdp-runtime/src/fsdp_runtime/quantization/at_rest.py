@@ -3,8 +3,9 @@
     sharded parameter  w         RaggedDTensor with the shape and dtype of the values, around a BlockQuantizedTensor
     state dict         w.codes   RaggedDTensor, a row of bytes for each row of w
                        w.scales  RaggedDTensor, a row of fp32 for each band of tiles
+                       w.format  int64, which format they are in (`BlockFormat.record`)
 
-Both entries alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
+Codes and scales alias the shard, lie over the ranks as the parameter does, and load at any number of ranks.
 """
 
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import ragged_shard
 from dbuffer.encodings import BlockInt8, BlockQuantizedTensor, BlocksAtRest, empty_codes
 from ragged_shard import RaggedDTensor, RaggedShard
+from ragged_shard.device import CPU
 from ragged_shard.dist import DISTRIBUTED
 
 from .._params.group import Group
@@ -24,7 +26,7 @@ from .._plan.param import ManagedParam
 from .._torch.tree import local_like
 from .on_wire import OnWireGroup
 
-CODES, SCALES = ".codes", ".scales"
+CODES, SCALES, FORMAT = ".codes", ".scales", ".format"
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,10 +35,11 @@ class Entries(NamedTuple):
 
     codes: torch.Tensor  # (*shape[:-1], bytes of a row); int8 where codes are integers, else uint8
     scales: torch.Tensor  # fp32, (bands, tiles of a band)
+    format: torch.Tensor  # int64, one number in CPU memory
 
 
 def entries_of(sharded: torch.Tensor) -> Entries:
-    """Codes and scales of a sharded parameter as distributed tensors that share its memory. Communicates nothing."""
+    """Codes and scales of a sharded parameter, which share its memory, and their format. Communicates nothing."""
     assert isinstance(sharded, RaggedDTensor)
     local = sharded.local
     assert isinstance(local, BlockQuantizedTensor)
@@ -57,6 +60,7 @@ def entries_of(sharded: torch.Tensor) -> Entries:
     return Entries(
         RaggedDTensor.from_local(codes, mesh, sharded.placements, shape=shape),
         RaggedDTensor.from_local(scales, mesh, by_bands, shape=(grid.num_bands, grid.across)),
+        torch.tensor(fmt.record, device=CPU),
     )
 
 
@@ -69,15 +73,21 @@ def from_entries(plan: GroupPlan, param: ParamPlan, like: torch.Tensor, entries:
     """A sharded parameter, laid out like another, of codes and scales that are distributed in any way, or whole.
 
     Communicates if they are distributed in another layout (see `ragged_shard.redistribute`). Raises ValueError, naming
-    the parameter, if they have another shape or dtype than the format's.
+    the parameter, if they have another format, or another shape or dtype than the format's.
     """
     assert isinstance(like, RaggedDTensor)
+    fmt, record = _format(plan), int(entries.format)
+    if record != fmt.record:
+        raise ValueError(
+            f"{param.name}{CODES}: saved in {fmt.describe(record)}, but kept in {fmt}; shard with the format that they "
+            f"were saved in (QuantizationPolicy.at_rest), or load values under {param.name!r}"
+        )
     moved: list[torch.Tensor] = []
-    for what, value, wanted in zip((CODES, SCALES), entries, entries_of(like), strict=True):
+    for what, value, wanted in zip((CODES, SCALES), entries[:2], entries_of(like)[:2], strict=True):
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise ValueError(
-                f"{param.name}{what}: {value.dtype} of shape {tuple(value.shape)}; {_format(plan)} has {wanted.dtype} "
-                f"of shape {tuple(wanted.shape)}. Load it with the format that it was saved in"
+                f"{param.name}{what}: {value.dtype} of shape {tuple(value.shape)}; {fmt} has {wanted.dtype} "
+                f"of shape {tuple(wanted.shape)}. Load it into a weight of the shape that it was saved in"
             )
         moved.append(local_like(wanted, value.detach()).to(plan.data.device))
     local = like.local
@@ -115,7 +125,9 @@ class AtRestGroup(OnWireGroup):
         """
         value, empty = value.detach(), partial(empty_codes, self.plan.geometry, plan.name, _format(self.plan))
         coded = isinstance(getattr(value, "local", None), BlockQuantizedTensor)
-        if coded and value.placements != plan.placements:
+        if coded and value.local.format != _format(self.plan):
+            value = value.with_local(value.local.dequantize())
+        elif coded and value.placements != plan.placements:
             like = empty(value.dtype, torch.device("meta"))
             value = from_entries(self.plan, plan, wrap_local(plan, like), entries_of(value))
         with torch.no_grad():
@@ -143,23 +155,30 @@ class AtRestGroup(OnWireGroup):
     def split_entry(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
         """Replace the parameter's entry of a state dict by its codes and scales."""
         del state_dict[key]
-        codes, scales = entries_of(param.sharded)
+        codes, scales, record = entries_of(param.sharded)
         cast(RaggedDTensor, scales).save_apart()
-        state_dict.update({key + CODES: codes, key + SCALES: scales})
+        state_dict.update({key + CODES: codes, key + SCALES: scales, key + FORMAT: record})
         for name in Entries._fields:  # get_model_state_dict looks keys up as attributes, and uses no value
             vars(param.sharded).setdefault(name, "an entry of state dicts")
 
     def join_entries(self, param: ManagedParam[Any], state_dict: dict[str, Any], key: str) -> None:
         """Replace codes and scales by the parameter's entry. Raises ValueError if one is missing, or not alone."""
-        keys = [name for name in (key, key + CODES, key + SCALES) if name in state_dict]
+        parts = [key + CODES, key + SCALES, key + FORMAT]
+        keys = [name for name in (key, *parts) if name in state_dict]
         if keys in ([], [key]):
             return
-        if keys != [key + CODES, key + SCALES]:
+        if keys == parts[:2]:
+            fmt = _format(self.plan)
             raise ValueError(
-                f"load_state_dict: {keys} for a parameter that is kept as codes; expected {key + CODES!r} and "
-                f"{key + SCALES!r}, or {key!r} alone"
+                f"load_state_dict: {keys} without {parts[2]!r}, which says their blocks; if they were saved in {fmt}, "
+                f"add torch.tensor({fmt.record}) under that name"
             )
-        entries = Entries(state_dict.pop(key + CODES), state_dict.pop(key + SCALES))
+        if keys != parts:
+            raise ValueError(
+                f"load_state_dict: {keys} for a parameter that is kept as codes; expected {parts[0]!r}, {parts[1]!r} "
+                f"and {parts[2]!r}, or {key!r} alone"
+            )
+        entries = Entries(*map(state_dict.pop, parts))
         state_dict[key] = from_entries(self.plan, self.plan_of(param), param.sharded, entries)
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:

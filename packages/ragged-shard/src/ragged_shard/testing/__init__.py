@@ -24,6 +24,7 @@ their process group, for the next call.
 
 from ragged_shard.testing._counting import Collective, Record, record_collectives
 from ragged_shard.testing._device import RaceError, SimulatedDevice
+from ragged_shard.testing._one_backend import accelerator_groups
 from ragged_shard.testing._pool import RankError, on_ranks, preload, run_ranks, shut_down
 from ragged_shard.testing._simulated import Network, Simulation, simulated_ranks
 from ragged_shard.testing._worker import rank_mesh
@@ -36,6 +37,7 @@ __all__ = [
     "Record",
     "SimulatedDevice",
     "Simulation",
+    "accelerator_groups",
     "on_ranks",
     "preload",
     "rank_mesh",

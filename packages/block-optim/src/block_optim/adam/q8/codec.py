@@ -21,6 +21,7 @@ import torch
 from block_optim.core.tiles import Buffer
 from ragged_shard.device import CPU
 
+VERSION = 1  # saved with every state; raise it when a code or its number changes
 ONE_EXPONENT = 127
 
 

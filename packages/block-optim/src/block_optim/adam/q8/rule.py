@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 
+from block_optim.adam.q8.codec import VERSION
 from block_optim.adam.q8.launch import Launch, Row, scalar_table
 from block_optim.adam.q8.ops import BUFFERS, TileStep, TileTensors, rates_of
 from block_optim.adam.q8.variants import Types, quantized_variant
 from block_optim.core._torch_compat import foreach_add_, local_of
 from block_optim.core.gradients import StepGradients
-from block_optim.core.grid import ScaleLayout, block_for, scale_layout
+from block_optim.core.grid import (
+    AUTO,
+    LARGEST,
+    ScaleLayout,
+    auto_blocks,
+    block_for,
+    check_block,
+    scale_layout,
+)
 from block_optim.core.params import Group, Param
 from block_optim.core.rounding import Rounder
 from block_optim.core.runs import FlatSpace, Run, joint_runs, offset_of
 from block_optim.core.scratch import per_device
 from block_optim.core.tiles import Stretch, TileScratch, merged, stretches_of
-from ragged_shard.device import has_triton
+from layout_planner import Elements, Tile
+from ragged_shard.device import CPU, has_triton
 
+FORMAT = "format"  # key of a state's record
+_FIELD = LARGEST + 1
 CPU_CHUNK, ACCELERATOR_CHUNK = 1 << 17, 1 << 22  # elements of a tile step
 
 
@@ -54,7 +66,12 @@ class Codes:
 
 
 class QuantizedRule:
-    """States `step`, codes (`exp_avg`, `exp_avg_sq`: uint8, param-shaped), scales (`.._scale`), and their update."""
+    """States of parameters with 8-bit moments, and their update.
+
+    step                    fp32 count
+    exp_avg, exp_avg_sq     codes: uint8, param-shaped; their scales in `.._scale`
+    format                  int64, which codes and blocks these are; the state is read by it, also after loading
+    """
 
     def __init__(self) -> None:
         self._entries: dict[torch.Tensor, Codes] = {}
@@ -75,7 +92,8 @@ class QuantizedRule:
         for i in sorted(range(len(params)), key=lambda i: (space.offsets[i], counts[i])):
             starts[i], end = end, end + counts[i]
         first, second = (torch.zeros(end, dtype=torch.float32, device=device) for _ in range(2))
-        steps = torch.zeros(len(params), dtype=torch.float32).unbind()
+        steps = torch.zeros(len(params), dtype=torch.float32, device=CPU).unbind()
+        formats = torch.tensor([record_of(layout.grid.block) for layout in layouts], device=CPU).unbind()
         for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             stop = starts[i] + counts[i]
             wrapped = [layout.wrap(param, flat[starts[i] : stop]) for flat in (first, second)]
@@ -85,6 +103,7 @@ class QuantizedRule:
                 "exp_avg_scale": wrapped[0],
                 "exp_avg_sq": param.wrap(codes[1][i]),
                 "exp_avg_sq_scale": wrapped[1],
+                FORMAT: formats[i],
             }
 
     def bind(self, params: Sequence[Param]) -> None:
@@ -93,14 +112,65 @@ class QuantizedRule:
         self._plan = None
 
     def _entry(self, param: Param, state: Mapping[str, Any]) -> Codes:
-        known = self._entries.get(param.tensor)
-        if known is not None and known.param is param:  # else it was put back, perhaps with other blocks
+        known, block = self._entries.get(param.tensor), block_of_record(param, state[FORMAT])
+        if known is not None and known.param is param and known.layout.grid.block == block:
             layout = known.layout
         else:
-            layout = scale_layout(param, block_for(param, param.group["block"]))
+            layout = scale_layout(param, block)
+            if tuple(state["exp_avg_scale"].shape) != layout.grid.scale_shape:
+                raise ValueError(
+                    f"{param.name}: its state's {FORMAT!r} says blocks of {block}, which have scales of shape "
+                    f"{layout.grid.scale_shape}; it has {tuple(state['exp_avg_scale'].shape)}. Assign both or none"
+                )
         codes = [local_of(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         scales = [local_of(state[f"{name}_scale"]).view(-1) for name in ("exp_avg", "exp_avg_sq")]
         return Codes(param, state["step"], layout, (codes[0], codes[1]), (scales[0], scales[1]))
+
+    def read_saved(
+        self, param: Param, saved: Mapping[str, Any], own: Mapping[str, Any], block: str
+    ) -> dict[str, Any]:
+        """A saved state with its record, of a group that was saved with ``block``, if its codes can be read here.
+
+        States that were saved before they had a record get one where the group has it, or "auto" can have been one
+        block only. ValueError, naming the parameter, for others, and for blocks that differ from the requested ones or
+        that ranks cut.
+        """
+        record, scales, chosen = saved.get(FORMAT), saved["exp_avg_scale"], param.group["block"]
+        if isinstance(record, torch.Tensor):
+            found = block_of_record(param, record)
+        elif isinstance(record, str) or block != AUTO:
+            found = check_block(record if isinstance(record, str) else block)
+        else:
+            blocks = sorted(auto_blocks(param.shape, scales.shape), key=str)
+            if len(blocks) > 1:
+                names = " or ".join(repr(str(each)) for each in blocks)
+                raise ValueError(
+                    f"{param.name}: its saved 8-bit states do not record their blocks, and block='auto' depends on the "
+                    f"mesh: they may be {names}. Set the state's entry {FORMAT!r} to the right one, or {_WAY_OUT}"
+                )
+            found = blocks[0] if blocks else block_for(param, chosen)
+        if chosen not in (AUTO, str(found)):
+            raise _unreadable(
+                param, found, f"this optimizer has block={chosen!r}", f"build it with block={found!r}"
+            )
+        try:
+            layout = scale_layout(param, found)
+        except ValueError as error:
+            way_out = "load them under the parallelism that they were saved under"
+            raise _unreadable(param, found, f"which ranks cut here ({error})", way_out) from None
+        target = own["exp_avg_scale"]
+        if (layout.grid.scale_shape, layout.placements) != (
+            tuple(target.shape),
+            getattr(target, "placements", ()),
+        ):
+            other = block_for(param, chosen)
+            raise _unreadable(
+                param,
+                found,
+                f"block={chosen!r} gives it {other} here",
+                f"build the optimizer with block={found!r}",
+            )
+        return {**saved, FORMAT: torch.tensor(record_of(found), device=CPU)}
 
     def update(self, active: StepGradients) -> None:
         """One step of the parameters that have gradients, which all are this rule's."""
@@ -108,6 +178,36 @@ class QuantizedRule:
         if plan is None or plan.version != active.version or plan.rounding != _rounding_of(plan.groups):
             plan = self._plan = _Plan([self._entries[p.tensor] for p in active.params], active)
         plan.step(active)
+
+
+_WAY_OUT = "leave its state out of the state dict: its moments then begin again"
+
+
+def record_of(block: Elements | Tile) -> int:
+    """The record of codes as they are written now: the version, and a block's rows (0: `Elements`) and columns.
+
+    Nine decimal digits each: 1_000000001_000000256 is version 1, ``Tile(1, 256)``.
+    """
+    rows, columns = (block.rows, block.columns) if isinstance(block, Tile) else (0, block.count)
+    return (VERSION * _FIELD + rows) * _FIELD + columns
+
+
+def block_of_record(param: Param, record: torch.Tensor) -> Elements | Tile:
+    """The block in a state's record; ValueError, naming the parameter, for codes of another version."""
+    rest, columns = divmod(int(record), _FIELD)
+    version, rows = divmod(rest, _FIELD)
+    if version != VERSION or not columns:
+        raise ValueError(
+            f"{param.name}: its 8-bit states have codes of version {version}, this release of block-optim has version "
+            f"{VERSION}; load them with a release that has theirs, or {_WAY_OUT}"
+        )
+    return Tile(rows, columns) if rows else Elements(columns)
+
+
+def _unreadable(param: Param, block: Elements | Tile, reason: str, way_out: str) -> ValueError:
+    return ValueError(
+        f"{param.name}: its saved 8-bit states have blocks of {block}, {reason}; {way_out}, or {_WAY_OUT}"
+    )
 
 
 def _rounding_of(groups: Mapping[int, Group]) -> list[bool]:
