@@ -352,6 +352,8 @@ REFUSED = [
     Refused(
         "captured", "NotImplementedError", "full_params(model)", lambda p: bool(p.recompute) and _freed(p)
     ),
+    # torch's RNNs compare dtypes before any op meets the sharded weight
+    Refused("captured", "ValueError", "RNN input dtype", lambda p: bool(p.recompute) and _freed(p)),
     Refused("option", "NotImplementedError", "set_keep_unsharded_storage", lambda p: "subclass" in p.layers),
     # Each rank of tensor parallelism has scales of its own piece.
     Refused(

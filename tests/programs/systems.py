@@ -294,7 +294,7 @@ class Sharded(System):
     def laid_out(self, param: Any, value: torch.Tensor, how: str) -> torch.Tensor:
         if how == "zeros_like":
             return torch.zeros_like(param).add_(value.flatten()[0].item() if value.numel() else 0.0)
-        if how == "whole":
+        if how == "whole" or not hasattr(param, "device_mesh"):  # or the unit leaves the parameter alone
             return value
         last = Shard(0) if how == "Shard(0)" and param.ndim else Replicate()
         placements = [*[Replicate()] * (param.device_mesh.ndim - 1), last]

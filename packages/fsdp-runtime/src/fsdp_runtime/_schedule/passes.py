@@ -348,7 +348,7 @@ class Pass:
             offloaded = False
             for unit in self.units:
                 offloaded = offloaded or unit.offloaded
-                if unit.installed and not unit.by_hand:
+                if unit.installed and not (unit.by_hand or unit.entered):  # a backward recomputes it
                     if free and unit.options.reshard_after_forward is not False:
                         unit.reshard()
                     else:
