@@ -204,7 +204,8 @@ class ManagedParam(Generic[G]):
         """Use another object, which a user has registered, as the sharded parameter."""
         if self.grad_dtype is not None:
             param.grad_dtype = self.grad_dtype
-        self._gradient_hooks = self._post_accumulate_hooks = None  # they went with the object, as in one process
+        # The original's hooks went with it, as in one process.
+        self._gradient_hooks = self._post_accumulate_hooks = None
         self.sharded = param
         _managed[id(param)] = self
         for slots, attribute in self.slots:
