@@ -313,6 +313,20 @@ def test_what_was_unsharded_by_hand_stays_so_until_reshard(grad, keep):
         assert torch.equal(model(batch()), plain(batch()))
 
 
+@on_ranks(2)
+def test_unshard_by_hand_after_a_step_gathers_the_new_values_of_a_unit_that_was_unsharded_before():
+    model, plain = fully_shard(seeded(Inner)), seeded(Inner)
+    model.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(2):
+        backward_both(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.unshard()
+        torch.testing.assert_close(model.block.weight.detach(), plain.block.weight.detach())
+
+
 # -- containers -------------------------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,8 @@ class Handle:
         except DisagreementError:
             raise  # it is under way still
         except RuntimeError as error:
-            if work is None or getattr(work, "under_way", False) or compat.has_succeeded(work):
+            interrupted = getattr(work, "under_way", False) or compat.is_interrupt(work, error)
+            if work is None or interrupted or compat.has_succeeded(work):
                 raise  # from a signal handler
             self._fail(f"failed: {error}", quiet=getattr(work, "quiet", False), cause=error)
             return

@@ -10,6 +10,7 @@ a process group's backend and its timeout, `torch.utils._pytree`. Deprecated: `W
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ def has_succeeded(work: Any) -> bool:
     """Whether a work, or each coalesced one, has completed without an error. False if unknown."""
     works = getattr(work, "works", (work,))  # `is_success` is deprecated, but the only way
     return work.is_completed() and all(hasattr(each, "is_success") and each.is_success() for each in works)
+
+
+def is_interrupt(work: Any, error: BaseException) -> bool:
+    """Whether an error from the wait for torch's work or works is a signal handler's: raised by a function outside.
+
+    Torch's own are raised by C++, straight into the function that waits. False for works of others.
+    """
+    if not all(isinstance(each, dist.Work) for each in getattr(work, "works", (work,))):
+        return False
+    innermost = [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+    return not str(innermost.f_globals.get("__name__")).startswith(f"{__package__}.")
 
 
 def wait_for(work: Any, seconds: float) -> bool:

@@ -113,6 +113,8 @@ class FSDPModule(fsdp.FSDPModule):
         member.passes.forget_graph()
         if unit.has_moved():
             unit.adopt()
+        if unit.installed and unit.changed_since_gather:
+            unit.reshard()
         unit.gather()
         handle = UnshardHandle(unit)
         if async_op:

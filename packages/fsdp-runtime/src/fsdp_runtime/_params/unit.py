@@ -238,6 +238,11 @@ class Unit:
         """Whether gathered parameters were changed in place: the shards do not have the change."""
         return any(group.gathered_written() for group in self.groups)
 
+    @property
+    def changed_since_gather(self) -> bool:
+        """Whether the sharded parameters were written to since they were gathered."""
+        return any(group.changed_since_gather() for group in self.groups)
+
     def check_unwritten(self) -> None:
         """Raise RuntimeError if gathered parameters were changed in place."""
         if self.written:
@@ -313,7 +318,7 @@ class Unit:
         if self.closed:
             self.check_open()
         if self.full is Full.PRESENT:
-            if not any(group.changed_since_gather() for group in self.groups):
+            if not self.changed_since_gather:
                 return
             self.reshard()
         if self._handles:  # of an earlier gather, of which not all could start
