@@ -443,9 +443,8 @@ class Pass:
         self._left_backward.add(unit)
         if unit.followers:
             self._leave_followers(unit.followers)
-        if unit.options.reshard_after_backward and not (
-            unit.at_rest or unit.entered
-        ):  # in a forward: a nested run
+        under_way = bool(unit.entered)  # in a forward that this run of the engine is inside of
+        if unit.options.reshard_after_backward and not (unit.at_rest or under_way):
             with label("post_backward_reshard", unit.name):
                 unit.reshard()
                 if not self._backward.upcoming():
