@@ -163,6 +163,26 @@ def test_a_hook_on_a_parameter_that_returns_another_shape_raises_by_name():
         model(batch()).sum().backward()
 
 
+@on_ranks(2)
+def test_hooks_are_called_once_a_parameter_in_the_step_after_a_forward_that_failed():
+    model, plain = sharded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), 0, 1, 2)
+    model.set_reduce_scatter_unused_params(True)
+    called = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+
+    def fail(*_):
+        raise ValueError("out of memory")
+
+    hook = model[2].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="out of memory"):
+        model(batch())
+    hook.remove()
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 

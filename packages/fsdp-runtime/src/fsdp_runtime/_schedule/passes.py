@@ -107,6 +107,7 @@ class Pass:
         self._in_backward_of: set[Unit] = set()  # entered, and not left
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
+        self._left_before: list[Unit] = []  # the forward under way began
         self._ran: set[Unit] = set()  # in a forward since then, also without gradients
         self.last_backward: list[Unit] = []  # the units in the order of the last backward
         self.resets = 0  # how often a pass was forgotten
@@ -172,6 +173,7 @@ class Pass:
                 self._forward[root] = Schedule()
             self._order = self._forward[root]
             self._order.begin()
+            self._left_before = self._left.copy()
 
     def _watch_order(self, empty: list[str]) -> None:
         """Compare the ranks' parameters, in a root's first forward, and from then on the order of their collectives.
@@ -300,6 +302,7 @@ class Pass:
                 each.reshard()
         if is_root:
             self._root = None
+            self._left = self._left_before  # no backward follows
             self.streams.recycler.trim()
             for order in self._orders:
                 order.cut_off()
