@@ -283,6 +283,21 @@ def test_a_gradient_inside_a_forward_leaves_the_units_that_are_under_way(keep):
     assert_same_gradients(model, plain)
 
 
+@on_ranks(2)
+def test_a_second_backward_raises_where_a_step_has_changed_the_parameters_in_between():
+    model, _ = sharded(mlp, 0, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).square().sum().backward()
+    x = batch().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"were changed between a backward.*Call optimizer\.step\(\) after both"
+    ):
+        grad.square().sum().backward()
+    model.reset_iter_state()
+
+
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()

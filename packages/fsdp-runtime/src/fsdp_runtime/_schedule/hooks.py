@@ -195,6 +195,26 @@ def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
     return mark
 
 
+def _second_backward(member: Member) -> Callable[[torch.Tensor], None]:
+    """The hook that autograd calls when a backward through a unit's backward begins: it gathers the parameters again.
+
+    It raises RuntimeError if they were changed since, as torch does for a plain model.
+    """
+    unit, marks = member.unit, _Marks(member)
+    before = unit.versions
+
+    def enter(grad: torch.Tensor) -> None:
+        if unit.versions != before:
+            raise RuntimeError(
+                f"{unit.name} ({type(unit.modules[0]).__name__}): its parameters were changed between a backward with "
+                "create_graph=True and the backward through it, which needs their values from before. Call "
+                "optimizer.step() after both"
+            )
+        marks.enter(grad)
+
+    return enter
+
+
 class _PreBackward(torch.autograd.Function):
     """Identity; its backward runs when a gradient has reached the output."""
 
@@ -237,10 +257,10 @@ class _PostBackward(torch.autograd.Function):
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
             _outside_transforms(member.passes.leave_backward, member.unit)
-        if torch.is_grad_enabled():  # create_graph: a backward through this one needs the parameters again
+        if torch.is_grad_enabled():  # create_graph
             for grad in grads:
                 if grad is not None and grad.requires_grad:
-                    grad.register_hook(_Marks(member).enter)
+                    grad.register_hook(_second_backward(member))
         return (None, *grads)
 
     @staticmethod
