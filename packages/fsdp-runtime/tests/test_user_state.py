@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from runtime_helpers import assert_same_gradients, assert_same_parameters, full, seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.utils.rnn import pack_sequence
+from torch.profiler import profile
 
 import block_optim
 from fsdp_runtime import fully_shard
-from fsdp_runtime._torch.tree import map_tensors, tensors_in
+from fsdp_runtime._torch.tree import map_tensors, tensors_behind, tensors_in
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 
@@ -181,6 +183,26 @@ def test_autograd_grad_of_inputs_is_as_in_one_process():
     torch.testing.assert_close(ours, theirs)
 
 
+@on_ranks(2)
+def test_hooks_are_called_once_a_parameter_in_the_step_after_a_forward_that_failed():
+    model, plain = sharded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), 0, 1, 2)
+    model.set_reduce_scatter_unused_params(True)
+    called = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+
+    def fail(*_):
+        raise ValueError("out of memory")
+
+    hook = model[2].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="out of memory"):
+        model(batch())
+    hook.remove()
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +301,21 @@ def test_a_gradient_inside_a_forward_leaves_the_units_that_are_under_way(keep):
         each.zero_grad()
     backward_both(model, plain)
     assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_a_second_backward_raises_where_a_step_has_changed_the_parameters_in_between():
+    model, _ = sharded(mlp, 0, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).square().sum().backward()
+    x = batch().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"were changed between a backward.*Call optimizer\.step\(\) after both"
+    ):
+        grad.square().sum().backward()
+    model.reset_iter_state()
 
 
 class Inner(nn.Module):
@@ -434,3 +471,112 @@ def test_a_unit_may_return_an_object_of_the_users_own_class():
     model, plain = sharded(make, 0)
     backward_both(model, plain, lambda each, x: each(x).inner["value"].square().sum())
     assert_same_gradients(model, plain)
+
+
+class Lists(nn.Module):
+    """Returns many values that are no tensors, before one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, x):
+        return {"ids": [float(number) for number in range(2000)], "x": self.layer(x)}
+
+
+@on_ranks(2)
+def test_a_tensor_behind_thousands_of_other_values_is_marked():
+    model, plain = sharded(lambda: nn.Sequential(Lists()), 0)
+    backward_both(model, plain, lambda each, x: each(x)["x"].square().sum())
+    assert_same_gradients(model, plain)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, cache):
+        cache.inner["value"].append(self.key(x))
+        return self.out(x).tanh() * cache.inner["value"][-1] + x, cache
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x):
+        cache = Holder([])
+        for layer in self.layers:
+            x, cache = layer(x, cache)
+        return x
+
+
+@on_ranks(2)
+def test_units_that_pass_on_a_cache_are_gathered_once_a_backward():
+    model, plain = seeded(Layers), seeded(Layers)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    backward_both(model, plain)
+    assert_same_gradients(model, plain)
+    out = model(batch()).square().sum()
+    with profile(record_shapes=False) as recorded:
+        out.backward()
+    gathered = [event.name for event in recorded.events() if event.name.startswith("FSDP::all_gather (")]
+    assert sorted(gathered) == [f"FSDP::all_gather (layers.{index})" for index in range(4)]
+
+
+class Scaled(NamedTuple("Scaled", [("x", torch.Tensor), ("factor", int)])):
+    """Its constructor changes values, and it has attributes."""
+
+    def __new__(cls, x, factor):
+        return super().__new__(cls, x * factor, factor)
+
+
+def test_a_tuple_of_a_users_class_is_copied_without_its_constructor_and_with_its_attributes():
+    scaled = Scaled(torch.ones(1), 2)
+    scaled.note = "kept"
+    copied = map_tensors(lambda t: t + 1, scaled)
+    assert (type(copied), copied.x.item(), copied.note) == (Scaled, 3, "kept")
+
+
+class Lazy:
+    """Refuses attributes that are not set, with an error of its own."""
+
+    __slots__ = ("__hidden", "missing")
+
+    def __init__(self, value):
+        self.__hidden = value
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def test_attributes_are_found_without_running_a_users_code():
+    (tensor,) = tensors_behind([Lazy(torch.ones(3))])
+    assert tensor.shape == (3,)
+
+
+def test_batch_sizes_of_a_packed_sequence_stay_where_they_are():
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    moved = map_tensors(lambda t: t.to("meta"), packed)
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+@dataclass
+class Single:
+    """Its copies are itself."""
+
+    x: torch.Tensor
+
+    def __copy__(self):
+        return self
+
+
+def test_an_object_that_copies_to_itself_is_refused_and_not_changed():
+    single = Single(torch.ones(1))
+    with pytest.raises(TypeError, match=r"Single holds tensors"):
+        map_tensors(lambda t: t + 1, single)
+    assert single.x.item() == 1

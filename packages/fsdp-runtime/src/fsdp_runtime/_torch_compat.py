@@ -3,8 +3,8 @@
 Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the autograd engine's callback queue, current graph task and what it executes, a parameter's hooks,
-dispatch modes,
-`DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, the foreach ops,
+dispatch modes, `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, a node's number, the
+foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
 modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
 their state, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
@@ -172,6 +172,16 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 def set_versions(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> None:
     """Set the counts that `versions` returns."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(counts))
+
+
+#: The number of the next autograd node that this thread makes.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def node_number(tensor: torch.Tensor) -> int:
+    """The number of the autograd node that made a tensor, counted in its thread; -1 without one."""
+    node = tensor.grad_fn
+    return -1 if node is None else node._sequence_nr()
 
 
 def node_of_base(tensor: torch.Tensor) -> Any:

@@ -467,7 +467,7 @@ class Group:
 
     def begin_pass(self) -> bool:
         """Record the versions of the shard. Returns whether it was written to since the pass before began."""
-        before, self._begun_versions = self._begun_versions, [] if self.buffer is None else self._versions()
+        before, self._begun_versions = self._begun_versions, [] if self.buffer is None else self.versions()
         return self._begun_versions != before
 
     def begin_gather(self) -> bool:
@@ -480,14 +480,15 @@ class Group:
         if not self._gathered_versions:
             for param in self.params:
                 refuse_patched(param.name, local_of(param.sharded))
-        self._gathered_versions = self._versions()
+        self._gathered_versions = self.versions()
         return self._gathered_versions != self._begun_versions
 
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
-        return self._versions() != self._gathered_versions
+        return self.versions() != self._gathered_versions
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Counts of writes to the shard, one a segment."""
         assert self.buffer is not None
         return list(map(compat.VERSION, self.buffer.shard))
 

@@ -239,6 +239,11 @@ class Unit:
         return any(group.gathered_written() for group in self.groups)
 
     @property
+    def versions(self) -> list[list[int]]:
+        """Counts of writes to the shard of each group."""
+        return [group.versions() for group in self.groups]
+
+    @property
     def changed_since_gather(self) -> bool:
         """Whether the sharded parameters were written to since they were gathered."""
         return any(group.changed_since_gather() for group in self.groups)

@@ -26,19 +26,21 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def attach(member: Member) -> None:
     """Hook a unit into its modules."""
-    handled: list[BaseException | None] = []  # what the callers of the forwards under way are handling
+    # Of each forward under way: the exception that its caller is handling, and the number of its first autograd node.
+    begun: list[tuple[BaseException | None, int]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        handled.append(sys.exception())
+        begun.append((sys.exception(), compat.next_node()))
         with label("pre_forward", member.unit.name):
             return before_forward(member, module, args, kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if sys.exception() is not (handled.pop() if handled else None):  # the forward has raised it
+        handled, first_node = begun.pop() if begun else (None, 0)
+        if sys.exception() is not handled:  # the forward has raised it
             abandon_forward(member, module)
             return output
         with label("post_forward", member.unit.name):
-            return after_forward(member, module, output)
+            return after_forward(member, module, output, first_node)
 
     before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     for module in member.unit.modules:
@@ -85,8 +87,8 @@ def abandon_forward(member: Member, module: nn.Module) -> None:
     _outside_transforms(member.passes.abandon_forward, member.unit, module)
 
 
-def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
-    """Run after a forward. Returns the output."""
+def after_forward(member: Member, module: nn.Module, output: Any, first_node: int) -> Any:
+    """Run after a forward, whose autograd nodes have numbers from `first_node` on. Returns the output."""
     unit, passes = member.unit, member.passes
     recomputed = _outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
@@ -94,12 +96,15 @@ def after_forward(member: Member, module: nn.Module, output: Any) -> Any:
             _mark_outputs(member, tensors_in(output))
             output = map_tensors(_marker(member), output)
     elif not recomputed:
-        outputs = tensors_behind(output)
+        inside, behind = tensors_in(output), tensors_behind(output)
+        outputs = [*inside, *behind]
         for tensor in outputs:
             plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
             if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
                 _refuse_freed(unit)
-        marked = torch.is_grad_enabled() and _mark_outputs(member, outputs)
+        # An object may hold tensors of other units too, as a cache that all layers pass on.
+        new = (tensor for tensor in behind if compat.node_number(tensor) >= first_node)
+        marked = torch.is_grad_enabled() and _mark_outputs(member, [*inside, *new])
         if not marked and compat.backward_id() == -1:
             # With gradients a loss may be out of sight.
             passes.rest(free=not (torch.is_grad_enabled() or unit.shares_memory_with(outputs)))
@@ -190,6 +195,26 @@ def _marker(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
     return mark
 
 
+def _second_backward(member: Member) -> Callable[[torch.Tensor], None]:
+    """The hook that autograd calls when a backward through a unit's backward begins: it gathers the parameters again.
+
+    It raises RuntimeError if they were changed since, as torch does for a plain model.
+    """
+    unit, marks = member.unit, _Marks(member)
+    before = unit.versions
+
+    def enter(grad: torch.Tensor) -> None:
+        if unit.versions != before:
+            raise RuntimeError(
+                f"{unit.name} ({type(unit.modules[0]).__name__}): its parameters were changed between a backward with "
+                "create_graph=True and the backward through it, which needs their values from before. Call "
+                "optimizer.step() after both"
+            )
+        marks.enter(grad)
+
+    return enter
+
+
 class _PreBackward(torch.autograd.Function):
     """Identity; its backward runs when a gradient has reached the output."""
 
@@ -232,10 +257,10 @@ class _PostBackward(torch.autograd.Function):
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
             _outside_transforms(member.passes.leave_backward, member.unit)
-        if torch.is_grad_enabled():  # create_graph: a backward through this one needs the parameters again
+        if torch.is_grad_enabled():  # create_graph
             for grad in grads:
                 if grad is not None and grad.requires_grad:
-                    grad.register_hook(_Marks(member).enter)
+                    grad.register_hook(_second_backward(member))
         return (None, *grads)
 
     @staticmethod

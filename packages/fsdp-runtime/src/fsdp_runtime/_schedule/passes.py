@@ -108,6 +108,7 @@ class Pass:
         self._in_backward_of: set[Unit] = set()  # entered, and not left
         self._left_backward: set[Unit] = set()  # in this backward
         self._left: list[Unit] = []  # in the order of their post-forwards, since the last backward
+        self._left_before: list[Unit] = []  # the forward under way began
         self._ran: set[Unit] = set()  # in a forward since then, also without gradients
         self.last_backward: list[Unit] = []  # the units in the order of the last backward
         self.resets = 0  # how often a pass was forgotten
@@ -173,6 +174,7 @@ class Pass:
                 self._forward[root] = Schedule()
             self._order = self._forward[root]
             self._order.begin()
+            self._left_before = self._left.copy()
 
     def _watch_order(self, empty: list[str]) -> None:
         """Compare the ranks' parameters, in a root's first forward, and from then on the order of their collectives.
@@ -243,6 +245,7 @@ class Pass:
         """A forward has ended. Returns whether it was a recomputation inside the unit's own backward."""
         recomputed = self._recomputes(unit)
         if unit.host is not None:
+            self._leave_alone(unit)
             return recomputed
         is_root = self._root is unit
         if not unit.leave_module(module, end=is_root and not recomputed) or recomputed:
@@ -269,6 +272,14 @@ class Pass:
             self._end_forward()
         return False
 
+    def _leave_alone(self, unit: Unit) -> None:
+        """End the pass of a unit that ranks may skip and that was called by itself, after `unshard()` on every rank."""
+        if self._root is unit:
+            self._root = None
+            for each in self.units:
+                if each.installed:
+                    each.show()
+
     def _end_forward(self) -> None:
         """Finish the root's forward, and free prefetched units that were not used."""
         trimmed = self._trimmed and not self._ahead
@@ -292,6 +303,7 @@ class Pass:
         and so are parameters that were changed, for which it raises.
         """
         if unit.host is not None:
+            self._leave_alone(unit)
             return
         is_root = self._root is unit
         if not unit.leave_module(module, end=True) or compat.backward_id() != -1:
@@ -301,6 +313,7 @@ class Pass:
                 each.reshard()
         if is_root:
             self._root = None
+            self._left = self._left_before  # no backward follows
             self.streams.recycler.trim()
             for order in self._orders:
                 order.cut_off()

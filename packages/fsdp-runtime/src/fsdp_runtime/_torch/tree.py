@@ -1,19 +1,22 @@
 """Tensors inside the containers that modules take and return."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ragged_shard import RaggedDTensor, distribute_like, redistribute
 from ragged_shard.dist import DISTRIBUTED
 
 _MOST_OBJECTS = 1000  # that `tensors_behind` looks into
+_NO_ATTRIBUTES = (str, bytes, int, float, NoneType, torch.dtype, torch.device)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -47,28 +50,56 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def tensors_behind(tree: Any) -> list[torch.Tensor]:
-    """Tensors of the structure, and in attributes of objects that are no containers, such as torch's distributions."""
+    """Tensors in attributes of objects in the structure that are no containers, such as torch's distributions."""
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
-    waiting = [tree]
+    waiting = [value for item in _leaves(tree) for value in _attributes_of(item)][::-1]
     while waiting and len(seen) < _MOST_OBJECTS:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-        elif id(item) not in seen and not isinstance(item, (nn.Module, type, ModuleType)):
+        elif id(item) not in seen:
             seen.add(id(item))
             items = _items_of(item)
             waiting.extend(reversed(_attributes_of(item) if items is None else [value for _, value in items]))
     return tensors
 
 
+def _leaves(tree: Any) -> list[Any]:
+    """Everything in the structure that is neither a tensor nor a container; each container once."""
+    leaves: list[Any] = []
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        items = None if isinstance(item, torch.Tensor) else _items_of(item)
+        if items is not None and id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(value for _, value in reversed(items))
+        elif items is None and not isinstance(item, torch.Tensor):
+            leaves.append(item)
+    return leaves
+
+
 def _attributes_of(item: Any) -> list[Any]:
-    slots = (name for cls in type(item).__mro__ for name in cls.__dict__.get("__slots__", ()))
-    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+    """Values of attributes, without running a user's properties or `__getattr__`."""
+    if isinstance(item, (nn.Module, type, ModuleType, *_NO_ATTRIBUTES)):
+        return []
+    values = []
+    with contextlib.suppress(AttributeError):
+        values += object.__getattribute__(item, "__dict__").values()
+    for cls in type(item).__mro__:
+        for slot in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    values.append(slot.__get__(item))
+    return values
 
 
 def _items_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """What a container holds, each with its key; None for anything that is no container."""
+    if isinstance(tree, PackedSequence):  # torch wants its batch sizes on the CPU
+        return [(index, item) for index, item in enumerate(tree) if item is not tree.batch_sizes]
     if isinstance(tree, (tuple, list)):
         return list(enumerate(tree))
     if isinstance(tree, Mapping):
@@ -82,13 +113,15 @@ def _items_of(tree: Any) -> list[tuple[Any, Any]] | None:
 def _with_items(tree: Any, items: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
     """A copy of a container with other values under some keys."""
     if isinstance(tree, (tuple, list)):
-        values = [changed.get(key, old) for key, old in items]
+        values = [changed.get(key, old) for key, old in enumerate(tree)]
         if type(tree) in (tuple, list):
             return type(tree)(values)
         if isinstance(tree, tuple):
-            return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+            return _tuple_like(tree, values)
     try:
         copied = copy.copy(tree)
+        if copied is tree:
+            raise _not_copied(tree)
         if isinstance(tree, list):
             copied[:] = values
         elif isinstance(tree, Mapping):
@@ -109,6 +142,15 @@ def _with_items(tree: Any, items: list[tuple[Any, Any]], changed: dict[Any, Any]
         raise _not_copied(tree)
     if not _same(now, expected):
         raise _not_copied(tree)
+    return copied
+
+
+def _tuple_like(tree: Any, values: list[Any]) -> Any:
+    """A tuple of the same class with other values."""
+    if hasattr(tree, "n_fields"):  # of C, as `torch.max` returns: it has no other constructor
+        return type(tree)(values)
+    copied = tuple.__new__(type(tree), values)
+    getattr(copied, "__dict__", {}).update(getattr(tree, "__dict__", {}))
     return copied
 
 
