@@ -134,7 +134,10 @@ def checkpoint_elsewhere(w: World, where: str) -> None:
         save(w, folder / "out", no_dist=not w.units)
         load(other, folder / "out", **alone)
         other.rest()
-        w.note_all("elsewhere", other.params)
+        # a plain model has no entry for codes, which a partial load leaves out
+        w.note_all(
+            "elsewhere", {n: p for n, p in other.params.items() if where != "plain" or not w.is_codes(n)}
+        )
         for name, param in other.params.items():
             for key, value in other.optimizer.state.get(param, {}).items():
                 if not isinstance(value, torch.Tensor) or value.shape != param.shape:

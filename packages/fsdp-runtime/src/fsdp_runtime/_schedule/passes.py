@@ -285,7 +285,7 @@ class Pass:
         trimmed = self._trimmed and not self._ahead
         shows = self.backward.ends_step  # else a pipeline may write gradients by hand
         for unit in self.units:
-            if unit in self._ahead:
+            if unit in self._ahead and not unit.by_hand:
                 unit.reshard()
             if shows and unit.installed:
                 unit.show()
