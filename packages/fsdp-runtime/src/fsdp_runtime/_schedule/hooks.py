@@ -87,8 +87,8 @@ def abandon_forward(member: Member, module: nn.Module) -> None:
     _outside_transforms(member.passes.abandon_forward, member.unit, module)
 
 
-def after_forward(member: Member, module: nn.Module, output: Any, first_node: int) -> Any:
-    """Run after a forward, whose autograd nodes have numbers from `first_node` on. Returns the output."""
+def after_forward(member: Member, module: nn.Module, output: Any, first_node: int = 0) -> Any:
+    """Run after a forward, whose autograd nodes have numbers from `first_node` on (0: unknown). Returns the output."""
     unit, passes = member.unit, member.passes
     recomputed = _outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
