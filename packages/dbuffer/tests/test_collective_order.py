@@ -155,6 +155,18 @@ def test_after_an_exception_on_all_ranks_they_go_on_and_after_one_on_one_rank_it
 
 
 @on_ranks(2)
+def test_after_an_exception_on_one_rank_a_rank_that_compares_raises_too():
+    order = order_of()
+    run(order, FORWARD)  # what follows is not predicted
+    if dist.get_rank() == 1:
+        order.cut_off()
+    with pytest.raises(
+        DisagreementError, match=r"reduce a.*gather a, after an exception|gather a, after .*reduce a"
+    ):
+        order.start("gather a" if dist.get_rank() == 1 else "reduce a", LAYER)
+
+
+@on_ranks(2)
 def test_the_store_does_not_grow_with_departures():
     order, sizes = order_of(), []
     programs: list[Any] = [[FORWARD, BACKWARD], [FORWARD[::-1], BACKWARD], [FORWARD]]

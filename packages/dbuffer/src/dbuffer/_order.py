@@ -154,14 +154,16 @@ class CollectiveOrder:
         """Compare a text with all ranks: one all-reduce of 16 bytes that the host waits for.
 
         Raises:
-            DisagreementError: on every rank, with a text that differs from this rank's.
+            DisagreementError: on every rank, with a text that differs from this rank's; or another rank departs.
         """
         group = self._group()
         if self._mode == "never" or layer.capturing or group is None:
             return
         mark = int.from_bytes(hashlib.sha256(title.encode()).digest()[:8], "big") >> 2
         both = torch.tensor([mark, -mark], dtype=torch.int64, device=layer.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=not layer.asynchronous)
+        if work is not None:
+            wait_in_order(work, group)
         high, low = both.tolist()
         if high == -low:
             return
