@@ -283,6 +283,8 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
 )
 def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str) -> None:
     """Raise in a user's code that runs within a unit, then run the same batch again."""
+    if "batch norm" in w.program.layers and (w.program.recompute or recompute == "reentrant"):
+        return  # a recomputation updates its buffers; whether it comes before a hook of a parameter is not defined
 
     def fail(*args: object) -> None:
         calls.append(None)
