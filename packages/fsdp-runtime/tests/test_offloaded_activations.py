@@ -228,11 +228,13 @@ def test_a_graph_that_ends_while_copies_are_in_flight_frees_memory_after_them():
         loss = loss_of(model, tokens())
         del loss
         step(model, 0)
+        kept = []
+        handle = model.model.head.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
         loss, known = loss_of(model, tokens()), weakref.ref(model)
-        torch.autograd.grad(
-            loss, list(model.parameters())[-1:], retain_graph=True
-        )  # others come, and are not used
-        del model, loss
+        torch.autograd.grad(loss, kept, retain_graph=True)  # others come, and are not used
+        handle.remove()
+        kept.clear()
+        del model, loss, handle
         gc.collect()
         assert known() is None
         found.raise_late()

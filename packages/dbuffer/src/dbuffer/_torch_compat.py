@@ -91,7 +91,7 @@ def wait_for(work: Any, seconds: float) -> bool:
     """
     if hasattr(work, "wait_for"):
         return bool(work.wait_for(seconds))
-    if not isinstance(work, dist.Work):  # a user's
+    if getattr(type(work), "wait", None) is not dist.Work.wait:  # a user's
         work.wait()
         return True
     try:

@@ -43,7 +43,7 @@ class UsedParameters:
         layer = streams.layer
         start_collective(self._groups, _TITLE, layer)
         with layer.on(streams.reduce):
-            if self._asks:
+            if self._asks or not layer.asynchronous:
                 self._flags = layer.from_host(torch.tensor(flags, dtype=torch.uint8))
             else:
                 self._flags = torch.ones(len(flags), dtype=torch.uint8, device=layer.device)
