@@ -143,7 +143,7 @@ def rank_of(rank: int, ranks: int, folder: Path, trouble: Trouble) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         train(trouble, folder)
     except BaseException as error:  # DCP's does not derive from Exception
-        report = {"error": f"{type(error).__name__}: {error}"[:300], "at": time.monotonic()}
+        report = {"error": f"{type(error).__name__}: {error}", "at": time.monotonic()}
     (folder / f"rank{rank}").write_text(json.dumps(report))
 
 

@@ -67,7 +67,8 @@ def test_options_that_one_system_has_are_left_out_of_the_others(config, seen):
 
 def test_two_systems_are_trained_and_compared(config, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert compare.compare(config, "system=fsdp_runtime,ddp", 1, 2) == 0
+    drawn = dataclasses.replace(config, plot=True)
+    assert compare.compare(drawn, "system=fsdp_runtime,ddp", 1, 2) == 0
     folder = compare.Path(config.out)
     assert "losses of ddp and fsdp_runtime: " in (folder / "table.md").read_text()
     assert (folder / "curves.png").stat().st_size > 1000

@@ -109,9 +109,16 @@ def start_ranks(config: RunConfig, ranks: int, *, quiet: bool = False) -> int:
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, and how: not one that has lost contact to it, if the agent has seen both."""
-    causes = {rank: each for rank, each in error.failures.items() if not _has_lost_contact(each)}
-    return min((causes or error.failures).items(), key=lambda each: each[1].timestamp)
+    """The rank that failed first, and how: not one that has lost contact to it, if the agent has seen both at once.
+
+    A rank that failed later, such as one that was frozen, was ended by the agent.
+    """
+    first = min(failure.timestamp for failure in error.failures.values())
+    at_once = {
+        rank: each for rank, each in error.failures.items() if each.timestamp <= first + 1
+    }  # whole seconds
+    causes = {rank: each for rank, each in at_once.items() if not _has_lost_contact(each)}
+    return min((causes or at_once).items(), key=lambda each: each[1].timestamp)
 
 
 def _has_lost_contact(failure: ProcessFailure) -> bool:
