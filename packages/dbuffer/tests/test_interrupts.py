@@ -257,12 +257,11 @@ def a_wait_is_interrupted(error, kind, transport):
     """Rank 0's wait is interrupted by a signal before rank 1 has started; rank 1 still gets its shard."""
     buffer = build_large(transport=transport)
     load(buffer, {"w": torch.full((1024, 1024), 3.0)})
-    order = watch_order(dist.group.WORLD)
-    for each in (
-        Gather,
-        kind,
-        kind,
-    ):  # the first connects; then it is predicted, so that no start waits for rank 1
+    world = dist.group.WORLD
+    assert world is not None
+    order = watch_order(world)
+    # The first connects; then it is predicted, so that no start waits for rank 1.
+    for each in (Gather, kind, kind):
         each([buffer]).start().wait()
         order.end_pass(buffer.layer)
     if kind is Gather:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class Net(nn.Module):
         super().__init__()
         quiet = Trouble("", 0, "", trouble.note)
         hidden = (8, 8, 40_000, 8, 8)  # the third is large enough for peer memory
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             Block(8, size, trouble if index == 1 else quiet) for index, size in enumerate(hidden)
         )
         self.head = nn.Linear(8, 4)
@@ -169,7 +170,7 @@ def run(ranks: int, place: str, number: int, how: str) -> dict:
         else:
             time.sleep(0.01)
     start = float((folder / "note").read_text()) if (folder / "note").exists() else float("nan")
-    case = {
+    case: dict[str, Any] = {
         "ranks": ranks,
         "place": place,
         "pass": number,

@@ -294,7 +294,7 @@ class Forces(nn.Module):
 @on_ranks(2)
 def test_a_gradient_inside_a_forward_leaves_the_units_that_are_under_way(keep):
     model, plain = seeded(Forces), seeded(Forces)
-    options = {"reshard_after_forward": False} if keep else {}
+    options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
     for each in (model.energy, model.last, model):
         fully_shard(each, **options)
     for each in (model, plain):
@@ -332,7 +332,7 @@ class Inner(nn.Module):
 @on_ranks(2)
 def test_what_was_unsharded_by_hand_stays_so_until_reshard(grad, keep):
     model, plain = seeded(Inner), seeded(Inner)
-    options = {"reshard_after_forward": False} if keep else {}
+    options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
     fully_shard(model.block, **options)
     fully_shard(model.other, **options)
     fully_shard(model)
@@ -401,7 +401,7 @@ def test_arguments_in_dataclasses_reach_the_forward_as_they_are():
     model, plain = fully_shard(seeded(Takes)), seeded(Takes)
 
     def loss(each, x):
-        late = Late(x.requires_grad_())
+        late: Any = Late(x.requires_grad_())
         late.mask, late.note = torch.ones(6), "kept"
         return each(Frozen(x, late), x * 3).square().mean()
 
@@ -536,7 +536,7 @@ class Scaled(NamedTuple("Scaled", [("x", torch.Tensor), ("factor", int)])):
 
 
 def test_a_tuple_of_a_users_class_is_copied_without_its_constructor_and_with_its_attributes():
-    scaled = Scaled(torch.ones(1), 2)
+    scaled: Any = Scaled(torch.ones(1), 2)
     scaled.note = "kept"
     copied = map_tensors(lambda t: t + 1, scaled)
     assert (type(copied), copied.x.item(), copied.note) == (Scaled, 3, "kept")

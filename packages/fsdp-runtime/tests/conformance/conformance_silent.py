@@ -189,7 +189,8 @@ def hooked_parameters(fsdp):
     ours=None,
 )
 def hooked_before(fsdp):
-    model, called = seeded(MLP), []
+    model = seeded(MLP)
+    called: list[torch.Tensor] = []
     model.up.weight.register_post_accumulate_grad_hook(called.append)
     fsdp.fully_shard(model, mesh=mesh())
     mean_square(model, mine(batch())).backward()
