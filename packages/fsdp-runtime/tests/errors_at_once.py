@@ -181,7 +181,8 @@ def run(ranks: int, place: str, number: int, how: str) -> dict:
     }
     for rank in range(ranks):
         path = folder / f"rank{rank}"
-        report = json.loads(path.read_text()) if path.exists() else {"error": "killed", "at": ended[rank]}
+        killed = {"error": "killed", "at": ended[rank]}
+        report: Any = json.loads(path.read_text()) if path.exists() else killed
         case["errors"].append(report["error"])
         case["seconds"].append(round(report["at"] - start, 2))
         case["ended"].append(round(ended[rank] - start, 2))
