@@ -1,4 +1,4 @@
-"""What users hang on a model (hooks, gradients, attributes, containers) works as in one process, or raises by name."""
+"""Hooks, gradients, attributes and containers of users work as in one process, or raise by name."""
 
 import copy
 import os

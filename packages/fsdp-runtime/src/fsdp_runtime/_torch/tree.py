@@ -97,7 +97,7 @@ def _attributes_of(item: Any) -> list[Any]:
 
 
 def _items_of(tree: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds, each with its key; None for anything that is no container."""
+    """Items of a container, each with its key; None for anything that is no container."""
     if isinstance(tree, PackedSequence):  # torch wants its batch sizes on the CPU
         return [(index, item) for index, item in enumerate(tree) if item is not tree.batch_sizes]
     if isinstance(tree, (tuple, list)):
