@@ -215,7 +215,8 @@ class CollectiveOrder:
         if self._store.add(counter, 1) == 2 * len(self._ranks):
             self._store.delete_key(counter)
             if self._store.get(_DEPARTED).startswith(f"{self.number} ".encode()):
-                self._store.delete_key(_DEPARTED)  # a later process group may have the same store
+                # A later process group may have the same store. Without the key a rank's `get` would block.
+                self._store.set(_DEPARTED, "0 0 ")
         begun_with = tuple(self.titles)
         self._expected = next((p for p in self._passes if p[: len(begun_with)] == begun_with), None)
 

@@ -398,9 +398,7 @@ class GradBuffer:
                 if grad is not None and is_laid_out(cut, grad):
                     sums.append((grad.to_local(), view))
                     continue
-                if (
-                    grad is not None
-                ):  # a user's, of another layout: it is replaced, since adding to a copy changes none
+                if grad is not None:  # a user's, of another layout: adding to a copy would change none
                     used.append(grad)
                     sums.append((view, as_sharded(self._plan, cut, sharded, grad).to_local()))
                 sharded.grad = sharded.with_local(view)
@@ -423,9 +421,9 @@ class GradBuffer:
             if result is None or result is grad:
                 continue
             if not isinstance(result, torch.Tensor) or result.shape != grad.shape:
-                found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                returned = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
                 raise RuntimeError(
-                    f"a hook on the gradient of {param.name} in {self._name} returned {found}; expected None or a "
+                    f"a hook on the gradient of {param.name} in {self._name} returned {returned}; expected None or a "
                     f"tensor of shape {tuple(grad.shape)}"
                 )
             used.append(result)
