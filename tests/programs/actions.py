@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .models import LENGTH, ROWS, loss_of
+from .layers import LENGTH, ROWS
+from .models import loss_of
 from .world import World, action, coin, coins, layer
 
 # -- forward and backward --------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 from . import unit_actions  # noqa: F401 (enters all actions)
 from . import world as doings
-from .models import ENDS, LAYERS
+from .layers import LAYERS
+from .models import ENDS
 
 Action = tuple[Any, ...]  # the name of an action and its arguments
 

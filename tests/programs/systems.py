@@ -21,7 +21,8 @@ from fsdp_runtime.memory import gathered_memory, unit_memory
 from fsdp_runtime.quantization import matrices_only
 from ragged_shard.testing import rank_mesh
 
-from .models import Compiled, Model, Packed, Subclass, TwoForwards, Wrapped
+from .layers import Compiled, Packed, Subclass, TwoForwards, Wrapped
+from .models import Model
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16

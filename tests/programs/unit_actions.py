@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from . import state_actions  # noqa: F401 (seeds draw from its actions before these)
-from .models import LENGTH, ROWS, Compiled, InPlace, OnPurpose
+from .layers import LENGTH, ROWS, Compiled, InPlace
+from .models import OnPurpose
 from .world import OPTIONS, World, action, coin, layer, local_of
 
 ENLARGE = ("muon", "shampoo", "soap")  # optimizers that make rounding larger

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .models import LENGTH, ROWS, VOCABULARY, loss_of
+from .layers import LENGTH, ROWS, VOCABULARY
+from .models import loss_of
 
 OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
