@@ -454,9 +454,9 @@ class Pass:
         if unit.host is not None:
             return
         self._left_backward.add(unit)
-        if unit.followers:
-            self._leave_followers(unit.followers)
         under_way = bool(unit.entered)  # in a forward that this run of the engine is inside of
+        if unit.followers and not under_way:
+            self._leave_followers(unit.followers)
         if unit.options.reshard_after_backward and not (unit.at_rest or under_way):
             with label("post_backward_reshard", unit.name):
                 unit.reshard()
@@ -542,7 +542,7 @@ class Pass:
             return False
         return (
             unit in self._in_backward_of
-            or (bool(unit.followers) and unit not in self._left_backward)
+            or (bool(unit.followers) and not unit.entered and unit not in self._left_backward)
             or unit in self.backward.waiting
             or (options.reduction.all_reduce and unit in self.backward.partial)
             or (options.reduce_unused and unit not in self._left_backward)
