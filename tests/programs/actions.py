@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as states
 
 from .layers import LENGTH, ROWS
 from .models import loss_of
@@ -68,12 +69,14 @@ def hidden(w: World) -> None:
 
 
 @action(gradients=True, draw=layer)
-def captured(w: World, index: int) -> None:
-    """Backward of a layer's output, which a forward left behind."""
+def captured(w: World, index: int, by_hand: bool = False) -> None:
+    """Backward of a layer's output, which a forward left behind; of units that are unsharded by hand."""
     w.model.captures = index % len(w.model.layers)
     w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None
     if found.requires_grad:
+        if by_hand:
+            w.each("unshard")
         found.square().mean().backward()
 
 
@@ -197,13 +200,13 @@ def chunked_loss(w: World) -> None:
 @action(
     weight=2, draw=lambda rng: (rng.choice((0.01, 0.5)), rng.choice((2.0, 1.0, float("inf"))), *coin(rng))
 )
-def clip(w: World, limit: float, kind: float, own: bool) -> None:
+def clip(w: World, limit: float, kind: float, own: bool, copies: bool = False) -> None:
     """The method of this runtime's models, or torch's function."""
     if not w.has_gradients():
         return
     w.system.average(w.params)
-    if own and hasattr(w.model, "clip_grad_norm_"):
-        norm = w.model.clip_grad_norm_(limit, norm_type=kind)
+    if (own or copies) and hasattr(w.model, "clip_grad_norm_"):
+        norm = w.model.clip_grad_norm_(limit, norm_type=kind, copies=copies)
     else:  # of an empty tensor torch has no norm of order infinity; an empty shard is none
         trained = [param for param in w.params.values() if param.numel()]
         norm = torch.nn.utils.clip_grad_norm_(trained, limit, norm_type=kind)
@@ -378,9 +381,15 @@ def freeze_between(w: World, part: Any, stays: bool) -> None:
 
 
 @action(weight=0.5, fsdp2=False)
-def edit_full(w: World) -> None:
-    """Change whole parameters in place."""
+def edit_full(w: World, each: bool = False) -> None:
+    """Change whole parameters in place, or each parameter's full tensor, which is loaded."""
     if w.has_gradients() or w.kept:
+        return
+    if each:
+        w.rest()
+        scaled = {name: w.full(param).detach() * 1.1 for name, param in w.model.named_parameters()}
+        options = states.StateDictOptions(full_state_dict=True, strict=False)
+        states.set_model_state_dict(w.model, scaled, options=options)
         return
     whole = w.system.api.full_params(w.model) if w.units else contextlib.nullcontext()
     with whole, torch.no_grad():
@@ -390,9 +399,10 @@ def edit_full(w: World) -> None:
 
 
 @action(weight=0.5, fsdp2=False)
-def stream(w: World) -> None:
+def stream(w: World, each: bool = False) -> None:
     w.rest()
-    named = w.system.api.iter_full_params(w.model) if w.units else w.model.named_parameters()
+    streamed = w.units and not each
+    named = w.system.api.iter_full_params(w.model) if streamed else w.model.named_parameters()
     w.note_all("streamed", dict(sorted((name, value) for name, value in named)))
 
 

@@ -11,9 +11,10 @@ import dataclasses
 import logging
 import math
 import random
+import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from ragged_shard.testing import (
 
 from .models import Model
 from .program import Program
+from .refusals import Refused, refusal
 from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
 from .world import ACTIONS, World, local_of
 
@@ -275,94 +277,35 @@ def judge(program: Program, stopped: dict[int, Stopped], theirs: Any) -> str:
     kinds = {(error.args[0], error.args[1]) for error in stopped.values()}
     index, kind, text, trace = next(iter(stopped.values())).args
     if len(stopped) < program.ranks or len(kinds) > 1:
-        if program.uneven and all(_refused(program, *error.args[:3]) for error in stopped.values()):
+        if program.uneven and all(refusal(program, *error.args[:3]) for error in stopped.values()):
             return ""  # autograd raises on the ranks that used a parameter
         return f"error not on all ranks: {_said(stopped)}"
     if theirs is not None and theirs[0] == index and _related(theirs[1], kind):
         return ""
-    if _refused(program, index, kind, text):
-        return ""
+    if row := refusal(program, index, kind, text):
+        return after_remedy(program, row, index) if row.remedy else ""
     if theirs is None and program.for_fsdp2:
         return f"error where FSDP2 works: {index} {kind}: {text}\n{trace}"
     return f"error {index} {kind}: {text}\n{trace}"
 
 
-def _refused(program: Program, index: int, kind: str, text: str) -> bool:
-    return any(row.applies(program, index, kind, text) for row in REFUSED)
+def after_remedy(program: Program, row: Refused, index: int) -> str:
+    """The fault of a program that does as a refusal says, or "" if there is none and it is not refused again."""
+    assert row.remedy is not None
+    remedied = row.remedy(program, index)
+    result = Outcome("the same program") if remedied == program else outcome(remedied)
+    if result.fault:
+        return f"remedy of {row.words!r}: {result.fault}"
+    again = re.match(r"rank \d+: (-?\d+) ", result.ours)
+    if again and int(again[1]) <= index and program.actions[: index + 1] == remedied.actions[: index + 1]:
+        return f"remedy of {row.words!r}: refused again, {result.ours}"
+    return ""
 
 
 def _related(one: str, other: str) -> bool:
     """Whether one type of error is the other's base, by names."""
     kinds = [getattr(builtins, name, Exception) for name in (one, other)]
     return one == other or issubclass(kinds[0], kinds[1]) or issubclass(kinds[1], kinds[0])
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A refusal of this runtime where one process works, as its documentation says.
-
-    Attributes:
-        action, error, words: the action that raises, the error's type, a part of its text that a user acts on.
-        when: of the program.
-    """
-
-    action: str
-    error: str
-    words: str
-    when: Callable[[Program], bool] = lambda program: True
-
-    def applies(self, program: Program, index: int, error: str, text: str) -> bool:
-        """Whether this is the refusal that a program met."""
-        action = program.actions[index][0] if index >= 0 else "wrap"
-        return action == self.action and error == self.error and self.words in text and self.when(program)
-
-
-def _freed(program: Program) -> bool:
-    """Whether a layer needs weights of a unit whose memory, or place in modules, is gone with that unit's outputs."""
-    own = {path for unit in program.units for path in unit.modules if len(unit.modules) == 1}
-    return program.ends == "head twice" or any(
-        f"layers.{index}" not in own for index in range(len(program.layers))
-    )
-
-
-# Backward of intermediates whose unit's outputs are gone: docs/troubleshooting.md.
-_INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
-REFUSED = [
-    Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
-    Refused("edit_full", "NotImplementedError", "is a tensor subclass", lambda p: "subclass" in p.layers),
-    Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
-    Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
-    Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),
-    Refused("wrap", "ValueError", "AdamW8bit.block_policy", lambda p: p.optimizer == "adamw8bit"),
-    Refused("gradients_by_name", "NotImplementedError", "loss.backward()"),
-    Refused(
-        "gradients_by_name", "RuntimeError", "not have been used in the graph"
-    ),  # torch's, of sharded parameters
-    *(Refused(name, "RuntimeError", "modified by an inplace operation", _freed) for name in _INTERMEDIATES),
-    # torch makes a DTensor's transposed view again before it compares the counts of writes
-    *(
-        Refused(name, "RuntimeError", "setStorage", lambda p: p.mesh == "tp" and _freed(p))
-        for name in _INTERMEDIATES
-    ),
-    # Ranks whose unit is complete at other times: a unit that ranks use differently wants skippable=True.
-    *(
-        Refused(name, "RuntimeError", "order of collectives", lambda p: p.uneven)
-        for name in (*_INTERMEDIATES, "two_forwards")
-    ),
-    Refused(
-        "captured", "NotImplementedError", "full_params(model)", lambda p: bool(p.recompute) and _freed(p)
-    ),
-    # torch's RNNs compare dtypes before any op meets the sharded weight
-    Refused("captured", "ValueError", "RNN input dtype", lambda p: bool(p.recompute) and _freed(p)),
-    Refused("option", "NotImplementedError", "set_keep_unsharded_storage", lambda p: "subclass" in p.layers),
-    # Each rank of tensor parallelism has scales of its own piece.
-    Refused(
-        "checkpoint_elsewhere",
-        "CheckpointException",
-        "Size mismatch",
-        lambda p: p.mesh == "tp" and p.optimizer == "adamw8bit",
-    ),
-]
 
 
 class _OneRank(World):

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,24 +161,31 @@ def files(w: World, assign: bool = False) -> None:
     w.same_buffers()  # files have the first rank's
     if assign:
         w.optimizer.zero_grad()  # parameters that are assigned come without gradients
-    if w.units:
-        with w.folder() as folder:
+    with w.folder() as folder:
+        if w.units:
             w.system.api.save_safetensors(w.model, folder)
-            if assign:
-                values = w.model.state_dict().items()
-                w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
-            with torch.no_grad():
-                for param in w.model.parameters() if assign else w.params.values():
-                    if param.requires_grad or w.program.quantized != "nf4":
-                        param.mul_(0.0)
-            if "subclass" in w.program.layers:  # as the refusal says
-                read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors
-                w.model.load_state_dict(read(folder), strict=False)  # of tied weights there is one
-            else:
-                w.system.api.load_safetensors(w.model, folder)
+        if assign:
+            values = w.model.state_dict().items()
+            w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
+        if w.units:
+            _lose_and_load(w, folder, w.model.parameters() if assign else w.params.values())
     if assign:
+        w.model.tie()
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())
+
+
+@torch.no_grad()
+def _lose_and_load(w: World, folder: Path, params: Iterable[torch.Tensor]) -> None:
+    """Lose weights, then load files."""
+    for param in params:
+        if param.requires_grad or w.program.quantized != "nf4":
+            param.mul_(0.0)
+    if "subclass" in w.program.layers:  # as the refusal says
+        read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors
+        w.model.load_state_dict(read(folder), strict=False)  # of tied weights there is one
+    else:
+        w.system.api.load_safetensors(w.model, folder)
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------

@@ -150,5 +150,6 @@ def _check_same_ranks(func: Op, meshes: list[DeviceMesh]) -> None:
                 f"{func} of numbers that are the same over ranks {sorted(first)} ({describe_mesh(meshes[0])}) and over "
                 f"{sorted(ranks)} ({describe_mesh(mesh)}): whether the other ranks hold copies or other parameters is "
                 "not known. Make the parameters DTensors on the axes that are missing, Shard or Replicate there, "
-                "before fully_shard"
+                "before fully_shard; or, to clip where they hold copies, call fsdp_runtime.clip_grad_norm_ with "
+                "copies=True"
             )

@@ -1,0 +1,142 @@
+"""What this runtime refuses where one process works, as its documentation says, and what users are to do instead."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .program import Action, Program
+
+Remedy = Callable[[Program, int], Program]  # of a program and the number of the action that raises
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A refusal of this runtime where one process works.
+
+    Attributes:
+        action, error, words: the action that raises, the error's type, a part of its text that a user acts on.
+        when: of the program.
+        remedy: the program as its text says; None: the text is torch's, which names none.
+    """
+
+    action: str
+    error: str
+    words: str
+    when: Callable[[Program], bool] = lambda program: True
+    remedy: Remedy | None = None
+
+    def applies(self, program: Program, index: int, error: str, text: str) -> bool:
+        """Whether this is the refusal that a program met."""
+        action = program.actions[index][0] if index >= 0 else "wrap"
+        return action == self.action and error == self.error and self.words in text and self.when(program)
+
+
+def refusal(program: Program, index: int, error: str, text: str) -> Refused | None:
+    """The refusal that a program met, if it is in the table."""
+    return next((row for row in REFUSED if row.applies(program, index, error, text)), None)
+
+
+# -- remedies ----------------------------------------------------------------------------------------------------------
+
+
+def _instead(*actions: Action) -> Remedy:
+    """Other actions."""
+
+    def remedy(program: Program, index: int) -> Program:
+        taken = (*program.actions[:index], *actions, *program.actions[index + 1 :])
+        return dataclasses.replace(program, actions=taken)
+
+    return remedy
+
+
+def _with(**arguments: Any) -> Remedy:
+    """More arguments for the action."""
+    return lambda program, index: _instead((*program.actions[index], *arguments.values()))(program, index)
+
+
+def _units(**options: Any) -> Remedy:
+    """Other options of all units."""
+
+    def remedy(program: Program, index: int) -> Program:
+        units = tuple(dataclasses.replace(unit, **options) for unit in program.units)
+        return dataclasses.replace(program, units=units)
+
+    return remedy
+
+
+def _skippable(program: Program, index: int) -> Program:
+    """Experts may be skipped."""
+    return dataclasses.replace(
+        program,
+        units=tuple(
+            dataclasses.replace(unit, skippable=any("layers." in path for path in unit.modules))
+            for unit in program.units
+        ),
+    )
+
+
+def _kept_after_forward(program: Program, index: int) -> Program:
+    """Nothing is freed after forward, and checkpoints are not reentrant: docs/troubleshooting.md."""
+    units = tuple(dataclasses.replace(unit, reshard=False) for unit in program.units)
+    actions = tuple(one for one in program.actions if one[0] != "reshard_after_forward")
+    recompute = "plain" if program.recompute == "reentrant" else program.recompute
+    return dataclasses.replace(program, units=units, actions=actions, recompute=recompute)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _freed(program: Program) -> bool:
+    """Whether a layer needs weights of a unit whose memory, or place in modules, is gone with that unit's outputs."""
+    own = {path for unit in program.units for path in unit.modules if len(unit.modules) == 1}
+    return program.ends == "head twice" or any(
+        f"layers.{index}" not in own for index in range(len(program.layers))
+    )
+
+
+def _tp(program: Program) -> bool:
+    return program.mesh == "tp"
+
+
+def _recomputed(program: Program) -> bool:
+    return bool(program.recompute) and _freed(program)
+
+
+# Backward of intermediates whose unit's outputs are gone: docs/troubleshooting.md.
+_INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
+REFUSED = [
+    Refused("edit_full", "NotImplementedError", "use its full_tensor()", remedy=_with(each=True)),
+    Refused("stream", "NotImplementedError", "use its full_tensor()", _tp, _with(each=True)),
+    Refused("clip", "NotImplementedError", "copies=True", _tp, _with(copies=True)),
+    Refused("wrap", "ValueError", "AdamW8bit.block_policy", remedy=_units(blocks="adamw8bit")),
+    Refused("gradients_by_name", "NotImplementedError", "Call loss.backward()", remedy=_instead(("train",))),
+    # torch's, of sharded parameters
+    Refused("gradients_by_name", "RuntimeError", "not have been used in the graph"),
+    *(
+        Refused(name, "RuntimeError", "modified by an inplace operation", _freed, _kept_after_forward)
+        for name in _INTERMEDIATES
+    ),
+    # torch makes a DTensor's transposed view again before it compares the counts of writes
+    *(
+        Refused(name, "RuntimeError", "setStorage", lambda p: _tp(p) and _freed(p), _kept_after_forward)
+        for name in _INTERMEDIATES
+    ),
+    # Ranks whose unit is complete at other times: a unit that ranks use differently wants skippable=True.
+    *(
+        Refused(name, "RuntimeError", "skippable=True", lambda p: p.uneven, _skippable)
+        for name in (*_INTERMEDIATES, "two_forwards")
+    ),
+    Refused("captured", "NotImplementedError", "its unshard() before", _recomputed, _with(by_hand=True)),
+    # torch's RNNs compare dtypes before any op meets the sharded weight
+    Refused("captured", "ValueError", "RNN input dtype", _recomputed, _kept_after_forward),
+    Refused(
+        "option", "NotImplementedError", "call it on units without them",
+        lambda p: "subclass" in p.layers, _instead(),
+    ),
+    # Each rank of tensor parallelism has scales of its own piece.
+    Refused(
+        "checkpoint_elsewhere", "CheckpointException", "Size mismatch",
+        lambda p: _tp(p) and p.optimizer == "adamw8bit",
+    ),
+]  # fmt: skip
