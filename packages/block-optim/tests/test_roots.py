@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from block_optim.shampoo import linalg
 from block_optim.shampoo.roots import eigenbases, inverse_roots, power_bases
@@ -66,6 +67,30 @@ def test_a_zero_factor_has_the_identity_and_disturbs_no_other():
     assert torch.equal(found.roots[1], torch.eye(8))
     assert found.counts.zero == 1
     assert torch.equal(found.roots[[0, 2]], roots(batch[[0, 2]]).roots)
+
+
+class Ops(TorchDispatchMode):
+    """Counts operations, reads by the host among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", [inverse_roots, eigenbases, power_bases])
+def test_zeros_that_fill_up_a_batch_cost_no_operation_each(call):
+    calls = []
+    for zeros in (1, 5):
+        batch = factors(8, 6, 6)
+        batch[8 - zeros :] = 0
+        with Ops() as ops:
+            call(batch, *([1e-5] if call is inverse_roots else []), last=linalg.identity_like(batch).clone())
+        calls.append(ops.calls)
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

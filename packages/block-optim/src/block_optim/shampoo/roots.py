@@ -66,32 +66,30 @@ def inverse_roots(factors: Tensor, epsilon: float, *, last: Tensor) -> Roots:
     roots, residual = _eigh_roots(unit, epsilon)
     good = usable & (residual <= TOLERANCE) & _finite(roots)  # a NaN residual is not <=
     fates = usable, good, zero
-    result = _settled(roots, fates, last, lambda i: eye[i], lambda i: _exact_root(unit[i], epsilon))
+    result = _settled(_where(zero, eye, roots), fates, last, lambda i: _exact_root(unit[i], epsilon))
     if result.kept:
         usable[result.kept] = False  # the last result is used as it is
     sizes = linalg.power(_where(usable, scale, torch.ones_like(scale))[:, None], -EXPONENT)
-    return Roots(roots * sizes[:, :, None], result.counts, result.kept)
+    return Roots(result.roots * sizes[:, :, None], result.counts, result.kept)
 
 
 def _settled(
     results: Tensor,
     fates: tuple[Tensor, Tensor, Tensor],
     last: Tensor,
-    at_zero: Callable[[int], Tensor],
     exact: Callable[[int], Tensor | None],
 ) -> Roots:
-    """Results, with those that are not good replaced by the module's table, in place.
+    """Results, with those that are not good replaced by the module's table, in place; those of zeros are good.
 
     `fates` are of each matrix whether it is finite, its result good, and it zero; `exact` is None where fp64 fails too.
     """
     counts, kept = RootCounts(computed=len(results)), list[int]()
     rows = torch.stack(fates).tolist()  # the only wait for the device
     for index, (is_finite, is_good, is_zero) in enumerate(zip(*rows, strict=True)):
-        if is_good:
-            continue
         if is_zero:
             counts.zero += 1
-            results[index] = at_zero(index)
+        elif is_good:
+            continue
         elif is_finite and (better := exact(index)) is not None:
             counts.fell_back += 1
             results[index] = better.to(results.dtype)
@@ -142,15 +140,15 @@ def power_bases(factors: Tensor, last: Tensor) -> tuple[Roots, Tensor]:
 
 def _checked_bases(bases: Tensor, unit: Tensor, scale: Tensor, last: Tensor) -> Roots:
     finite, zero = scale.isfinite(), scale.isfinite() & (scale < TINY)
-
-    def at_zero(index: int) -> Tensor:  # the last basis, or the identity if there is none
-        return last[index] if bool(last[index].any()) else linalg.identity_like(last)[index]
+    # Of zeros the last basis, or the identity if there is none.
+    at_zero = _where(last.flatten(1).any(1), last, linalg.identity_like(last))
 
     def exact(index: int) -> Tensor | None:
         _, vectors = linalg.eigh(unit[index : index + 1].double())
         return vectors[0].flip(1) if bool(vectors.isfinite().all()) else None
 
-    return _settled(bases, (finite, _finite(bases) & finite & ~zero, zero), last, at_zero, exact)
+    good = _finite(bases) & finite & ~zero
+    return _settled(_where(zero, at_zero, bases), (finite, good, zero), last, exact)
 
 
 def _eigh_roots(unit: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
