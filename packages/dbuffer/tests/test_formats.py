@@ -273,3 +273,14 @@ def test_what_no_run_covers_is_left_alone():
     assert (codes[7 + 1280 :] == 9).all()
     assert scales[[0, 1, 2, 5, 6, 7]].eq(-1).all()
     assert scales[3:5].gt(0).all()
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=str)
+def test_the_host_reads_nothing_of_values_and_codes_on_a_device(fmt):
+    run = whole(fmt, (64, 256))
+    values, scales = (torch.empty(size, device="meta") for size in (64 * 256, run.num_scales))
+    codes = torch.empty(64 * fmt.code_bytes(256), dtype=torch.uint8, device="meta")
+    fmt.quantize([run], values, codes, scales)
+    fmt.dequantize([run], codes, scales, values)
+    if not isinstance(fmt, BlockNF4):
+        fmt.sum([run], codes[None], scales[None], values)
