@@ -13,7 +13,7 @@ from test_memory import (
     test_what_autograd_saved_is_valid_again_after_release_and_gather as backward_after_release,
 )
 
-from dbuffer import DBuffer, Gather, Recycler, _torch_compat
+from dbuffer import DBuffer, Gather, Recycler
 from dbuffer.encodings import BlockFP8, BlockInt8, BlockNF4, Noise, RowRun, RunList
 from dbuffer.transport import transport_of
 from layout_planner import TensorSpec, plan
@@ -52,9 +52,10 @@ def test_nccl_takes_several_dtypes_in_one_call():
     tensors = [torch.ones(64, device="cuda", dtype=d) for d in (torch.float32, torch.bfloat16)]
     receive = [torch.zeros_like(t) for t in tensors]
     transport = transport_of(group, "collectives")
-    transport.all_gather(list(zip(receive, tensors, strict=True)), "x").wait()
-    transport.reduce_scatter(list(zip(receive, tensors, strict=True)), "avg", "x").wait()
-    transport.all_reduce(receive[:1], "sum", "x").wait()
+    # Queued, without a handle: the stream is ordered.
+    transport.all_gather(list(zip(receive, tensors, strict=True)), "x")
+    transport.reduce_scatter(list(zip(receive, tensors, strict=True)), "avg", "x")
+    transport.all_reduce(receive[:1], "sum", "x")
     assert all(t.eq(1).all() for t in receive)
     mesh_of()
     buffer = load(make(), {n: t.cuda() for n, t in full_tensors().items()})
@@ -148,8 +149,6 @@ def test_the_allocators_peak_is_shards_and_prefetch_depth_plus_one_gathered_buff
         last = torch.cuda.memory_stats()
         for key in ("num_device_alloc", "allocated_bytes.all.peak", "reserved_bytes.all.peak"):
             assert first[key] == last[key]
-        if _torch_compat.CAN_SWAP:
-            assert recycler.stats.allocations == depth + 2  # and one while the buffers were built
 
 
 @pytest.mark.parametrize(

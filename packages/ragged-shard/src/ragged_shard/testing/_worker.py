@@ -78,11 +78,12 @@ def _set_up(rank: int, world_size: int, store: str, device: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    on_cpu = device == CPU.type
+    on_cpu, backend = device == CPU.type, dist.get_default_backend_for_device(device)
     if not on_cpu:
         torch.accelerator.set_device_index(rank)
+        backend = f"{CPU.type}:{dist.get_default_backend_for_device(CPU)},{device}:{backend}"  # as the training job's
     dist.init_process_group(
-        dist.get_default_backend_for_device(device),
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
