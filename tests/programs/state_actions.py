@@ -167,8 +167,8 @@ def files(w: World, assign: bool = False) -> None:
                 values = w.model.state_dict().items()
                 w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
             with torch.no_grad():
-                for param in w.model.parameters() if assign else w.params.values():
-                    if param.requires_grad or w.program.quantized != "nf4":
+                for name, param in w.model.named_parameters() if assign else w.params.items():
+                    if not w.is_fixed(name):
                         param.mul_(0.0)
             if "subclass" in w.program.layers:  # as the refusal says
                 read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors

@@ -284,7 +284,8 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
 )
 def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str) -> None:
     """Raise in a user's code that runs within a unit, then run the same batch again."""
-    if "batch norm" in w.program.layers and (w.program.recompute or recompute == "reentrant"):
+    changes = {"batch norm", "spectral norm", "old spectral norm"} & {*w.program.layers}
+    if changes and (w.program.recompute or recompute == "reentrant"):
         return  # a recomputation updates its buffers; whether it comes before a hook of a parameter is not defined
 
     def fail(*args: object) -> None:
@@ -298,7 +299,7 @@ def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str
     leaves = [child for child in module.modules() if child is not module and not [*child.children()]]
     trained = [p for name, p in w.params.items() if name.startswith(f"layers.{number}.") and p.requires_grad]
     before, raised = w.model.recompute, False
-    if isinstance(module, Compiled) or (place == "backward hook" and isinstance(module, InPlace)):
+    if w.program.compiled or isinstance(module, Compiled) or (place == "backward hook" and isinstance(module, InPlace)):
         return
     if place == "recomputation":
         w.model.recompute = recompute
