@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import layer_actions, unit_actions  # noqa: F401 (enters all actions)
+from . import unit_actions  # noqa: F401 (enters all actions)
 from . import world as doings
+from .layer_actions import HOW
 from .layers import LAYERS
 from .models import ENDS, RECOMPUTES
 
@@ -202,7 +203,7 @@ def draw(seed: int) -> Program:
             if mixed_offload
             else []
         ),
-        *([("remove_parametrizations", True)] if "parametrized" in layers else []),
+        *([("remove_parametrizations", rng.choice(HOW))] if "parametrized" in layers else []),
     ]
     for one in beside:
         if rng.random() < 0.4 and not last:

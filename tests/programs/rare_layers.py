@@ -2,7 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Normed(Rare):
 class Positions(Rare):
     """An embedding of positions."""
 
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, width: int):
         super().__init__()
@@ -172,7 +173,7 @@ class Integers(Rare):
 
 
 class ReturnsWeight(Rare):
-    """Returns its weight, which the model uses, or a copy of it."""
+    """Returns its weight, or a copy of it: always where there are no gradients, as in a reentrant checkpoint."""
 
     copies = False
 
@@ -181,8 +182,11 @@ class ReturnsWeight(Rare):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x, chosen=()):
-        weight = self.linear.weight.clone() if self.copies else self.linear.weight
-        return x + torch.tanh(self.linear(x)), weight
+        weight = self.linear.weight
+        copies = (
+            self.copies or not torch.is_grad_enabled()
+        )  # torch would make a weight the checkpoint's output
+        return x + torch.tanh(self.linear(x)), weight.clone() if copies else weight
 
     def after(self, y, x, reentrant):
         return y[0] + y[1].mean()

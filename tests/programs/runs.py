@@ -304,7 +304,8 @@ class Refused:
     """A refusal of this runtime where one process works, as its documentation says.
 
     Attributes:
-        action, error, words: the action that raises, "" for all, the error's type, a part of its text that a user acts on.
+        action, error, words: the action that raises, "" for any, the error's type, a part of its text that a user
+            acts on.
         when: of the program.
     """
 
@@ -316,7 +317,9 @@ class Refused:
     def applies(self, program: Program, index: int, error: str, text: str) -> bool:
         """Whether this is the refusal that a program met."""
         action = program.actions[index][0] if index >= 0 else "wrap"
-        return self.action in ("", action) and error == self.error and self.words in text and self.when(program)
+        return (
+            self.action in ("", action) and error == self.error and self.words in text and self.when(program)
+        )
 
 
 def _freed(program: Program) -> bool:
@@ -327,9 +330,19 @@ def _freed(program: Program) -> bool:
     )
 
 
+def _unparametrized(program: Program) -> bool:
+    return any(name == "remove_parametrizations" for name, *_ in program.actions)
+
+
 # Backward of intermediates whose unit's outputs are gone: docs/troubleshooting.md.
 _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
+    # Parameters are gathered where `fully_shard` saw them.
+    Refused("remove_parametrizations", "ValueError", "before fully_shard"),
+    Refused("remove_parametrizations", "ValueError", "different shardings"),
+    Refused("remove_parametrizations", "NotImplementedError", "full_params(model)"),
+    Refused("", "RuntimeError", "is the same parameter as", _unparametrized),
+    Refused("", "NotImplementedError", "call the module that has the parameter", _unparametrized),
     # Modules that write to gathered weights, return them, or write to a unit's input: torch's refusal, as FSDP2's.
     Refused("", "RuntimeError", "were changed in place", lambda p: "max norm" in p.layers),
     Refused("", "RuntimeError", "or return parameter.clone()", lambda p: "returns weight" in p.layers),

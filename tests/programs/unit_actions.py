@@ -299,7 +299,11 @@ def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str
     leaves = [child for child in module.modules() if child is not module and not [*child.children()]]
     trained = [p for name, p in w.params.items() if name.startswith(f"layers.{number}.") and p.requires_grad]
     before, raised = w.model.recompute, False
-    if w.program.compiled or isinstance(module, Compiled) or (place == "backward hook" and isinstance(module, InPlace)):
+    if (
+        w.program.compiled
+        or isinstance(module, Compiled)
+        or (place == "backward hook" and isinstance(module, InPlace))
+    ):
         return
     if place == "recomputation":
         w.model.recompute = recompute
