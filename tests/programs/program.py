@@ -17,8 +17,11 @@ from .layer_actions import HOW
 from .layers import LAYERS
 from .models import ENDS, RECOMPUTES
 
-# Kinds of checkpoints and layers that torch does not put together.
-APART = {("no rng", "dropout"), ("selective", "lstm"), ("selective", "gru"), ("selective", "rnn")}
+# Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
+APART = {
+    ("no rng", "dropout"),
+    *(("selective", other) for other in ("lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4")),
+}
 Action = tuple[Any, ...]  # the name of an action and its arguments
 
 
@@ -217,7 +220,7 @@ def draw(seed: int) -> Program:
         ends=ends,
         width=rng.choice((5, 6, 8)),
         rows=rng.choices(("", "per rank"), (12, 1))[0],
-        recompute="plain" if {(recompute, kind) for kind in layers} & APART else recompute,
+        recompute="plain" if {(recompute, one) for one in (*layers, quantized)} & APART else recompute,
         compiled=compiled,
         units=units,
         uneven=uneven,

@@ -196,7 +196,7 @@ def accumulate_hooks(w: World) -> None:
     def see(name: str, param: torch.Tensor) -> None:
         names.append(name)
         if name in grads and param.grad is not None:
-            grads[name].copy_(param.grad)
+            grads[name].copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
 
     handles = [
         param.register_post_accumulate_grad_hook(functools.partial(see, name))
