@@ -164,7 +164,9 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
 
 @action(gradients=True, draw=layer)
 def hooks(w: World, index: int) -> None:
-    """Hooks on a layer and on gradients."""
+    """Hooks on a layer and on gradients; a compiled model calls none that come after its first forward."""
+    if w.program.compiled == "model":
+        return
     calls: list[str] = []
     handles = [
         w.layer(index).register_forward_pre_hook(lambda *args: calls.append("pre")),
