@@ -82,8 +82,11 @@ def captured(w: World, index: int, by_hand: bool = False) -> None:
 
 @action(gradients=True, draw=lambda rng: (*layer(rng), *coin(rng)))
 def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
-    """`torch.autograd.grad` of a layer's output, then backward or not; reentrant checkpoints refuse it."""
-    if w.program.recompute == "reentrant":
+    """`torch.autograd.grad` of a layer's output, then backward or not; reentrant checkpoints refuse it.
+
+    The output that a compiled model leaves behind is not the one that its loss comes from.
+    """
+    if w.program.recompute == "reentrant" or w.program.compiled == "model":
         return
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
@@ -99,8 +102,8 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    layers = {*w.program.layers} & {"compiled", "lstm", "gru", "rnn"}
-    if w.program.recompute or w.program.mesh == "tp" or layers:
+    layers = {*w.program.layers} & {"compiled", "lstm", "gru", "rnn", "encoder"}
+    if w.program.recompute or w.program.compiled or w.program.mesh == "tp" or layers:
         return  # torch has no right second derivatives through its tensor parallelism, and none of these layers
     w.call("set_reshard_after_backward", False)
     w.model.captures = index % len(w.model.layers)
@@ -362,7 +365,7 @@ def freeze(w: World, part: Any, on: bool) -> None:
     module = w.layer(part) if isinstance(part, int) else getattr(w.model, part)
     if not w.has_gradients() and not w.kept:
         for name, param in module.named_parameters():
-            param.requires_grad_(not (on or w.is_codes(name)))
+            param.requires_grad_(not (on or w.is_fixed(name)))
 
 
 @action(draw=lambda rng: (rng.choice(("embed", "head", 0, 1, 2)), *coin(rng)))
@@ -394,7 +397,7 @@ def edit_full(w: World, each: bool = False) -> None:
     whole = w.system.api.full_params(w.model) if w.units else contextlib.nullcontext()
     with whole, torch.no_grad():
         for name, param in w.model.named_parameters():
-            if not w.is_codes(name):
+            if not w.is_fixed(name):
                 param.mul_(1.1)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY, ROWS, LENGTH = 11, 2, 3
 KEEPS = (
@@ -29,16 +30,22 @@ class Layer(nn.Module):
     Attributes:
         keeps: whether modules read parameters that their names do not show, so that weights read back from their codes
             cannot be put there.
+        casts: whether all that it computes with is cast where units have a narrower dtype.
+        part: whether the model checkpoints `inner` alone.
     """
 
     weight = 1.0
     keeps = False
+    casts = True
+    part = False
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """What is added to the input."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, chosen: Sequence[int] = ()) -> Any:
+        if self.part and torch.is_grad_enabled():
+            return x + checkpoint(self.inner, x, use_reentrant=False)
         return x + self.inner(x)
 
     def run(self, x: torch.Tensor, chosen: Sequence[int]) -> Any:
@@ -83,6 +90,8 @@ class Convolution(Layer):
 
 class BatchNorm(Layer):
     """Buffers that a forward changes, each rank by its rows."""
+
+    casts = False
 
     def __init__(self, width: int):
         super().__init__()
@@ -188,6 +197,8 @@ class Twice(Layer):
 
 class Dropout(Layer):
     """Its masks follow each batch: `World.batch`."""
+
+    casts = False
 
     def __init__(self, width: int):
         super().__init__()

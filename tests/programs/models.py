@@ -1,16 +1,32 @@
 """Models of programs: an embedding, layers of any kinds, a norm and a head."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
+from . import rare_layers  # noqa: F401 (enters its layers)
 from .layers import LAYERS, VOCABULARY
 
 ENDS = ("tied", "head twice", "embedding as head")
+SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]  # by a selective checkpoint
+# Arguments of a layer's checkpoint.
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reentrant": {"use_reentrant": True},
+    "nested": {},
+    "selective": {"context_fn": lambda: create_selective_checkpoint_contexts(SAVED)},
+    "early stop off": {},
+    "no rng": {"preserve_rng_state": False},
+}
 
 
 class OnPurpose(Exception):
@@ -31,7 +47,9 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(LAYERS[kind](width) for kind in layers)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.ends, self.recompute = ends, recompute
+        self.ends, self.recompute = ends, recompute if recompute != "part" else ""
+        for layer in self.layers:
+            layer.part = recompute == "part"
         self.tie()
         self.fails: int | None = None
         self.captures: int | None = None
@@ -46,7 +64,12 @@ class Model(nn.Module):
         """Run one layer."""
         layer: Any = self.layers[index]
         if self.recompute and torch.is_grad_enabled():
-            y = checkpoint(layer.run, x, chosen, use_reentrant=self.recompute == "reentrant")
+            options = {"use_reentrant": False, **RECOMPUTES[self.recompute]}
+            run = layer.run
+            if self.recompute == "nested":
+                run = functools.partial(checkpoint, run, use_reentrant=False)
+            with set_checkpoint_early_stop(self.recompute != "early stop off"):
+                y = checkpoint(run, x, chosen, **options)
         else:
             y = layer.run(x, chosen)
         return layer.after(y, x, self.recompute == "reentrant")

@@ -13,9 +13,15 @@ from typing import Any
 
 from . import unit_actions  # noqa: F401 (enters all actions)
 from . import world as doings
+from .layer_actions import HOW
 from .layers import LAYERS
-from .models import ENDS
+from .models import ENDS, RECOMPUTES
 
+# Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
+APART = {
+    ("no rng", "dropout"),
+    *(("selective", other) for other in ("lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4")),
+}
 Action = tuple[Any, ...]  # the name of an action and its arguments
 
 
@@ -59,7 +65,9 @@ class Program(_Literal):
         layers: kinds of `models.LAYERS`, in order.
         ends: "", or how embedding and head are used besides: `models.ENDS`.
         width: of all layers.
-        recompute: "", "plain" or "reentrant": the checkpointing of each layer.
+        rows: "", or "per rank": each rank has batches of its own size.
+        recompute: "", a name of `models.RECOMPUTES`, or "part": the checkpointing of each layer.
+        compiled: "", "layers" or "model": what runs under `torch.compile`.
         units: calls of `fully_shard`, in order.
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
@@ -75,7 +83,9 @@ class Program(_Literal):
     layers: tuple[str, ...] = ("linear",)
     ends: str = ""
     width: int = 5
+    rows: str = ""
     recompute: str = ""
+    compiled: str = ""
     units: tuple[Unit, ...] = (Unit(),)
     uneven: bool = False
     precision: str = ""
@@ -94,9 +104,15 @@ class Program(_Literal):
         inside = any(path.endswith(".energy") for unit in self.units for path in unit.modules)  # FSDP2 raises
         uneven_rows = "subclass" in self.layers and self.width % self.ranks  # which FSDP2 would have it pad
         skippable = any(unit.skippable for unit in self.units)
-        return not (ours_alone or inside or uneven_rows or skippable) and all(
+        dies = "returns weight" in self.layers  # FSDP2 reads memory that it has freed
+        return not (ours_alone or inside or uneven_rows or skippable or dies) and all(
             doings.ACTIONS[name].fsdp2 for name, *_ in self.actions
         )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything runs under `torch.compile`."""
+        return bool(self.compiled) or "compiled" in self.layers
 
     @property
     def departs(self) -> bool:
@@ -136,14 +152,18 @@ def draw(seed: int) -> Program:
     special = rng.random()
     precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
-    if "subclass" in layers or "compiled" in layers or any(LAYERS[kind].keeps for kind in layers):
+    compiled = rng.choices(("", "layers", "model"), (97, 1.5, 1.5))[0]
+    if "structured" in layers:  # torch fails to give views back that leave a compiled function
+        compiled = ""
+    compiles = bool(compiled) or "compiled" in layers
+    if "subclass" in layers or compiles or any(LAYERS[kind].keeps for kind in layers):
         quantized = ""
     mixed_offload = rng.random() < 0.08
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-        layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)
+        layers = tuple(kind if LAYERS[kind].casts else "linear" for kind in layers)
     if quantized:  # roots and polar factors make rounding larger than any bound of a format
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
     units = _units(rng, layers, ends, ranks, mesh, uneven)
@@ -166,6 +186,7 @@ def draw(seed: int) -> Program:
     if mesh == "hsdp" and rng.random() < 0.3:
         names[rng.randrange(len(names))] = "accumulate_over_replicas"
     if last:
+        compiled = ""
         layers = (*layers, "linear")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
@@ -187,10 +208,12 @@ def draw(seed: int) -> Program:
             if mixed_offload
             else []
         ),
+        *([("remove_parametrizations", rng.choice(HOW))] if "parametrized" in layers else []),
     ]
     for one in beside:
         if rng.random() < 0.4 and not last:
             taken += [one, ("train",), ("step",)]
+    recompute = rng.choices(("", *RECOMPUTES, "part"), (60, 12, 12, 4, 4, 4, 4, 4))[0]
     return Program(
         seed=seed,
         ranks=ranks,
@@ -198,7 +221,9 @@ def draw(seed: int) -> Program:
         layers=layers,
         ends=ends,
         width=rng.choice((5, 6, 8)),
-        recompute=rng.choice(("", "", "", "plain", "reentrant")),
+        rows=rng.choices(("", "per rank"), (12, 1))[0],
+        recompute="plain" if {(recompute, one) for one in (*layers, quantized)} & APART else recompute,
+        compiled=compiled,
         units=units,
         uneven=uneven,
         precision=precision,
@@ -212,7 +237,7 @@ def draw(seed: int) -> Program:
         optimizer=optimizer,
         # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
         counted=rng.random() < 0.3
-        and "compiled" not in layers
+        and not compiles
         and not any("experts" in m for u in units for m in u.modules),
         actions=tuple(taken),
     )

@@ -15,7 +15,8 @@ class Refused:
     """A refusal of this runtime where one process works.
 
     Attributes:
-        action, error, words: the action that raises, the error's type, a part of its text that a user acts on.
+        action, error, words: the action that raises, "" for any, the error's type, a part of its text that a user
+            acts on.
         when: of the program.
         remedy: the program as its text says; None: the text is torch's, which names none.
     """
@@ -29,7 +30,8 @@ class Refused:
     def applies(self, program: Program, index: int, error: str, text: str) -> bool:
         """Whether this is the refusal that a program met."""
         action = program.actions[index][0] if index >= 0 else "wrap"
-        return action == self.action and error == self.error and self.words in text and self.when(program)
+        met = self.action in ("", action) and error == self.error and self.words in text
+        return met and self.when(program)
 
 
 def refusal(program: Program, index: int, error: str, text: str) -> Refused | None:
@@ -103,9 +105,26 @@ def _recomputed(program: Program) -> bool:
     return bool(program.recompute) and _freed(program)
 
 
+def _unparametrized(program: Program) -> bool:
+    return any(name == "remove_parametrizations" for name, *_ in program.actions)
+
+
 # Backward of intermediates whose unit's outputs are gone: docs/troubleshooting.md.
 _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
+    # Parameters are gathered where `fully_shard` saw them.
+    Refused("remove_parametrizations", "ValueError", "before fully_shard", remedy=_instead()),
+    Refused("remove_parametrizations", "ValueError", "different shardings"),
+    Refused("remove_parametrizations", "NotImplementedError", "full_params(model)"),
+    Refused("", "RuntimeError", "is the same parameter as", _unparametrized),
+    Refused("", "NotImplementedError", "call the module that has the parameter", _unparametrized),
+    # Modules that write to gathered weights, return them, or write to a unit's input: torch's refusal, as FSDP2's.
+    Refused("", "RuntimeError", "were changed in place", lambda p: "max norm" in p.layers),
+    Refused(
+        "", "RuntimeError", "set_reshard_after_forward(False", lambda p: "returns weight" in p.layers,
+        _kept_after_forward,
+    ),
+    Refused("", "RuntimeError", "is being modified inplace", lambda p: "changes input" in p.layers),
     Refused("edit_full", "NotImplementedError", "use its full_tensor()", remedy=_with(each=True)),
     Refused("stream", "NotImplementedError", "use its full_tensor()", _tp, _with(each=True)),
     Refused("clip", "NotImplementedError", "copies=True", _tp, _with(copies=True)),

@@ -2,7 +2,7 @@
 
 import importlib
 import io
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def files(w: World, assign: bool = False) -> None:
             values = w.model.state_dict().items()
             w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
         if w.units:
-            _lose_and_load(w, folder, w.model.parameters() if assign else w.params.values())
+            _lose_and_load(w, folder, dict(w.model.named_parameters()) if assign else w.params)
     if assign:
         w.model.tie()
         w.params = dict(w.model.named_parameters())
@@ -176,10 +176,10 @@ def files(w: World, assign: bool = False) -> None:
 
 
 @torch.no_grad()
-def _lose_and_load(w: World, folder: Path, params: Iterable[torch.Tensor]) -> None:
+def _lose_and_load(w: World, folder: Path, params: Mapping[str, torch.Tensor]) -> None:
     """Lose weights, then load files."""
-    for param in params:
-        if param.requires_grad or w.program.quantized != "nf4":
+    for name, param in params.items():
+        if not w.is_fixed(name):
             param.mul_(0.0)
     if "subclass" in w.program.layers:  # as the refusal says
         read = importlib.import_module("fsdp_runtime.checkpoint").read_safetensors

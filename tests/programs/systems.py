@@ -157,13 +157,16 @@ class System:
         elif policy is not None and policy.weights is not None:
             for module in (model, *model.layers):
                 Coded(policy).follow(module)
-        self._compile(model)
+        self._compile(model, program)
         return []
 
-    def _compile(self, model: Model) -> None:
+    def _compile(self, model: Model, program: Program) -> None:
         for module in model.modules():
-            if isinstance(module, Compiled):
+            layer = program.compiled == "layers" and module in [*model.layers]
+            if isinstance(module, Compiled) or layer:
                 module.compile(backend="aot_eager")
+        if program.compiled == "model":
+            model.compile(backend="aot_eager")
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         """Raise if units at rest hold gathered buffers, or parameters other memory than the formula says."""
@@ -178,7 +181,7 @@ class System:
         there = torch.tensor([param.grad is not None for param in trained], dtype=DOUBLE)
         zeros = [torch.zeros(param.numel(), dtype=DOUBLE) for param in trained]
         parts = [
-            zero if param.grad is None else param.grad.detach().reshape(-1).to(DOUBLE)
+            zero if param.grad is None else param.grad.detach().to_dense().reshape(-1).to(DOUBLE)
             for param, zero in zip(trained, zeros, strict=True)
         ]
         flat = torch.cat([there, *parts])
@@ -186,7 +189,7 @@ class System:
         flat /= dist.get_world_size()
         used, *averaged = flat.split([len(trained), *(param.numel() for param in trained)])
         for param, any_rank, grad in zip(trained, used.tolist(), averaged, strict=True):
-            if any_rank and param.grad is None:
+            if any_rank and (param.grad is None or param.grad.is_sparse):
                 param.grad = torch.empty_like(param, memory_format=torch.contiguous_format)
             if any_rank:
                 assert param.grad is not None
@@ -226,6 +229,8 @@ class Sharded(System):
             options["transport"] = program.transport
         if program.quantized:
             options["quantization_policy"] = QUANTIZED[program.quantized][0]
+        if ignored := {param for param in model.parameters() if param.dtype == torch.bool}:
+            options["ignored_params"] = ignored  # as the refusal says
         units = []
         for unit in program.units:
             modules = [model.get_submodule(path) for path in unit.modules]
@@ -246,7 +251,7 @@ class Sharded(System):
         for module in model.modules():
             if isinstance(module, TwoForwards) and isinstance(module, self.api.FSDPModule):
                 self.api.register_fsdp_forward_method(module, "encode")
-        self._compile(model)
+        self._compile(model, program)
         if self.ours and self._lent is None:
             self._lent = self._in_use(model)
         return units
@@ -267,7 +272,8 @@ class Sharded(System):
         assigned = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)} & {
             *program.actions
         }
-        locals_ = [getattr(param, "_local_tensor", param) for param in model.parameters()]
+        params = [param for param in model.parameters() if param.dtype != torch.bool]  # which units leave out
+        locals_ = [getattr(param, "_local_tensor", param) for param in params]
         if self.ours and not assigned and all(type(one.data) is torch.Tensor for one in locals_):
             held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in locals_}
             said = sum(unit_memory(unit).weights for unit in units)

@@ -164,7 +164,9 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
 
 @action(gradients=True, draw=layer)
 def hooks(w: World, index: int) -> None:
-    """Hooks on a layer and on gradients."""
+    """Hooks on a layer and on gradients; a compiled model calls none that come after its first forward."""
+    if w.program.compiled == "model":
+        return
     calls: list[str] = []
     handles = [
         w.layer(index).register_forward_pre_hook(lambda *args: calls.append("pre")),
@@ -196,7 +198,7 @@ def accumulate_hooks(w: World) -> None:
     def see(name: str, param: torch.Tensor) -> None:
         names.append(name)
         if name in grads and param.grad is not None:
-            grads[name].copy_(param.grad)
+            grads[name].copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
 
     handles = [
         param.register_post_accumulate_grad_hook(functools.partial(see, name))
@@ -284,7 +286,8 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
 )
 def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str) -> None:
     """Raise in a user's code that runs within a unit, then run the same batch again."""
-    if "batch norm" in w.program.layers and (w.program.recompute or recompute == "reentrant"):
+    changes = {"batch norm", "spectral norm", "old spectral norm"} & {*w.program.layers}
+    if changes and (w.program.recompute or recompute == "reentrant"):
         return  # a recomputation updates its buffers; whether it comes before a hook of a parameter is not defined
 
     def fail(*args: object) -> None:
@@ -298,7 +301,11 @@ def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str
     leaves = [child for child in module.modules() if child is not module and not [*child.children()]]
     trained = [p for name, p in w.params.items() if name.startswith(f"layers.{number}.") and p.requires_grad]
     before, raised = w.model.recompute, False
-    if isinstance(module, Compiled) or (place == "backward hook" and isinstance(module, InPlace)):
+    if (
+        w.program.compiled
+        or isinstance(module, Compiled)
+        or (place == "backward hook" and isinstance(module, InPlace))
+    ):
         return
     if place == "recomputation":
         w.model.recompute = recompute

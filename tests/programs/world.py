@@ -116,8 +116,8 @@ class World:
         self.optimizer = self.make_optimizer(self.named())
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters, frozen ones too, without those that are kept as NF4 codes."""
-        return [(name, param) for name, param in self.params.items() if not self.is_codes(name)]
+        """The parameters, frozen ones too, without integers and those that are kept as NF4 codes."""
+        return [(name, param) for name, param in self.params.items() if not self.is_fixed(name)]
 
     def hook(
         self, name: str, param: nn.Parameter, register: str, run: Callable[..., Any], calls: list[str]
@@ -133,6 +133,10 @@ class World:
     def is_codes(self, name: str) -> bool:
         """Whether a parameter is kept as NF4 codes, which are not trained."""
         return self.program.quantized == "nf4" and "frozen.w" in name
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether a parameter can be neither scaled nor trained: NF4 codes, integers."""
+        return self.is_codes(name) or ".integers" in name
 
     # -- the trace ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +180,8 @@ class World:
         own = random.Random(100_000 * self.program.seed + 10 * self.batches + self.data_rank)
         torch.manual_seed(own.randrange(2**30))
         # Made on the device: with indices in memory of the host a simulated device would make the host wait.
-        tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
+        rows = ROWS + self.data_rank if self.program.rows else ROWS
+        tokens, targets = torch.randint(VOCABULARY, (2, rows, LENGTH))
         drawn = own if self.program.uneven else common
         chosen = drawn.choices(range(2), k=drawn.randrange(4))
         return tokens, targets, chosen

@@ -77,8 +77,9 @@ class Member:
             if Place(path[-1], attribute) not in managed.places or (apart and not inner):
                 raise RuntimeError(
                     f"{name} is the same parameter as {managed.name} of another fully_shard call ({unit.name}), "
-                    "which does not hold it for this module. Tie parameters before fully_shard, and call it on a "
-                    "module around all that share one, usually the model itself, before the first forward"
+                    "which does not hold it for this module. Tie parameters before fully_shard, remove "
+                    "parametrizations before it too, and call it on a module around all that share one, usually the "
+                    "model itself, before the first forward"
                 )
             if unit.host is None and any(_is_skippable(module) for module in path):
                 unit.always_reduced = True

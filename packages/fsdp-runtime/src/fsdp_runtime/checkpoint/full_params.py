@@ -10,6 +10,7 @@ from torch import nn
 
 from .._params.group import Group
 from .._params.unit import Param
+from .._plan.param import Place
 from .runs import gather, in_order_of_memory, runs_of, tensors_of
 from .targets import units_of
 
@@ -31,7 +32,8 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: parameters are offloaded, or in another `full_params`.
         NotImplementedError, ValueError: a parameter that another parallelism has cut, a tensor subclass, or on meta;
-            or, leaving, one that has another shape, or different values in modules that share it; by name.
+            or, leaving, one that has another shape, or different values in modules that share it, or that was
+            registered inside under another name, where no unit would train it; by name.
     """
     units = units_of(module)
     for unit in units:
@@ -50,12 +52,15 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         whole = [pair for group in groups for pair in _gathered(group)]
     for unit in units:
         unit.closed = "are whole inside of full_params; leave it before they are used"
+    known, puts = _places(module), []
     for param, full in whole:
         put = nn.Parameter(full, requires_grad=False)
+        puts.append(put)
         for slots, attribute in param.slots:
             slots[attribute] = put
     try:
         yield
+        _refuse_added(module, known, puts)
         if writeback:
             with torch.no_grad():
                 written = [(param, _written(param)) for param, _ in whole]
@@ -67,6 +72,28 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         for param, _ in whole:
             for slots, attribute in param.slots:
                 slots[attribute] = param.sharded
+
+
+def _places(module: nn.Module) -> dict[Place, str]:
+    """The places in a module where parameters are registered, with their names."""
+    return {
+        Place(inner, attribute): f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, inner in module.named_modules()
+        for attribute, param in inner._parameters.items()
+        if param is not None
+    }
+
+
+def _refuse_added(module: nn.Module, known: dict[Place, str], puts: list[nn.Parameter]) -> None:
+    """Raise ValueError for a new place of a whole parameter, or of a new one that is trained."""
+    units = {id(put) for put in puts}
+    for place, name in _places(module).items():
+        param = place.module._parameters[place.attribute]
+        if place not in known and param is not None and (param.requires_grad or id(param) in units):
+            raise ValueError(
+                f"full_params: {name} was registered inside, where no unit gathers it or reduces its gradient. Call "
+                "remove_parametrizations, or add parameters, before fully_shard"
+            )
 
 
 def _gathered(group: Group) -> Iterator[tuple[Param, torch.Tensor]]:
