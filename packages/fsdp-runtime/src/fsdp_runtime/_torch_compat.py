@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ragged_shard.device import CPU
 from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
+
+T = TypeVar("T")
 
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
@@ -103,8 +105,12 @@ def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGro
     _gather(receive, send, group=group)
 
 
-#: A context in which transforms of torch.func are set aside.
-without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
+def outside_transforms(call: Callable[..., T], *args: Any) -> T:
+    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
+    if not transforming():
+        return call(*args)
+    with torch._C._DisableFuncTorch():
+        return call(*args)
 
 
 #: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.

@@ -440,7 +440,8 @@ class Pass:
         for unit in self.units:
             if unit.shown:
                 unit.hide(in_backward=True)
-        compat.at_end_of_backward(self._end_backward)
+        # A backward may run, and end, inside a transform of torch.func: a forward that takes gradients, under jacrev.
+        compat.at_end_of_backward(lambda: compat.outside_transforms(self._end_backward))
         expected, last = self._left[::-1], self.last_backward
         # A reentrant checkpoint's first forward has no gradients: backward reaches more units than are known.
         more = set(expected) < set(last) and self._ran.issuperset(last)
