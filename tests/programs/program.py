@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import unit_actions  # noqa: F401 (enters all actions)
+from . import autograd_actions, hook_actions, unit_actions  # noqa: F401 (they enter all actions)
 from . import world as doings
 from .layers import LAYERS
 from .models import ENDS

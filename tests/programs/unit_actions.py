@@ -137,6 +137,7 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
             unit.unshard()
             runs = not direct and not layer if root else any(path.startswith(layer) for path in drawn.modules)
             reshards = any(set_by_hand) or (drawn.reshard if drawn.reshard is not None else not root)
+            reshards = reshards or drawn.modules[0].endswith(".energy")  # its backward is in the forward
             for name, param in w.model.named_parameters():
                 if type(param) is not before[name] and not (runs and reshards):
                     shown[name] = type(param), local_of(param).detach().clone()

@@ -155,8 +155,12 @@ class World:
     def round_gradients(self) -> None:
         """Leave 30 binary places of gradients: sums in another order give optimizers the same bits."""
         for param in self.params.values():
-            if param.grad is not None and not self.program.precision:
-                param.grad.mul_(2.0**30).round_().div_(2.0**30)
+            self.round_gradient(param)
+
+    def round_gradient(self, param: nn.Parameter) -> None:
+        """Leave 30 binary places of one gradient."""
+        if param.grad is not None and not self.program.precision:
+            param.grad.mul_(2.0**30).round_().div_(2.0**30)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's full value; collective."""
