@@ -78,11 +78,14 @@ def several_roots(w: World, which: str, index: int) -> None:
 )
 def jacobian(w: World, how: str, then: bool) -> None:
     """Derivatives of some logits by embeddings, then a backward or not."""
-    batched = how != "one by one"  # torch has no random numbers, recomputations, RNNs or DTensors then
+    batched = (
+        how != "one by one"
+    )  # torch has no random numbers, statistics, recomputations, RNNs or DTensors then
     if w.program.recompute == "reentrant" or (batched and w.program.recompute):
         return
     if batched and (
-        w.program.mesh == "tp" or {*w.program.layers} & {"dropout", "lstm", "gru", "rnn", "compiled"}
+        w.program.mesh == "tp"
+        or {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "compiled"}
     ):
         return
     leaf, logits_of, _ = embedded(w)
@@ -126,9 +129,9 @@ def saved_tensors(w: World, how: str, backward_too: bool) -> None:
 
 @action(weight=0.5, gradients=True, draw=coin)
 def anomaly(w: World, backward_alone: bool) -> None:
-    """Training while autograd looks for NaN, and notes where operations come from."""
+    """Training while autograd looks for NaN, which DTensors do not have, and notes where operations come from."""
     loss = w.loss() if backward_alone else None
-    with torch.autograd.set_detect_anomaly(True):
+    with torch.autograd.set_detect_anomaly(True, check_nan=w.program.mesh != "tp"):
         (w.loss() if loss is None else loss).backward()
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from .layers import LENGTH, ROWS, VOCABULARY
 from .models import loss_of
+from .module_hooks import modules_at, register
 
 OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
@@ -108,7 +109,10 @@ class World:
         self.batches = 0
 
     def build(self) -> None:
-        """Hook parameters, shard the model and make the optimizer."""
+        """Hook parameters and modules, shard the model and make the optimizer."""
+        kind, place = self.program.module_hooks or ("", "")
+        for module in modules_at(self.model, place) if kind else ():
+            register(module, kind, self.program)
         for name, param in self.model.named_parameters() if self.program.hooked else ():
             self.hook(name, param, *HOOKS[self.program.hooked], self.calls)
         self.units = self.system.wrap(self.model, self.program)
