@@ -7,7 +7,7 @@ dispatch modes, `DeviceMesh._concatenate` and `_flatten`, a tensor's version (re
 the foreach ops,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
 modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
-their state, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
+their state, `Module._call_impl`, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
 DCP's default planner writes of a value, the device bound to the world and a group's backend, the history and snapshot
 of an accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such,
 for a group with processes of another world.
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -86,6 +87,16 @@ def is_accumulated(leaf: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError as error:  # "A leaf node was passed ... but we are currently running autograd.grad()"
         raise LookupError from error
+
+
+def calls_under_way(module: torch.nn.Module, *methods: CodeType) -> int:
+    """How many calls of a module this thread is in, with those of functions that have it as `self`."""
+    codes, count = {torch.nn.Module._call_impl.__code__, *methods}, 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        count += frame.f_code in codes and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.

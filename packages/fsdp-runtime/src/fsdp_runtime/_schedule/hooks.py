@@ -51,6 +51,7 @@ def attach(member: Member) -> None:
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
+    compat.outside_transforms(passes.abandon_interrupted, unit, module, call_method.__code__)
     if passes.is_begun_by(unit, module):
         member.begin()
         compat.outside_transforms(passes.begin_forward, unit)
@@ -71,6 +72,19 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
             passed = iter(_PostBackward.apply(member, *marked))
             args, kwargs = map_tensors(lambda t: next(passed) if t.requires_grad else t, (args, kwargs))
     return args, kwargs
+
+
+def call_method(self: nn.Module, member: Member, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a method of a module as its forward is called."""
+    before, after = (torch.compiler.disable(f) for f in (before_forward, after_forward))
+    first_node = compat.next_node()
+    args, kwargs = before(member, self, args, kwargs)
+    try:
+        output = method(*args, **kwargs)
+    except BaseException:
+        abandon_forward(member, self)
+        raise
+    return after(member, self, output, first_node)
 
 
 def abandon_forward(member: Member, module: nn.Module) -> None:

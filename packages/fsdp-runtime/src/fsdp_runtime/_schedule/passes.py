@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -317,6 +318,24 @@ class Pass:
             self.streams.recycler.trim()
             for order in self._orders:
                 order.cut_off()
+
+    def abandon_interrupted(self, unit: Unit, module: nn.Module, method: CodeType) -> None:
+        """Abandon forwards whose calls have ended: torch calls no hooks after a `KeyboardInterrupt`.
+
+        Args:
+            unit, module: whose forward begins. Inside of an interrupted one is looked for only if it is strange there.
+            method: the function that calls methods in place of a forward.
+        """
+        root = self._root
+        strange = unit.is_inside(module) or (unit.root and root is not unit)
+        if root is None or not strange or self._thread != threading.get_ident() or compat.backward_id() != -1:
+            return
+        for each in (*(other for other in self.units if other is not root), root):
+            # A unit that ranks may skip notes nothing when it is entered.
+            for inside in each.entered[::-1] or each.modules[: int(each is root)]:
+                running = compat.calls_under_way(inside, method) - (inside is module)
+                if running < max(1, each.entered.count(inside)):
+                    self.abandon_forward(each, inside)
 
     def _end_orders(self) -> None:
         for order in self._orders:
