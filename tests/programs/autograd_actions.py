@@ -80,12 +80,12 @@ def jacobian(w: World, how: str, then: bool) -> None:
     """Derivatives of some logits by embeddings, then a backward or not."""
     batched = (
         how != "one by one"
-    )  # torch has no random numbers, statistics, recomputations, RNNs or DTensors then
+    )  # torch has no random numbers, statistics, recomputations, RNNs, subclasses or DTensors then
     if w.program.recompute == "reentrant" or (batched and w.program.recompute):
         return
     if batched and (
         w.program.mesh == "tp"
-        or {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "compiled"}
+        or {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "compiled", "subclass"}
     ):
         return
     leaf, logits_of, _ = embedded(w)
