@@ -72,7 +72,7 @@ def several_roots(w: World, which: str, index: int) -> None:
 
 
 @action(
-    weight=0.7,
+    weight=1.0,
     gradients=True,
     draw=lambda rng: (rng.choice(("one by one", "vectorized", "jacrev")), *coin(rng)),
 )
@@ -135,7 +135,7 @@ def anomaly(w: World, backward_alone: bool) -> None:
         (w.loss() if loss is None else loss).backward()
 
 
-@action(weight=0.7, gradients=True, draw=lambda rng: (rng.choice(("all", "some", "layer")), *layer(rng)))
+@action(weight=0.9, gradients=True, draw=lambda rng: (rng.choice(("all", "some", "layer")), *layer(rng)))
 def functional_call(w: World, which: str, index: int) -> None:
     """A call with the parameters that the model has: all, every second, or a layer's."""
     if w.program.recompute:  # it would run after the call, with what modules held before

@@ -67,12 +67,10 @@ def modules_at(model: Any, place: str) -> list[nn.Module]:
 def register(module: nn.Module, kind: str, program: Any) -> list[Any]:
     """Register a hook of `MODULE_HOOKS`; returns its handles, none where torch does not allow the hook."""
     method, options, hook = MODULE_HOOKS[kind]
-    others = program.module_hooks[:1]
+    other = program.module_hooks.partition(":")[0]
     # Full backward hooks wrap tensors as views that must not change in place.
-    if "backward" in kind and ("in place" in program.layers or "forward in place" in others):
+    if "backward" in kind and ("in place" in program.layers or other == "forward in place"):
         return []
-    if kind == "forward in place" and (
-        {"backward", "backward pre"} & {*others} or isinstance(module, nn.RNNBase)
-    ):
+    if kind == "forward in place" and ("backward" in other or isinstance(module, nn.RNNBase)):
         return []  # an RNN keeps its output for backward
     return [getattr(module, method)(hook, **options)]

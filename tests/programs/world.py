@@ -110,7 +110,7 @@ class World:
 
     def build(self) -> None:
         """Hook parameters and modules, shard the model and make the optimizer."""
-        kind, place = self.program.module_hooks or ("", "")
+        kind, _, place = self.program.module_hooks.partition(": ")
         for module in modules_at(self.model, place) if kind else ():
             register(module, kind, self.program)
         for name, param in self.model.named_parameters() if self.program.hooked else ():
