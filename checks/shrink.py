@@ -50,6 +50,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         "optimizer",
         "quantized",
         "hooked",
+        "module_hooks",
     ):
         if getattr(program, name) != DEFAULTS[name]:
             yield change(**{name: DEFAULTS[name]})

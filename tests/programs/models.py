@@ -80,8 +80,9 @@ class Model(nn.Module):
         chosen: Sequence[int] = (),
         order: Sequence[int] | None = None,
         head: bool = True,
+        embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens) if embeds is None else embeds
         if self.ends == "head twice":
             x = x + self.head(x).mean(-1, keepdim=True)
         for index in range(len(self.layers)) if order is None else order:

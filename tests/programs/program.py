@@ -11,11 +11,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import unit_actions  # noqa: F401 (enters all actions)
+from . import autograd_actions, failure_actions, hook_actions, unit_actions  # noqa: F401 (they enter all actions)
 from . import world as doings
 from .layer_actions import HOW
 from .layers import LAYERS
 from .models import ENDS, RECOMPUTES
+from .module_hooks import MODULE_HOOKS, PLACES
 
 # Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
 APART = {
@@ -72,6 +73,7 @@ class Program(_Literal):
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
         hooked: "", or which hooks parameters have before they are sharded: a name of `world.HOOKS`.
+        module_hooks: "", or "kind: place" of tables in `module_hooks`: hooks of modules before they are sharded.
         optimizer: a name of `systems.OPTIMIZERS`.
         counted: collectives of `train` are compared with FSDP2's.
         actions: names of `actions.ACTIONS` with arguments.
@@ -93,6 +95,7 @@ class Program(_Literal):
     offload: bool = False
     transport: str = ""
     hooked: str = ""
+    module_hooks: str = ""
     optimizer: str = "sgd"
     counted: bool = False
     actions: tuple[Action, ...] = (("train",), ("step",))
@@ -234,6 +237,7 @@ def draw(seed: int) -> Program:
         hooked=rng.choice(list(doings.HOOKS))
         if rng.random() < 0.06 and mesh != "tp" and "subclass" not in layers
         else "",
+        module_hooks=f"{rng.choice(list(MODULE_HOOKS))}: {rng.choice(PLACES)}" if rng.random() < 0.1 else "",
         optimizer=optimizer,
         # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
         counted=rng.random() < 0.3

@@ -132,9 +132,9 @@ def on_rank(program: Program) -> str | None:
     ours = run(program, "ours")
     _last.clear()
     _last.update(program=program, ours=ours, alone=alone)
-    if alone.error is not None and ours.error is not None and alone.error[:3] == ours.error[:3]:
-        if any(words in ours.error[2] for words in TORCH_RAISES):
-            return difference(program, alone, ours, tolerance_of(program))
+    same = alone.error is not None and ours.error is not None and alone.error[:3] == ours.error[:3]
+    if same and ours.error is not None and any(words in ours.error[2] for words in TORCH_RAISES):
+        return difference(program, alone, ours, tolerance_of(program))
     if alone.error is not None:
         return f"one process raises {alone.error}"  # the program makes no sense
     if ours.error is not None:
@@ -244,6 +244,9 @@ def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> 
             return result
         result.ours = _said(stopped)
         answers = []
+    if any(error.args[1] == "Late" for error in stopped.values()):
+        result.fault = f"late {result.ours}"
+        return result
     if program.departs and stopped and all(error.args[0] >= program.departure for error in stopped.values()):
         return result
     if wrong := {rank: text for rank, text in enumerate(answers) if text}:

@@ -24,6 +24,7 @@ from ragged_shard.testing import rank_mesh
 from .layers import Compiled, Packed, Subclass, TwoForwards, Wrapped
 from .models import Model
 from .program import Program
+from .world import TIMEOUT
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
 POLICIES = {
@@ -285,7 +286,7 @@ class Sharded(System):
             size = ranks // 2 if ranks % 2 == 0 else 1
             return rank_mesh(ranks // size, size, names=("parts", "part"))["part"], None
         if program.departs:  # where nothing notices, the group's timeout must
-            return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu"), None
+            return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT)), "cpu"), None
         if program.mesh == "hsdp":
             return rank_mesh(2, ranks // 2, names=("replicate", "shard")), None
         if program.mesh == "tp":

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from . import state_actions  # noqa: F401 (seeds draw from its actions before these)
-from .layers import LENGTH, ROWS, Compiled, InPlace
+from .layers import LENGTH, ROWS, InPlace
 from .models import OnPurpose
 from .world import OPTIONS, World, action, coin, layer, local_of
 
 ENLARGE = ("muon", "shampoo", "soap")  # optimizers that make rounding larger
-PLACES = ("child", "forward hook", "backward hook", "recomputation", "gradient hook", "accumulate hook")
 
 # -- units -----------------------------------------------------------------------------------------------------------
 
@@ -137,6 +136,7 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
             unit.unshard()
             runs = not direct and not layer if root else any(path.startswith(layer) for path in drawn.modules)
             reshards = any(set_by_hand) or (drawn.reshard if drawn.reshard is not None else not root)
+            reshards = reshards or drawn.modules[0].endswith(".energy")  # its backward is in the forward
             for name, param in w.model.named_parameters():
                 if type(param) is not before[name] and not (runs and reshards):
                     shown[name] = type(param), local_of(param).detach().clone()
@@ -276,80 +276,6 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
         w.model.reset_iter_state()
     w.clear_gradients()
     w.kept.clear()
-
-
-@action(
-    weight=1.7,
-    gradients=True,
-    fsdp2=False,
-    draw=lambda rng: (rng.choice(PLACES), *layer(rng), *coin(rng), rng.choice(("plain", "reentrant"))),
-)
-def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str) -> None:
-    """Raise in a user's code that runs within a unit, then run the same batch again."""
-    changes = {"batch norm", "spectral norm", "old spectral norm"} & {*w.program.layers}
-    if changes and (w.program.recompute or recompute == "reentrant"):
-        return  # a recomputation updates its buffers; whether it comes before a hook of a parameter is not defined
-
-    def fail(*args: object) -> None:
-        calls.append(None)
-        if len(calls) > (place == "recomputation"):
-            raise OnPurpose
-
-    calls: list[None] = []
-    number = index % len(w.model.layers)
-    module = w.layer(index)
-    leaves = [child for child in module.modules() if child is not module and not [*child.children()]]
-    trained = [p for name, p in w.params.items() if name.startswith(f"layers.{number}.") and p.requires_grad]
-    before, raised = w.model.recompute, False
-    if (
-        w.program.compiled
-        or isinstance(module, Compiled)
-        or (place == "backward hook" and isinstance(module, InPlace))
-    ):
-        return
-    if place == "recomputation":
-        w.model.recompute = recompute
-    if place == "child":
-        handle = [*leaves, module][0].register_forward_pre_hook(fail)
-    elif place == "recomputation":
-        handle = module.register_forward_pre_hook(fail)
-    elif place == "forward hook":
-        handle = module.register_forward_hook(fail)
-    elif place == "backward hook":
-        handle = module.register_full_backward_hook(fail)
-    elif trained:
-        register = {"gradient hook": "register_hook", "accumulate hook": "register_post_accumulate_grad_hook"}
-        handle = getattr(trained[0], register[place])(fail)
-    else:
-        return
-    w.rest()
-    try:
-        w.loss().backward()
-    except OnPurpose:
-        raised = True
-    handle.remove()
-    w.model.recompute = before
-    if not w.program.uneven:
-        w.note("raised", raised)
-    if says and w.system.name == "ours":
-        w.model.reset_iter_state()
-    w.clear_gradients()
-    w.batches -= 1
-    loss = w.loss()
-    w.note("loss", loss)
-    loss.backward()
-
-
-@action(weight=0, departs=True, draw=layer)
-def fail_on_one_rank(w: World, index: int) -> None:
-    """One rank raises in a forward that the others end, then begins again."""
-    if dist.get_rank() == 1:
-        w.model.fails = index % len(w.model.layers)
-        with contextlib.suppress(OnPurpose):
-            w.loss()
-        w.model.fails = None
-    w.loss().backward()
-    w.loss().backward()
 
 
 @action(weight=0, departs=True)

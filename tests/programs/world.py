@@ -23,7 +23,9 @@ from torch import nn
 
 from .layers import LENGTH, ROWS, VOCABULARY
 from .models import loss_of
+from .module_hooks import modules_at, register
 
+TIMEOUT = 8  # seconds of the process group, where a rank departs from the others' order
 OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
 # How hooks are registered on parameters before they are sharded, and what they do besides noting the parameter's name.
@@ -31,6 +33,10 @@ HOOKS: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
     "halves gradients": ("register_hook", lambda grad: grad * 0.5),
     "sees gradients": ("register_post_accumulate_grad_hook", lambda param: None),
 }
+
+
+class Late(AssertionError):
+    """An exception came out when the process group's timeout had passed, or nearly."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,10 @@ class World:
         self.batches = 0
 
     def build(self) -> None:
-        """Hook parameters, shard the model and make the optimizer."""
+        """Hook parameters and modules, shard the model and make the optimizer."""
+        kind, _, place = self.program.module_hooks.partition(": ")
+        for module in modules_at(self.model, place) if kind else ():
+            register(module, kind, self.program)
         for name, param in self.model.named_parameters() if self.program.hooked else ():
             self.hook(name, param, *HOOKS[self.program.hooked], self.calls)
         self.units = self.system.wrap(self.model, self.program)
@@ -159,8 +168,12 @@ class World:
     def round_gradients(self) -> None:
         """Leave 30 binary places of gradients: sums in another order give optimizers the same bits."""
         for param in self.params.values():
-            if param.grad is not None and not self.program.precision:
-                param.grad.mul_(2.0**30).round_().div_(2.0**30)
+            self.round_gradient(param)
+
+    def round_gradient(self, param: nn.Parameter) -> None:
+        """Leave 30 binary places of one gradient."""
+        if param.grad is not None and not self.program.precision:
+            param.grad.mul_(2.0**30).round_().div_(2.0**30)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's full value; collective."""

@@ -476,16 +476,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        member = _member(self)
-        before, after = (torch.compiler.disable(f) for f in (hooks.before_forward, hooks.after_forward))
-        first_node = compat.next_node()
-        args, kwargs = before(member, self, args, kwargs)
-        try:
-            output = original(*args, **kwargs)
-        except BaseException:
-            hooks.abandon_forward(member, self)
-            raise
-        return after(member, self, output, first_node)
+        return hooks.call_method(self, _member(self), original, args, kwargs)
 
     setattr(module, method_name, method.__get__(module, type(module)))  # type: ignore[attr-defined]
 

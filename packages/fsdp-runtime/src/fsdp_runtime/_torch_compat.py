@@ -4,7 +4,7 @@ Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the autograd engine's callback queue, current graph task and what it executes, a parameter's hooks,
 dispatch modes, `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, a node's number,
-the foreach ops,
+the foreach ops, `Module._call_impl`,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
 modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
 their state, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ragged_shard.device import CPU
 from ragged_shard.dist import DISTRIBUTED, equalize_group_counts
+
+T = TypeVar("T")
 
 #: Torch's own function, also after a script has put another in its place.
 TORCHS_FULLY_SHARD: Any = fsdp.fully_shard
@@ -86,6 +89,16 @@ def is_accumulated(leaf: torch.Tensor) -> bool:
         raise LookupError from error
 
 
+def calls_under_way(module: torch.nn.Module, *methods: CodeType) -> int:
+    """How many calls of a module this thread is in, with those of functions that have it as `self`."""
+    codes, count = {torch.nn.Module._call_impl.__code__, *methods}, 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        count += frame.f_code in codes and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
 #: A number for the run of the autograd engine that this thread is in, -1 outside; a run inside a run has its own.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -103,8 +116,12 @@ def all_gather(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGro
     _gather(receive, send, group=group)
 
 
-#: A context in which transforms of torch.func are set aside.
-without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
+def outside_transforms(call: Callable[..., T], *args: Any) -> T:
+    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
+    if not transforming():
+        return call(*args)
+    with torch._C._DisableFuncTorch():
+        return call(*args)
 
 
 #: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.

@@ -10,7 +10,7 @@ inputs' gradients are there -- post-backward: free, reduce
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from .._params.unit import Param, Unit, label
 from .._torch.tree import cast_to, map_tensors, tensors_behind, tensors_in
 from .model import Member, owner_of
 
-T = TypeVar("T")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -49,25 +48,18 @@ def attach(member: Member) -> None:
         module.register_state_dict_pre_hook(lambda *_: member.passes.before_save())
 
 
-def _outside_transforms(call: Callable[..., T], *args: Any) -> T:
-    """Call with torch.func's transforms set aside: communication and gathered memory are none of their business."""
-    if not compat.transforming():
-        return call(*args)
-    with compat.without_transforms():
-        return call(*args)
-
-
 def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Run before a forward. Returns the arguments to call it with."""
     unit, passes = member.unit, member.passes
+    compat.outside_transforms(passes.abandon_interrupted, unit, module, call_method.__code__)
     if passes.is_begun_by(unit, module):
         member.begin()
-        _outside_transforms(passes.begin_forward, unit)
+        compat.outside_transforms(passes.begin_forward, unit)
         device = unit.data.device
         args, kwargs = map_tensors(
             lambda t: t if t.device == device or t.is_meta else t.to(device), (args, kwargs)
         )
-    recomputed = _outside_transforms(passes.enter_forward, unit, module)
+    recomputed = compat.outside_transforms(passes.enter_forward, unit, module)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         with label("cast_forward_inputs"):
@@ -82,15 +74,28 @@ def before_forward(member: Member, module: nn.Module, args: Any, kwargs: Any) ->
     return args, kwargs
 
 
+def call_method(self: nn.Module, member: Member, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a method of a module as its forward is called."""
+    before, after = (torch.compiler.disable(f) for f in (before_forward, after_forward))
+    first_node = compat.next_node()
+    args, kwargs = before(member, self, args, kwargs)
+    try:
+        output = method(*args, **kwargs)
+    except BaseException:
+        abandon_forward(member, self)
+        raise
+    return after(member, self, output, first_node)
+
+
 def abandon_forward(member: Member, module: nn.Module) -> None:
     """Run instead of `after_forward` while an exception leaves a forward. Waits for nothing."""
-    _outside_transforms(member.passes.abandon_forward, member.unit, module)
+    compat.outside_transforms(member.passes.abandon_forward, member.unit, module)
 
 
 def after_forward(member: Member, module: nn.Module, output: Any, first_node: int = 0) -> Any:
     """Run after a forward, whose autograd nodes have numbers from `first_node` on (0: unknown). Returns the output."""
     unit, passes = member.unit, member.passes
-    recomputed = _outside_transforms(passes.leave_forward, unit, module)
+    recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
         if torch.is_grad_enabled() and not recomputed:
             _mark_outputs(member, tensors_in(output))
@@ -172,7 +177,7 @@ class _Marks:
         """Gather the unit for backward."""
         self._run = compat.backward_id()
         if compat.transforming():
-            _outside_transforms(self._member.passes.enter_backward, self._member.unit)
+            compat.outside_transforms(self._member.passes.enter_backward, self._member.unit)
         else:
             self._member.passes.enter_backward(self._member.unit)
 
@@ -256,7 +261,7 @@ class _PostBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         member: Member = ctx.member
         with label("post_backward", member.unit.name):
-            _outside_transforms(member.passes.leave_backward, member.unit)
+            compat.outside_transforms(member.passes.leave_backward, member.unit)
         if torch.is_grad_enabled():  # create_graph
             for grad in grads:
                 if grad is not None and grad.requires_grad:

@@ -11,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -318,6 +319,24 @@ class Pass:
             for order in self._orders:
                 order.cut_off()
 
+    def abandon_interrupted(self, unit: Unit, module: nn.Module, method: CodeType) -> None:
+        """Abandon forwards whose calls have ended: torch calls no hooks after a `KeyboardInterrupt`.
+
+        Args:
+            unit, module: whose forward begins. Inside of an interrupted one is looked for only if it is strange there.
+            method: the function that calls methods in place of a forward.
+        """
+        root = self._root
+        strange = unit.is_inside(module) or (unit.root and root is not unit)
+        if root is None or not strange or self._thread != threading.get_ident() or compat.backward_id() != -1:
+            return
+        for each in (*(other for other in self.units if other is not root), root):
+            # A unit that ranks may skip notes nothing when it is entered.
+            for inside in each.entered[::-1] or each.modules[: int(each is root)]:
+                running = compat.calls_under_way(inside, method) - (inside is module)
+                if running < max(1, each.entered.count(inside)):
+                    self.abandon_forward(each, inside)
+
     def _end_orders(self) -> None:
         for order in self._orders:
             order.end_pass(self.streams.layer)
@@ -440,7 +459,8 @@ class Pass:
         for unit in self.units:
             if unit.shown:
                 unit.hide(in_backward=True)
-        compat.at_end_of_backward(self._end_backward)
+        # A backward may run, and end, inside a transform of torch.func: a forward that takes gradients, under jacrev.
+        compat.at_end_of_backward(lambda: compat.outside_transforms(self._end_backward))
         expected, last = self._left[::-1], self.last_backward
         # A reentrant checkpoint's first forward has no gradients: backward reaches more units than are known.
         more = set(expected) < set(last) and self._ran.issuperset(last)
