@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import unit_actions  # noqa: F401 (enters all actions)
+from . import optimizer_actions, unit_actions  # noqa: F401 (enter all actions)
 from . import world as doings
 from .layers import LAYERS
 from .models import ENDS
@@ -141,6 +141,8 @@ def draw(seed: int) -> Program:
     mixed_offload = rng.random() < 0.08
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
+    if rng.random() < 0.3:
+        optimizer = rng.choice([*optimizer_actions.TORCH])
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
         layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)

@@ -23,6 +23,7 @@ from ragged_shard.testing import rank_mesh
 
 from .layers import Compiled, Packed, Subclass, TwoForwards, Wrapped
 from .models import Model
+from .optimizer_actions import TORCH
 from .program import Program
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -69,6 +70,7 @@ OPTIMIZERS: dict[str, tuple[Any, torch.dtype, float]] = {
     "muon": (lambda named: _muon(named), SINGLE, 0.05),
     "shampoo": (lambda named: block_optim.Shampoo(named, lr=0.01), DOUBLE, 1e-5),
     "soap": (lambda named: block_optim.SOAP(named, lr=0.01), DOUBLE, 1e-5),
+    **{name: (make, DOUBLE, 0.0) for name, make in TORCH.items()},
 }
 
 
