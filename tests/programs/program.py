@@ -11,11 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import optimizer_actions, unit_actions  # noqa: F401 (enter all actions)
+from . import optimizer_actions, surgery_actions, unit_actions  # noqa: F401 (enter all actions)
 from . import world as doings
+from .expert_parallel import Routed
 from .layers import LAYERS
 from .models import ENDS
 
+LAYERS["routed"] = Routed
+CUTS = ("tp", "ep")  # meshes with an axis that another parallelism than that of data cuts parameters over
 Action = tuple[Any, ...]  # the name of an action and its arguments
 
 
@@ -55,7 +58,9 @@ class Program(_Literal):
     Attributes:
         seed: of parameters and batches.
         ranks: 1 to 4.
-        mesh: "shard"; "hsdp": 2 replicas; "tp": 2 ranks of tensor parallelism; "two": vectors have replicas.
+        mesh: "shard"; "hsdp": 2 replicas; "tp": 2 ranks of tensor parallelism; "ep": of experts;
+            "two": vectors have replicas.
+        replicas: "tp" has 2 replicas instead of 2 ranks that shard.
         layers: kinds of `models.LAYERS`, in order.
         ends: "", or how embedding and head are used besides: `models.ENDS`.
         width: of all layers.
@@ -63,6 +68,7 @@ class Program(_Literal):
         units: calls of `fully_shard`, in order.
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
+        ignored: parts of names: parameters that no unit takes, which stay plain.
         hooked: "", or which hooks parameters have before they are sharded: a name of `world.HOOKS`.
         optimizer: a name of `systems.OPTIMIZERS`.
         counted: collectives of `train` are compared with FSDP2's.
@@ -72,6 +78,7 @@ class Program(_Literal):
     seed: int = 0
     ranks: int = 2
     mesh: str = "shard"
+    replicas: bool = False
     layers: tuple[str, ...] = ("linear",)
     ends: str = ""
     width: int = 5
@@ -82,6 +89,7 @@ class Program(_Literal):
     quantized: str = ""
     offload: bool = False
     transport: str = ""
+    ignored: tuple[str, ...] = ()
     hooked: str = ""
     optimizer: str = "sgd"
     counted: bool = False
@@ -97,6 +105,12 @@ class Program(_Literal):
         return not (ours_alone or inside or uneven_rows or skippable) and all(
             doings.ACTIONS[name].fsdp2 for name, *_ in self.actions
         )
+
+    def is_plain(self, name: str) -> bool:
+        """Whether no unit has a parameter: then averaging its gradient is the user's."""
+        paths = [path for unit in self.units for path in unit.modules]
+        inside = any(path == "" or name.startswith(f"{path}.") for path in paths)
+        return not inside or any(part in name for part in self.ignored)
 
     @property
     def departs(self) -> bool:
@@ -132,9 +146,15 @@ def draw(seed: int) -> Program:
     )
     if mesh == "tp":
         layers = (*layers[:2], "split")
+    if mesh == "ep":
+        layers = (*layers[:2], "routed")
     ends = rng.choice(("", "", "", *ENDS))
     special = rng.random()
-    precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
+    precision = (
+        rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output", "autocast"))
+        if special < 0.15
+        else ""
+    )
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
     if "subclass" in layers or "compiled" in layers or any(LAYERS[kind].keeps for kind in layers):
         quantized = ""
@@ -160,9 +180,16 @@ def draw(seed: int) -> Program:
         )
     if optimizer == "adamw8bit":
         units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
+    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
+    ignored: tuple[str, ...] = ()
+    outside = rng.random() < 0.1 and mesh not in CUTS  # of what else cuts a parameter DDP knows nothing
+    if outside and not (precision or quantized or last):  # which say nothing of parameters outside units
+        if rng.random() < 0.5:
+            ignored = (rng.choice(("norm.weight", ".bias", "layers.0.", "embed.", "head.")),)
+        elif ends != "tied" and len(units) > 1:  # a tied weight needs a unit around both places
+            units = tuple(unit for unit in units if "" not in unit.modules)
     if mixed_offload:
         units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
-    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
     names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 8))
     if mesh == "hsdp" and rng.random() < 0.3:
@@ -197,6 +224,7 @@ def draw(seed: int) -> Program:
         seed=seed,
         ranks=ranks,
         mesh=mesh,
+        replicas=mesh == "tp" and ranks == 4 and rng.random() < 0.4,
         layers=layers,
         ends=ends,
         width=rng.choice((5, 6, 8)),
@@ -207,9 +235,10 @@ def draw(seed: int) -> Program:
         quantized=quantized,
         offload=rng.random() < 0.08,
         transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
-        # Tensor parallelism and subclasses replace parameters, without their hooks.
+        ignored=ignored,
+        # Other parallelism and subclasses replace parameters, without their hooks.
         hooked=rng.choice(list(doings.HOOKS))
-        if rng.random() < 0.06 and mesh != "tp" and "subclass" not in layers
+        if rng.random() < 0.06 and mesh not in CUTS and "subclass" not in layers
         else "",
         optimizer=optimizer,
         # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
@@ -222,15 +251,15 @@ def draw(seed: int) -> Program:
 
 def _mesh(rng: random.Random, ranks: int) -> str:
     if ranks == 4:
-        return rng.choice(("shard", "shard", "hsdp", "hsdp", "tp", "two"))
-    return rng.choice(("shard", "shard", "shard", "tp")) if ranks == 2 else "shard"
+        return rng.choice(("shard", "shard", "hsdp", "hsdp", "tp", "ep", "two"))
+    return rng.choice(("shard", "shard", "shard", "tp", "ep")) if ranks == 2 else "shard"
 
 
 def _units(
     rng: random.Random, layers: tuple[str, ...], ends: str, ranks: int, mesh: str, uneven: bool
 ) -> tuple[Unit, ...]:
     """Some layers, experts, the ends together, and the model, inner ones first."""
-    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh != "two" else [])]
+    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh not in ("two", "ep") else [])]
     blocks = ["", "", "rows", "tiles", "whole"]
 
     def unit(*modules: str, skippable: bool = False) -> Unit:
@@ -241,6 +270,8 @@ def _units(
         skippable = kind == "experts" and (uneven or rng.random() < 0.3)
         if kind == "experts" and rng.random() < 0.6:
             units += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
+        if kind == "routed" and rng.random() < 0.5:
+            units.append(unit(f"layers.{index}.bank"))
         if "forces" in kind and rng.random() < 0.5:
             units.append(unit(f"layers.{index}.energy"))
         if rng.random() < 0.8:

@@ -30,7 +30,7 @@ from ragged_shard.testing import (
 )
 
 from .models import Model
-from .program import Program
+from .program import CUTS, Program
 from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
 from .world import ACTIONS, World, local_of
 
@@ -71,7 +71,7 @@ def run(program: Program, name: str, kind: type[World] = World) -> Trace:
             world.where = "end"
             world.rest()
             if not program.departs:
-                world.system.check_memory(world.model, program, world.units)
+                world.system.check_memory(world.model, world.program, world.units)
             world.note_gradients()
             world.note_all("", world.params)
         except (Exception, CheckpointException) as error:  # DCP's does not derive from it
@@ -328,9 +328,9 @@ def _freed(program: Program) -> bool:
 # Backward of intermediates whose unit's outputs are gone: docs/troubleshooting.md.
 _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
-    Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh in CUTS),
     Refused("edit_full", "NotImplementedError", "is a tensor subclass", lambda p: "subclass" in p.layers),
-    Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh == "tp"),
+    Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh in CUTS),
     Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),
     Refused("wrap", "ValueError", "AdamW8bit.block_policy", lambda p: p.optimizer == "adamw8bit"),
@@ -382,7 +382,7 @@ _NEED_RANKS = (
 def _simulated(program: Program) -> Outcome:
     """Run one rank on the simulated device, which raises where memory is used without an order."""
     actions = tuple(one for one in program.actions if one[0] not in _NEED_RANKS)
-    mesh = "shard" if program.mesh == "tp" else program.mesh
+    mesh = "shard" if program.mesh in CUTS else program.mesh
     program = dataclasses.replace(program, actions=actions, mesh=mesh, transport="")
     chance = random.Random(program.seed)
     where = "cpu:0" if program.offload or any(unit.offload for unit in program.units) else "cpu"

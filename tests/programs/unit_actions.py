@@ -68,8 +68,7 @@ def end_by_hand(w: World) -> None:
     w.call("set_manual_backward_finalization", True)
     w.loss().backward()
     w.loss().backward()
-    if w.units:
-        w.model.finalize_backward()
+    w.call("finalize_backward")
     w.call("set_manual_backward_finalization", False)
 
 
@@ -210,7 +209,8 @@ def accumulate_hooks(w: World) -> None:
     if not w.program.uneven:
         w.note("hooked", " ".join(sorted(names)))
         w.note("hooked before", " ".join(sorted(w.calls)))
-        after = {name: w.params[name].grad for name in {*grads} & {*names} if w.units}
+        seen = {name for name in {*grads} & {*names} if w.units and not w.program.is_plain(name)}
+        after = {name: w.params[name].grad for name in seen}
         unlike = [n for n, grad in after.items() if not torch.equal(local_of(grads[n]), local_of(grad))]
         w.note("hooks saw another gradient for", " ".join(sorted(unlike)))
 
@@ -250,7 +250,7 @@ def fail_in_forward(w: World, index: int, with_grad: bool, says: bool) -> None:
         w.loss()
     w.model.fails = None
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
 
 
 @action(fsdp2=False, draw=lambda rng: (*layer(rng), *coin(rng)))
@@ -271,7 +271,7 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
     del loss
     w.optimizer.zero_grad()
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
     w.clear_gradients()
     w.kept.clear()
 
@@ -325,7 +325,7 @@ def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str
     if not w.program.uneven:
         w.note("raised", raised)
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
     w.clear_gradients()
     w.batches -= 1
     loss = w.loss()

@@ -111,6 +111,7 @@ class World:
         """Hook parameters, shard the model and make the optimizer."""
         for name, param in self.model.named_parameters() if self.program.hooked else ():
             self.hook(name, param, *HOOKS[self.program.hooked], self.calls)
+        self.model.autocast = self.program.precision == "autocast"
         self.units = self.system.wrap(self.model, self.program)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.optimizer = self.make_optimizer(self.named())
@@ -200,9 +201,14 @@ class World:
         return self.model.layers[index % len(self.model.layers)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of the sharded model."""
-        if self.units:
-            getattr(self.model, method)(*args)
+        """Call a method of the sharded model, or of its outermost units."""
+        ahead = [self.model] if self.units else []
+        while ahead:
+            module = ahead.pop()
+            if isinstance(module, self.system.api.FSDPModule):
+                getattr(module, method)(*args)
+            else:
+                ahead += module.children()
 
     def each(self, method: str, *args: Any) -> None:
         """Call a method of each unit."""
@@ -232,20 +238,27 @@ class World:
             where: "part": on half of the ranks, or on one; "mesh": on another mesh, if there is one.
         """
         program, system, sharded = self.program, self.system, bool(self.units) and where != "plain"
-        if not sharded or program.mesh == "tp":
+        if not sharded or program.mesh in ("tp", "ep"):
             system, sharded = importlib.import_module("tests.programs.systems").System(), False
         elif where == "part" or dist.get_world_size() < 4:
             program = dataclasses.replace(program, mesh="part")
         else:
             program = dataclasses.replace(program, mesh="shard" if program.mesh != "shard" else "hsdp")
+        world = self.of(program, system)
+        meshes = [param.device_mesh for param in world.params.values() if hasattr(param, "device_mesh")]
+        parts = meshes[0] if program.mesh == "part" else None
+        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
+
+    def of(self, program: Any, system: Any = None) -> "World":
+        """A world of another program; parameters of the same names are trained or frozen as they are here."""
         model = type(self.model)(program.layers, program.width, program.ends, program.recompute)
         for name, param in model.named_parameters():
-            param.requires_grad_(self.params[name].requires_grad)
-        world = World(program, system, model, lambda named: of_groups(self.optimizer, dict(named)))
+            if name in self.params:
+                param.requires_grad_(self.params[name].requires_grad)
+        optimizer: Callable[[Any], Any] = lambda named: of_groups(self.optimizer, dict(named))  # noqa: E731
+        world = World(program, system or self.system, model, optimizer)
         world.build()
-        first: Any = next(iter(world.params.values()))
-        parts = first.device_mesh if program.mesh == "part" else None
-        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
+        return world
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -278,6 +291,6 @@ def of_groups(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> torch
     """An optimizer without states, of the same groups of these parameters."""
     groups = [dict(group) for group in optimizer.param_groups]
     for group in groups:
-        group["params"] = [(name, params[name]) for name in group.pop("param_names")]
+        group["params"] = [(name, params[name]) for name in group.pop("param_names") if name in params]
     kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
     return kind(groups)
