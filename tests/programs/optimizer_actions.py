@@ -29,15 +29,7 @@ TORCH: dict[str, Callable[[Named], optim.Optimizer]] = {
     "asgd": lambda named: optim.ASGD(named, lr=0.05, t0=1.0),
     "adadelta": lambda named: optim.Adadelta(named, lr=0.5, eps=1e-3),
 }
-RANDOM = (
-    "uniform_",
-    "normal_",
-    "trunc_normal_",
-    "xavier_uniform_",
-    "kaiming_normal_",
-    "orthogonal_",
-    "sparse_",
-)
+RANDOM = ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "kaiming_normal_", "orthogonal_")
 
 # -- steps -----------------------------------------------------------------------------------------------------------
 

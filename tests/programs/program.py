@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import optimizer_actions, surgery_actions, unit_actions  # noqa: F401 (enter all actions)
+from . import optimizer_actions, pipeline_actions, surgery_actions, unit_actions  # noqa: F401 (enter all actions)
 from . import world as doings
 from .expert_parallel import Routed
 from .layers import LAYERS
@@ -168,7 +168,8 @@ def draw(seed: int) -> Program:
         layers = tuple("linear" if kind in ("batch norm", "dropout") else kind for kind in layers)
     if quantized:  # roots and polar factors make rounding larger than any bound of a format
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-    units = _units(rng, layers, ends, ranks, mesh, uneven)
+    replicas = mesh == "tp" and ranks == 4 and rng.random() < 0.5
+    units = _units(rng, layers, ends, ranks - replicas, mesh, uneven)
     if "subclass" in layers:
         units = tuple(
             dataclasses.replace(
@@ -186,7 +187,8 @@ def draw(seed: int) -> Program:
     if outside and not (precision or quantized or last):  # which say nothing of parameters outside units
         if rng.random() < 0.5:
             ignored = (rng.choice(("norm.weight", ".bias", "layers.0.", "embed.", "head.")),)
-        elif ends != "tied" and len(units) > 1:  # a tied weight needs a unit around both places
+        # A tied weight needs a unit around both places, and a skippable unit one that is not.
+        elif ends != "tied" and len(units) > 1 and not any(unit.skippable for unit in units):
             units = tuple(unit for unit in units if "" not in unit.modules)
     if mixed_offload:
         units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
@@ -224,7 +226,7 @@ def draw(seed: int) -> Program:
         seed=seed,
         ranks=ranks,
         mesh=mesh,
-        replicas=mesh == "tp" and ranks == 4 and rng.random() < 0.4,
+        replicas=replicas,
         layers=layers,
         ends=ends,
         width=rng.choice((5, 6, 8)),

@@ -330,6 +330,13 @@ _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
     Refused("edit_full", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh in CUTS),
     Refused("edit_full", "NotImplementedError", "is a tensor subclass", lambda p: "subclass" in p.layers),
+    Refused("initialize", "NotImplementedError", "fsdp_runtime.full_params(model)"),  # eye_
+    Refused(
+        "clip_by_norm",
+        "NotImplementedError",
+        "DTensors on the axes that are missing",
+        lambda p: p.mesh == "tp",
+    ),
     Refused("stream", "NotImplementedError", "is cut by another parallelism", lambda p: p.mesh in CUTS),
     Refused("clip", "NotImplementedError", "copies=True", lambda p: p.mesh == "tp"),
     Refused("clip", "NotImplementedError", "DTensors on the axes that are missing", lambda p: p.mesh == "tp"),
@@ -375,7 +382,7 @@ class _OneRank(World):
 # Actions that need values sent by other ranks.
 _NEED_RANKS = (
     "checkpoint", "checkpoint_elsewhere", "files", "full_state_dict", "optimizer_states", "stream", "edit_full",
-    "average_of_weights",
+    "average_of_weights", "pipeline",
 )  # fmt: skip
 
 

@@ -308,6 +308,8 @@ class Sharded(System):
         if program.mesh == "tp":
             mesh = self._tensor_mesh(program)
             return mesh["copy", "dp"] if program.replicas else mesh["dp"], None
+        if program.mesh == "pp":  # see pipeline_actions.staged
+            return rank_mesh(2, ranks // 2, names=("pp", "pdp"))["pdp"], None
         if program.mesh == "ep":
             return rank_mesh(ranks), lambda param: self._placed(_expert_mesh()["efsdp"], is_divided(param))
         if program.mesh == "two":

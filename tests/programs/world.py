@@ -293,4 +293,4 @@ def of_groups(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> torch
     for group in groups:
         group["params"] = [(name, params[name]) for name in group.pop("param_names") if name in params]
     kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
-    return kind(groups)
+    return kind([group for group in groups if group["params"]])
