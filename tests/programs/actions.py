@@ -45,8 +45,8 @@ def accumulate_over_replicas(w: World, others: bool, shorter: bool) -> None:
     for last in (False, True):
         w.call("set_requires_all_reduce", last)
         w.call("set_is_last_backward", last or others)
-        # Without a unit around all of them, nothing of a layer that does not run is called.
-        shorter = shorter and any("" in unit.modules for unit in w.program.units)
+        # A layer that does not run needs a unit around it, which it had when that was wrapped, to be reduced.
+        shorter = shorter and not w.late and any("" in unit.modules for unit in w.program.units)
         w.loss(order=[0] if last and shorter else None).backward()
 
 

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint import state_dict as states
 
 from ragged_shard.testing import rank_mesh
 
-from .layers import LAYERS
-from .models import loss_of
+from .models import Model, loss_of
 from .world import World, action, coin, of_groups
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -25,35 +24,35 @@ APART = {
 }  # layers that make another thing of another division of the batch
 
 
-class Stage(nn.Module):
+class Numbered(nn.ModuleDict):
+    """Some of a list's modules, under their numbers."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(str(key))
+
+
+class Stage(Model):
     """A part of a model, whose parameters have the model's names."""
 
-    autocast = False
-
-    def __init__(self, kinds: tuple[str, ...], width: int, last: bool, model: Any):
-        super().__init__()
-        half = len(kinds) // 2
-        numbers = range(half, len(kinds)) if last else range(half)
-        self.layers = nn.ModuleDict({str(number): LAYERS[kinds[number]](width) for number in numbers})
+    def __init__(self, program: Any, last: bool):
+        super().__init__(program.layers, program.width, program.ends, program.recompute)
+        half = len(self.layers) // 2
+        self.numbers = range(half, len(self.layers)) if last else range(half)
+        self.layers = Numbered({str(number): self.layers[number] for number in self.numbers})
         self.chosen: list[int] = []
-        if last:
-            self.norm, self.head = (
-                type(model.norm)(width),
-                nn.Linear(width, len(model.head.weight), bias=False),
-            )
-        else:
-            self.embed = nn.Embedding(len(model.embed.weight), width)
+        for name in ("embed",) if last else ("norm", "head"):
+            delattr(self, name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):  # type: ignore[override]
         x = self.embed(x) if hasattr(self, "embed") else x
-        for layer in self.layers.values():
-            x = layer.after(layer.run(x, self.chosen), x, False)
+        for number in self.numbers:
+            x = self.advance(number, x, self.chosen)
         return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
 def staged(w: World, last: bool, reshard: bool) -> World:
     """This rank's stage, sharded over the ranks that have it, with an optimizer of the same groups."""
-    stage = Stage(w.program.layers, w.program.width, last, w.model)
+    stage = Stage(w.program, last)
     there = dict(stage.named_modules())
     units = [
         dataclasses.replace(unit, modules=modules, reshard=reshard)
@@ -75,20 +74,26 @@ def with_state(w: World) -> set[str]:
     return set().union(*names)
 
 
-def save(w: World, folder: Path) -> None:
-    """Save model and optimizer, each option of the optimizer under the name of a parameter."""
+def state_of(w: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint has, and the optimizer's state dict; its options, of which each would be a file, stay out."""
     model, optimizer = states.get_state_dict(w.model, w.optimizer, options=FLAT)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return {
+        "model": model,
+        "states": {k: v for k, v in optimizer.items() if k.startswith("state.")},
+    }, optimizer
 
 
 def load(w: World, folder: Path, names: set[str]) -> None:
     """Load model and optimizer into a new optimizer, which has states of the parameters of these names."""
     w.optimizer = of_groups(w.optimizer, w.params)
-    model, optimizer = states.get_state_dict(w.model, w.optimizer, options=FLAT)
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, planner=planner)
+    found, optimizer = state_of(w)
+    dcp.load(found, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     states.set_state_dict(
-        w.model, w.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=FLAT
+        w.model,
+        w.optimizer,
+        model_state_dict=found["model"],
+        optim_state_dict={**optimizer, **found["states"]},
+        options=FLAT,
     )
     for name, param in w.params.items():
         if name not in names:
@@ -120,7 +125,14 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     """Two stages load the model and the optimizer, make a step, and save them for the model to load."""
     program, ranks = w.program, dist.get_world_size()
     whole = program.ends == "" and not any(program.is_plain(name) for name in w.params)
-    odd = program.uneven or program.quantized or program.precision or {*program.layers} & APART
+    # torch's stages call backward for some tensors, which a reentrant checkpoint refuses.
+    odd = (
+        program.recompute == "reentrant"
+        or program.uneven
+        or program.quantized
+        or program.precision
+        or {*program.layers} & APART
+    )
     if ranks % 2 or odd or not whole:
         return
     w.rest()
@@ -140,7 +152,7 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     other = staged(w, dist.get_rank() >= ranks // 2, reshard)
     with w.folder() as folder:
         names = with_state(w)
-        save(w, folder / "out")
+        dcp.save(state_of(w)[0], checkpoint_id=folder / "out")
         load(other, folder / "out", names)
         w.note("loss", run(w, other, schedule, microbatches))
         parts: list[Any] = [None] * ranks
@@ -152,6 +164,6 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
         other.optimizer.step()
         other.optimizer.zero_grad()
         other.rest()
-        save(other, folder / "back")
+        dcp.save(state_of(other)[0], checkpoint_id=folder / "back")
         w.spoil()
         load(w, folder / "back", with_state(other))

@@ -166,6 +166,7 @@ def files(w: World, assign: bool = False) -> None:
             if assign:
                 values = w.model.state_dict().items()
                 w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
+                w.model.tie()
             with torch.no_grad():
                 for param in w.model.parameters() if assign else w.params.values():
                     if param.requires_grad or w.program.quantized != "nf4":
