@@ -1,14 +1,23 @@
 """Optimizers of torch with their options, schedules, clipping by value, and parameters that a user sets by hand."""
 
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import lr_scheduler
 
-from .actions import one_more_step
+import block_optim
+from layout_planner import Elements, Tile
+
+from .actions import one_more_step, step
+from .layers import LENGTH, ROWS
+from .models import loss_of
+from .state_actions import load, save
 from .world import World, action, layer
 
 Named = list[tuple[str, nn.Parameter]]
@@ -58,7 +67,7 @@ def _scheduler(kind: str, optimizer: Any) -> Any:
 SCHEDULES = ("one cycle", "plateau", "lambda", "restarts", "cosine", "sequential", "chained")
 
 
-@action(draw=lambda rng: (rng.choice(SCHEDULES),))
+@action(weight=1.8, draw=lambda rng: (rng.choice(SCHEDULES),))
 def schedules(w: World, kind: str) -> None:
     """Three steps with a schedule, whose state goes through a state dict after the second."""
     w.kept.clear()
@@ -169,3 +178,72 @@ def state_of_a_part(w: World, part: Any, through_file: bool) -> None:
         torch.save(scaled, file)
         scaled = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     module.load_state_dict(scaled)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+BLOCKS: tuple[Any, ...] = ("auto", Tile(1, 4), Tile(4, 1), Tile(2, 2), Tile(2, 4), Elements(4), Elements(8))
+
+
+def of_blocks(w: World, mesh: str, block: Any) -> World:
+    """The model with an `AdamW8bit` of these blocks, which no unit cuts."""
+    units = tuple(dataclasses.replace(unit, blocks="whole") for unit in w.program.units)
+    world = w.of(dataclasses.replace(w.program, mesh=mesh, units=units))
+    world.optimizer = block_optim.AdamW8bit(world.named(), lr=0.01, eps=1e-3, min_8bit_numel=16, block=block)
+    return world
+
+
+def same_step(w: World) -> None:
+    """A step of the same batch on all ranks."""
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    loss_of(w.model(tokens), tokens).backward()
+    step(w)
+
+
+@action(
+    weight=0,
+    fsdp2=False,
+    draw=lambda rng: (rng.choice(("same", "tp")), rng.randrange(len(BLOCKS)), rng.randrange(len(BLOCKS))),
+)
+def other_blocks(w: World, mesh: str, saved: int, loaded: int) -> None:
+    """8-bit states of some blocks are loaded into others: right values, or a refusal that names a parameter."""
+    fits = (
+        "split" in w.program.layers and "subclass" not in w.program.layers and dist.get_world_size() % 2 == 0
+    )
+    mesh = "tp" if mesh == "tp" and fits and not w.program.is_plain("embed.weight") else w.program.mesh
+    w.rest()
+    w.clear_gradients()
+    one = of_blocks(w, w.program.mesh, BLOCKS[saved])
+    same_step(one)
+    text = ""
+    with w.folder() as common:
+        folder = common if w.units else common / str(dist.get_rank())
+        one.rest()
+        save(one, folder, no_dist=not w.units)
+        try:
+            other = of_blocks(w, mesh, BLOCKS[loaded])
+            load(other, folder, no_dist=not w.units)
+        except (ValueError, CheckpointException) as error:
+            text = str(error)
+            if "tp" in (mesh, w.program.mesh):
+                raise  # pieces have blocks of their own
+        dist.barrier()
+    w.note("refused", bool(text))
+    if not text:
+        same_step(other)
+        other.rest()
+        w.note_all("after", other.params)
+    elif not any(name in text for name in w.params):
+        raise AssertionError(f"a refusal that names no parameter: {text}")
+
+
+OVERRIDES: dict[str, Any] = {"": {}, "adamw": {"layers.0": "adamw"}, "rate": {"head|embed": {"lr": 0.02}}}
+
+
+@action(weight=0, draw=lambda rng: (rng.choice([*OVERRIDES]),))
+def route(w: World, overrides: str) -> None:
+    """block-optim chooses, by names and shapes, which algorithm trains a parameter."""
+    w.rest()
+    w.optimizer = block_optim.mixed_optimizer_for(
+        w.model, lr=0.01, overrides=OVERRIDES[overrides], verbose=False
+    )

@@ -133,7 +133,9 @@ def read(text: str) -> Program:
 
 def names(program: Program) -> set[str]:
     """The names of layers, actions and options in a program."""
-    return set(re.findall(r"'[\w() ]+'|\w+='?[\w ]+", repr(dataclasses.replace(program, seed=0))))
+    found = set(re.findall(r"'[\w() ]+'|\w+='?[\w ]+", repr(dataclasses.replace(program, seed=0))))
+    rooted = any("" in unit.modules for unit in program.units)
+    return found | ({"ignored"} if program.ignored else set()) | (set() if rooted else {"no root"})
 
 
 def draw(seed: int) -> Program:
@@ -212,6 +214,12 @@ def draw(seed: int) -> Program:
             taken.append(("step",))
     beside = [
         *([("state_dict", "assign")] if any(LAYERS[kind].keeps for kind in layers) else []),
+        *(
+            [("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))]
+            if optimizer == "adamw8bit" and not precision + quantized
+            else []
+        ),
+        *([("route", *doings.ACTIONS["route"].draw(rng))] if optimizer == "muon" else []),
         *([("to_dtype",)] if any(len(unit.modules) > 1 for unit in units) else []),
         *(
             [("reshard_after_backward", False), ("accumulate_hooks",), ("all_reduce_hook",)]

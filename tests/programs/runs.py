@@ -363,12 +363,11 @@ REFUSED = [
     Refused("captured", "ValueError", "RNN input dtype", lambda p: bool(p.recompute) and _freed(p)),
     Refused("option", "NotImplementedError", "set_keep_unsharded_storage", lambda p: "subclass" in p.layers),
     # Each rank of tensor parallelism has scales of its own piece.
-    Refused(
-        "checkpoint_elsewhere",
-        "CheckpointException",
-        "Size mismatch",
-        lambda p: p.mesh == "tp" and p.optimizer == "adamw8bit",
+    *(
+        Refused(name, "CheckpointException", "Size mismatch", lambda p: p.optimizer == "adamw8bit")
+        for name in ("checkpoint_elsewhere", "pipeline", "other_blocks")
     ),
+    Refused("other_blocks", "ValueError", "weight", lambda p: "split" in p.layers),
 ]
 
 
@@ -382,7 +381,7 @@ class _OneRank(World):
 # Actions that need values sent by other ranks.
 _NEED_RANKS = (
     "checkpoint", "checkpoint_elsewhere", "files", "full_state_dict", "optimizer_states", "stream", "edit_full",
-    "average_of_weights", "pipeline",
+    "average_of_weights", "pipeline", "other_blocks",
 )  # fmt: skip
 
 
