@@ -125,14 +125,10 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     """Two stages load the model and the optimizer, make a step, and save them for the model to load."""
     program, ranks = w.program, dist.get_world_size()
     whole = program.ends == "" and not any(program.is_plain(name) for name in w.params)
-    # torch's stages call backward for some tensors, which a reentrant checkpoint refuses.
-    odd = (
-        program.recompute == "reentrant"
-        or program.uneven
-        or program.quantized
-        or program.precision
-        or {*program.layers} & APART
-    )
+    # torch's stages call backward for some tensors, which a reentrant checkpoint refuses. A stage numbers the blocks of
+    # Shampoo and SOAP by itself, and refreshes them in other steps than the model.
+    odd = program.recompute == "reentrant" or program.optimizer in ("shampoo", "soap")
+    odd = odd or program.uneven or program.quantized or program.precision or {*program.layers} & APART
     if ranks % 2 or odd or not whole:
         return
     w.rest()

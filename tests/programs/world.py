@@ -241,12 +241,24 @@ class World:
             where: "part": on half of the ranks, or on one; "mesh": on another mesh, if there is one.
         """
         program, system, sharded = self.program, self.system, bool(self.units) and where != "plain"
-        if not sharded or program.mesh in ("tp", "ep"):
+        ranks, cut = dist.get_world_size(), program.mesh in ("tp", "ep")
+        fits = {
+            "shard": ranks == 4 or cut,
+            "hsdp": ranks == 4,
+            "tp": ranks % 2 == 0 and "split" in program.layers,
+            "ep": ranks % 2 == 0 and "routed" in program.layers,
+        }
+        meshes = [mesh for mesh, fit in fits.items() if fit and mesh != program.mesh]
+        if not sharded or (cut and where == "part"):
             system, sharded = importlib.import_module("tests.programs.systems").System(), False
-        elif where == "part" or dist.get_world_size() < 4:
+        elif where == "part" or not meshes:
             program = dataclasses.replace(program, mesh="part")
         else:
-            program = dataclasses.replace(program, mesh="shard" if program.mesh != "shard" else "hsdp")
+            units = [
+                dataclasses.replace(u, reshard=u.reshard if u.reshard != 2 else True) for u in program.units
+            ]
+            mesh = meshes[program.seed % len(meshes)]
+            program = dataclasses.replace(program, mesh=mesh, replicas=False, units=tuple(units))
         world = self.of(program, system)
         meshes = [param.device_mesh for param in world.params.values() if hasattr(param, "device_mesh")]
         parts = meshes[0] if program.mesh == "part" else None
