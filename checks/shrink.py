@@ -52,6 +52,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         "quantized",
         "hooked",
         "ignored",
+        "replicas",
     ):
         if getattr(program, name) != DEFAULTS[name]:
             yield change(**{name: DEFAULTS[name]})

@@ -196,6 +196,7 @@ def of_blocks(w: World, mesh: str, block: Any) -> World:
 def same_step(w: World) -> None:
     """A step of the same batch on all ranks."""
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    torch.manual_seed(w.program.seed)
     loss_of(w.model(tokens), tokens).backward()
     step(w)
 

@@ -141,7 +141,6 @@ def second_model(w: World, freezes: bool, together: bool) -> None:
     program = dataclasses.replace(
         w.program, layers=("linear",), ends="", units=(unit, dataclasses.replace(unit, modules=("",)))
     )
-    torch.manual_seed(w.program.seed)
     other = w.of(program)
     other.model.requires_grad_(not freezes)
     tokens, targets, chosen = w.batch()

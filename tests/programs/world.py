@@ -266,6 +266,7 @@ class World:
 
     def of(self, program: Any, system: Any = None) -> "World":
         """A world of another program; parameters of the same names are trained or frozen as they are here."""
+        torch.manual_seed(self.program.seed)
         model = type(self.model)(program.layers, program.width, program.ends, program.recompute)
         for name, param in model.named_parameters():
             if name in self.params:
