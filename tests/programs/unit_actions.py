@@ -222,7 +222,11 @@ def parameter_hooks(w: World, how: str, odd: bool) -> None:
     """Hooks on every second parameter replace a gradient, reduced, before it is added to the one that is there."""
     w.rest()
     replace = {"halve": lambda grad: grad * 0.5, "clamp": lambda grad: grad.clamp(-1e-3, 1e-3)}[how]
-    hooked = {name: param for name, param in [*w.params.items()][odd::2] if param.requires_grad}
+    hooked = {
+        name: param
+        for name, param in [*w.params.items()][odd::2]
+        if param.requires_grad and not w.program.is_plain(name)  # which see this rank's gradient
+    }
     calls: list[str] = []
     if w.units:
         handles = [w.hook(name, param, "register_hook", replace, calls) for name, param in hooked.items()]
