@@ -367,7 +367,14 @@ REFUSED = [
         Refused(name, "CheckpointException", "Size mismatch", lambda p: p.optimizer == "adamw8bit")
         for name in ("checkpoint_elsewhere", "pipeline", "other_blocks")
     ),
-    Refused("other_blocks", "ValueError", "weight", lambda p: "split" in p.layers),
+    Refused("other_blocks", "ValueError", "weight", lambda p: bool({"split", "routed"} & {*p.layers})),
+    # The unit around a layer that is gone still has its parameters, which the model does not convert.
+    Refused(
+        "to_dtype",
+        "ValueError",
+        "convert all of them",
+        lambda p: any(action[0] in ("remove_layer", "replace_layer") for action in p.actions),
+    ),
 ]
 
 
