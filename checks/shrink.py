@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.programs.program import Program, Unit
+from tests.programs.surgery_actions import relaid
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Program) if field.name != "seed"}
 
@@ -50,6 +51,8 @@ def _candidates(program: Program) -> Iterator[Program]:
         "optimizer",
         "quantized",
         "hooked",
+        "ignored",
+        "replicas",
         "module_hooks",
     ):
         if getattr(program, name) != DEFAULTS[name]:
@@ -73,20 +76,9 @@ def _plainer(unit: Unit) -> Iterator[Unit]:
 
 def _without_layer(program: Program, index: int) -> Program:
     """Leave a layer out, and what units have of it; later layers move up."""
-
-    def moved(path: str) -> str | None:
-        first, _, rest = path.removeprefix("layers.").partition(".")
-        if not path.startswith("layers.") or int(first) < index:
-            return path
-        return None if int(first) == index else f"layers.{int(first) - 1}" + (f".{rest}" if rest else "")
-
-    units = []
-    for unit in program.units:
-        modules = tuple(path for path in map(moved, unit.modules) if path is not None)
-        if modules:
-            units.append(dataclasses.replace(unit, modules=modules))
-    layers = program.layers[:index] + program.layers[index + 1 :]
-    return dataclasses.replace(program, layers=layers, units=tuple(units))
+    order = [old for old in range(len(program.layers)) if old != index]
+    places = {old: place for place, old in enumerate(order)}
+    return relaid(program, places, tuple(program.layers[old] for old in order))
 
 
 def kind_of(fault: str) -> tuple[str, str]:

@@ -46,6 +46,8 @@ def accumulate_over_replicas(w: World, others: bool, shorter: bool) -> None:
     for last in (False, True):
         w.call("set_requires_all_reduce", last)
         w.call("set_is_last_backward", last or others)
+        # A layer that does not run needs a unit around it, which it had when that was wrapped, to be reduced.
+        shorter = shorter and not w.late and any("" in unit.modules for unit in w.program.units)
         w.loss(order=[0] if last and shorter else None).backward()
 
 
@@ -210,6 +212,8 @@ def clip(w: World, limit: float, kind: float, own: bool, copies: bool = False) -
     w.system.average(w.params)
     if (own or copies) and hasattr(w.model, "clip_grad_norm_"):
         norm = w.model.clip_grad_norm_(limit, norm_type=kind, copies=copies)
+    elif (own or copies) and w.system.name == "ours":
+        norm = w.system.api.clip_grad_norm_(w.params.values(), limit, norm_type=kind, copies=copies)
     else:  # of an empty tensor torch has no norm of order infinity; an empty shard is none
         trained = [param for param in w.params.values() if param.numel()]
         norm = torch.nn.utils.clip_grad_norm_(trained, limit, norm_type=kind)
@@ -254,7 +258,7 @@ def zero_grad_of_the_model(w: World, to_none: bool) -> None:
 )
 def set_gradients(w: World, how: str, first: int, after: bool) -> None:
     """Set gradients of every third parameter, to which a backward adds."""
-    if w.program.mesh == "tp" or "subclass" in w.program.layers:
+    if w.program.mesh in ("tp", "ep") or "subclass" in w.program.layers:
         how = "None"
     w.loss().backward()
     used = [p for n, p in w.named() if p.grad is not None and p.requires_grad and ".experts." not in n]
@@ -322,10 +326,9 @@ def divide(w: World) -> None:
     w.each("set_gradient_divide_factor", 2.0 * ranks)
     w.loss().backward()
     w.each("set_gradient_divide_factor", float(ranks))
-    if not w.units:
-        for param in w.params.values():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
+    for name, param in w.params.items():
+        if param.grad is not None and (not w.units or w.program.is_plain(name)):
+            param.grad.mul_(0.5)
 
 
 @action(weight=0.5, gradients=True)
@@ -341,8 +344,8 @@ def all_reduce_hook(w: World) -> None:
     grads = [(param, param.grad) for param in w.params.values() if param.grad is not None]
     for param, used in [(param, (w.full(grad).abs() > 1e-30).any()) for param, grad in grads]:
         param.grad = param.grad if used else None
-    for param in w.params.values() if not w.units else ():
-        if param.grad is not None:
+    for name, param in w.params.items():
+        if param.grad is not None and (not w.units or w.program.is_plain(name)):
             param.grad.mul_(0.5)
 
 

@@ -115,7 +115,7 @@ def fail_and_repeat(w: World, place: str, index: int, says: bool, recompute: str
     if not w.program.uneven:
         w.note("raised", raised)
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
     w.clear_gradients()
     w.batches -= 1
     loss = w.loss()

@@ -39,7 +39,10 @@ class Model(nn.Module):
     Attributes:
         fails: raise `OnPurpose` after this layer.
         captures: keep the output of this layer in `captured`.
+        autocast: whether each call is under torch's autocast.
     """
+
+    autocast = False
 
     def __init__(self, layers: Sequence[str], width: int, ends: str, recompute: str):
         super().__init__()
@@ -54,6 +57,10 @@ class Model(nn.Module):
         self.fails: int | None = None
         self.captures: int | None = None
         self.captured: torch.Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return super().__call__(*args, **kwargs)
 
     def tie(self) -> None:
         """Give the head the embedding's weight, where they are tied; a state dict that is assigned unties them."""

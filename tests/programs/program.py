@@ -11,8 +11,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from . import autograd_actions, failure_actions, hook_actions, unit_actions  # noqa: F401 (they enter all actions)
+from . import (  # noqa: F401 (they enter all actions)
+    autograd_actions,
+    failure_actions,
+    hook_actions,
+    optimizer_actions,
+    pipeline_actions,
+    surgery_actions,
+    unit_actions,
+)
 from . import world as doings
+from .expert_parallel import Routed
 from .layer_actions import HOW
 from .layers import LAYERS
 from .models import ENDS, RECOMPUTES
@@ -23,6 +32,8 @@ APART = {
     ("no rng", "dropout"),
     *(("selective", other) for other in ("lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4")),
 }
+LAYERS["routed"] = Routed
+CUTS = ("tp", "ep")  # meshes with an axis that another parallelism than that of data cuts parameters over
 Action = tuple[Any, ...]  # the name of an action and its arguments
 
 
@@ -62,7 +73,9 @@ class Program(_Literal):
     Attributes:
         seed: of parameters and batches.
         ranks: 1 to 4.
-        mesh: "shard"; "hsdp": 2 replicas; "tp": 2 ranks of tensor parallelism; "two": vectors have replicas.
+        mesh: "shard"; "hsdp": 2 replicas; "tp": 2 ranks of tensor parallelism; "ep": of experts;
+            "two": vectors have replicas.
+        replicas: "tp" has 2 replicas instead of 2 ranks that shard.
         layers: kinds of `models.LAYERS`, in order.
         ends: "", or how embedding and head are used besides: `models.ENDS`.
         width: of all layers.
@@ -72,6 +85,7 @@ class Program(_Literal):
         units: calls of `fully_shard`, in order.
         uneven: ranks choose experts, each its own.
         precision, quantized, offload, transport: names of tables in `systems`.
+        ignored: parts of names: parameters that no unit takes, which stay plain.
         hooked: "", or which hooks parameters have before they are sharded: a name of `world.HOOKS`.
         module_hooks: "", or "kind: place" of tables in `module_hooks`: hooks of modules before they are sharded.
         optimizer: a name of `systems.OPTIMIZERS`.
@@ -82,6 +96,7 @@ class Program(_Literal):
     seed: int = 0
     ranks: int = 2
     mesh: str = "shard"
+    replicas: bool = False
     layers: tuple[str, ...] = ("linear",)
     ends: str = ""
     width: int = 5
@@ -94,6 +109,7 @@ class Program(_Literal):
     quantized: str = ""
     offload: bool = False
     transport: str = ""
+    ignored: tuple[str, ...] = ()
     hooked: str = ""
     module_hooks: str = ""
     optimizer: str = "sgd"
@@ -111,6 +127,12 @@ class Program(_Literal):
         return not (ours_alone or inside or uneven_rows or skippable or dies) and all(
             doings.ACTIONS[name].fsdp2 for name, *_ in self.actions
         )
+
+    def is_plain(self, name: str) -> bool:
+        """Whether no unit has a parameter: then averaging its gradient is the user's."""
+        paths = [path for unit in self.units for path in unit.modules]
+        inside = any(path == "" or name.startswith(f"{path}.") for path in paths)
+        return not inside or any(part in name for part in self.ignored)
 
     @property
     def compiles(self) -> bool:
@@ -138,7 +160,9 @@ def read(text: str) -> Program:
 
 def names(program: Program) -> set[str]:
     """The names of layers, actions and options in a program."""
-    return set(re.findall(r"'[\w() ]+'|\w+='?[\w ]+", repr(dataclasses.replace(program, seed=0))))
+    found = set(re.findall(r"'[\w() ]+'|\w+='?[\w ]+", repr(dataclasses.replace(program, seed=0))))
+    rooted = any("" in unit.modules for unit in program.units)
+    return found | ({"ignored"} if program.ignored else set()) | (set() if rooted else {"no root"})
 
 
 def draw(seed: int) -> Program:
@@ -151,9 +175,15 @@ def draw(seed: int) -> Program:
     )
     if mesh == "tp":
         layers = (*layers[:2], "split")
+    if mesh == "ep":
+        layers = (*layers[:2], "routed")
     ends = rng.choice(("", "", "", *ENDS))
     special = rng.random()
-    precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output")) if special < 0.15 else ""
+    precision = (
+        rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output", "autocast"))
+        if special < 0.15
+        else ""
+    )
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
     compiled = rng.choices(("", "layers", "model"), (97, 1.5, 1.5))[0]
     if "structured" in layers:  # torch fails to give views back that leave a compiled function
@@ -164,12 +194,15 @@ def draw(seed: int) -> Program:
     mixed_offload = rng.random() < 0.08
     uneven = "experts" in layers and rng.random() < 0.4
     optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
+    if rng.random() < 0.3:
+        optimizer = rng.choice([*optimizer_actions.TORCH])
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
         layers = tuple(kind if LAYERS[kind].casts else "linear" for kind in layers)
     if quantized:  # roots and polar factors make rounding larger than any bound of a format
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-    units = _units(rng, layers, ends, ranks, mesh, uneven)
+    replicas = mesh == "tp" and ranks == 4 and rng.random() < 0.5
+    units = _units(rng, layers, ends, ranks - replicas, mesh, uneven)
     if "subclass" in layers:
         units = tuple(
             dataclasses.replace(
@@ -181,9 +214,17 @@ def draw(seed: int) -> Program:
         )
     if optimizer == "adamw8bit":
         units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
+    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
+    ignored: tuple[str, ...] = ()
+    outside = rng.random() < 0.1 and mesh not in CUTS  # of what else cuts a parameter DDP knows nothing
+    if outside and not (precision or quantized or last):  # which say nothing of parameters outside units
+        if rng.random() < 0.5:
+            ignored = (rng.choice(("norm.weight", ".bias", "layers.0.", "embed.")),)
+        # A tied weight needs a unit around both places, and a skippable unit one that is not.
+        elif ends != "tied" and len(units) > 1 and not any(unit.skippable for unit in units):
+            units = tuple(unit for unit in units if "" not in unit.modules)
     if mixed_offload:
         units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
-    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
     known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
     names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 8))
     if mesh == "hsdp" and rng.random() < 0.3:
@@ -205,6 +246,12 @@ def draw(seed: int) -> Program:
             taken.append(("step",))
     beside = [
         *([("state_dict", "assign")] if any(LAYERS[kind].keeps for kind in layers) else []),
+        *(
+            [("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))]
+            if optimizer == "adamw8bit" and not precision + quantized
+            else []
+        ),
+        *([("route", *doings.ACTIONS["route"].draw(rng))] if optimizer == "muon" else []),
         *([("to_dtype",)] if any(len(unit.modules) > 1 for unit in units) else []),
         *(
             [("reshard_after_backward", False), ("accumulate_hooks",), ("all_reduce_hook",)]
@@ -221,6 +268,7 @@ def draw(seed: int) -> Program:
         seed=seed,
         ranks=ranks,
         mesh=mesh,
+        replicas=replicas,
         layers=layers,
         ends=ends,
         width=rng.choice((5, 6, 8)),
@@ -233,9 +281,10 @@ def draw(seed: int) -> Program:
         quantized=quantized,
         offload=rng.random() < 0.08,
         transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
-        # Tensor parallelism and subclasses replace parameters, without their hooks.
+        ignored=ignored,
+        # Other parallelism and subclasses replace parameters, without their hooks.
         hooked=rng.choice(list(doings.HOOKS))
-        if rng.random() < 0.06 and mesh != "tp" and "subclass" not in layers
+        if rng.random() < 0.06 and mesh not in CUTS and "subclass" not in layers
         else "",
         module_hooks=f"{rng.choice(list(MODULE_HOOKS))}: {rng.choice(PLACES)}" if rng.random() < 0.1 else "",
         optimizer=optimizer,
@@ -249,15 +298,15 @@ def draw(seed: int) -> Program:
 
 def _mesh(rng: random.Random, ranks: int) -> str:
     if ranks == 4:
-        return rng.choice(("shard", "shard", "hsdp", "hsdp", "tp", "two"))
-    return rng.choice(("shard", "shard", "shard", "tp")) if ranks == 2 else "shard"
+        return rng.choice(("shard", "shard", "hsdp", "hsdp", "tp", "ep", "two"))
+    return rng.choice(("shard", "shard", "shard", "tp", "ep")) if ranks == 2 else "shard"
 
 
 def _units(
     rng: random.Random, layers: tuple[str, ...], ends: str, ranks: int, mesh: str, uneven: bool
 ) -> tuple[Unit, ...]:
     """Some layers, experts, the ends together, and the model, inner ones first."""
-    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh != "two" else [])]
+    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh not in ("two", "ep") else [])]
     blocks = ["", "", "rows", "tiles", "whole"]
 
     def unit(*modules: str, skippable: bool = False) -> Unit:
@@ -268,6 +317,8 @@ def _units(
         skippable = kind == "experts" and (uneven or rng.random() < 0.3)
         if kind == "experts" and rng.random() < 0.6:
             units += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
+        if kind == "routed" and rng.random() < 0.5:
+            units.append(unit(f"layers.{index}.bank"))
         if "forces" in kind and rng.random() < 0.5:
             units.append(unit(f"layers.{index}.energy"))
         if rng.random() < 0.8:

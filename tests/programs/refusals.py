@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .program import Action, Program
+from .program import CUTS, Action, Program
 
 Remedy = Callable[[Program, int], Program]  # of a program and the number of the action that raises
 
@@ -101,6 +101,14 @@ def _tp(program: Program) -> bool:
     return program.mesh == "tp"
 
 
+def _cut(program: Program) -> bool:
+    return program.mesh in CUTS
+
+
+def _loses_a_layer(program: Program) -> bool:
+    return any(action[0] in ("remove_layer", "replace_layer") for action in program.actions)
+
+
 def _recomputed(program: Program) -> bool:
     return bool(program.recompute) and _freed(program)
 
@@ -126,7 +134,9 @@ REFUSED = [
     ),
     Refused("", "RuntimeError", "is being modified inplace", lambda p: "changes input" in p.layers),
     Refused("edit_full", "NotImplementedError", "use its full_tensor()", remedy=_with(each=True)),
-    Refused("stream", "NotImplementedError", "use its full_tensor()", _tp, _with(each=True)),
+    Refused("stream", "NotImplementedError", "use its full_tensor()", _cut, _with(each=True)),
+    Refused("initialize", "NotImplementedError", "fsdp_runtime.full_params(model)"),  # eye_
+    Refused("clip_by_norm", "NotImplementedError", "copies=True", _tp, _instead(("clip", 0.5, 2.0, True, True))),
     Refused("clip", "NotImplementedError", "copies=True", _tp, _with(copies=True)),
     Refused("wrap", "ValueError", "AdamW8bit.block_policy", remedy=_units(blocks="adamw8bit")),
     Refused("gradients_by_name", "NotImplementedError", "Call loss.backward()", remedy=_instead(("train",))),
@@ -154,8 +164,11 @@ REFUSED = [
         lambda p: "subclass" in p.layers, _instead(),
     ),
     # Each rank of tensor parallelism has scales of its own piece.
-    Refused(
-        "checkpoint_elsewhere", "CheckpointException", "Size mismatch",
-        lambda p: _tp(p) and p.optimizer == "adamw8bit",
+    *(
+        Refused(name, "CheckpointException", "Size mismatch", lambda p: p.optimizer == "adamw8bit")
+        for name in ("checkpoint_elsewhere", "pipeline", "other_blocks")
     ),
+    Refused("other_blocks", "ValueError", "weight", lambda p: bool({"split", "routed"} & {*p.layers})),
+    # The unit around a layer that is gone still has its parameters, which the model does not convert.
+    Refused("to_dtype", "ValueError", "convert all of them", _loses_a_layer),
 ]  # fmt: skip

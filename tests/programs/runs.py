@@ -31,7 +31,7 @@ from ragged_shard.testing import (
 )
 
 from .models import Model
-from .program import Program
+from .program import CUTS, Program
 from .refusals import Refused, refusal
 from .systems import OPTIMIZERS, dtype_of, system, tolerance_of
 from .world import ACTIONS, World, local_of
@@ -74,7 +74,7 @@ def run(program: Program, name: str, kind: type[World] = World) -> Trace:
             world.where = "end"
             world.rest()
             if not program.departs:
-                world.system.check_memory(world.model, program, world.units)
+                world.system.check_memory(world.model, world.program, world.units)
             world.note_gradients()
             world.note_all("", world.params)
         except (Exception, CheckpointException) as error:  # DCP's does not derive from it
@@ -327,14 +327,14 @@ class _OneRank(World):
 # Actions that need values sent by other ranks.
 _NEED_RANKS = (
     "checkpoint", "checkpoint_elsewhere", "files", "full_state_dict", "optimizer_states", "stream", "edit_full",
-    "average_of_weights",
+    "average_of_weights", "pipeline", "other_blocks",
 )  # fmt: skip
 
 
 def _simulated(program: Program) -> Outcome:
     """Run one rank on the simulated device, which raises where memory is used without an order."""
     actions = tuple(one for one in program.actions if one[0] not in _NEED_RANKS)
-    mesh = "shard" if program.mesh == "tp" else program.mesh
+    mesh = "shard" if program.mesh in CUTS else program.mesh
     program = dataclasses.replace(program, actions=actions, mesh=mesh, transport="")
     chance = random.Random(program.seed)
     where = "cpu:0" if program.offload or any(unit.offload for unit in program.units) else "cpu"

@@ -167,10 +167,10 @@ def files(w: World, assign: bool = False) -> None:
         if assign:
             values = w.model.state_dict().items()
             w.model.load_state_dict({name: value.clone() for name, value in values}, assign=True)
+            w.model.tie()
         if w.units:
             _lose_and_load(w, folder, dict(w.model.named_parameters()) if assign else w.params)
     if assign:
-        w.model.tie()
         w.params = dict(w.model.named_parameters())
         w.optimizer = w.make_optimizer(w.named())
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,9 +22,11 @@ from fsdp_runtime.memory import gathered_memory, unit_memory
 from fsdp_runtime.quantization import matrices_only
 from ragged_shard.testing import rank_mesh
 
+from .expert_parallel import Bank, is_divided
 from .layers import Compiled, Packed, Subclass, TwoForwards, Wrapped
 from .models import Model
-from .program import Program
+from .optimizer_actions import TORCH
+from .program import Program, Unit
 from .world import TIMEOUT
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -43,6 +46,7 @@ PRECISIONS: dict[str, tuple[MixedPrecisionPolicy, float]] = {
     "mixed": (MixedPrecisionPolicy(SINGLE, DOUBLE), 1e-3),
     "reduce32": (MixedPrecisionPolicy(reduce_dtype=SINGLE), 1e-4),
     "output": (MixedPrecisionPolicy(SINGLE, SINGLE, output_dtype=DOUBLE), 1e-3),
+    "autocast": (MixedPrecisionPolicy(), 0.05),
 }
 # A policy, and the relative error that it allows against one process that computes with weights read back from their
 # codes: rounding moves a value to the next code now and then.
@@ -70,6 +74,7 @@ OPTIMIZERS: dict[str, tuple[Any, torch.dtype, float]] = {
     "muon": (lambda named: _muon(named), SINGLE, 0.05),
     "shampoo": (lambda named: block_optim.Shampoo(named, lr=0.01), DOUBLE, 1e-5),
     "soap": (lambda named: block_optim.SOAP(named, lr=0.01), DOUBLE, 1e-5),
+    **{name: (make, DOUBLE, 0.0) for name, make in TORCH.items()},
 }
 
 
@@ -85,7 +90,9 @@ def _muon(named: list[tuple[str, nn.Parameter]]) -> block_optim.Mixed:
 
 def dtype_of(program: Program) -> torch.dtype:
     """The dtype of a program's parameters: double, where everything has it, so that rounding hides nothing."""
-    return SINGLE if program.quantized else OPTIMIZERS[program.optimizer][1]
+    return (
+        SINGLE if program.quantized or program.precision == "autocast" else OPTIMIZERS[program.optimizer][1]
+    )
 
 
 def tolerance_of(program: Program) -> float:
@@ -209,19 +216,34 @@ class Sharded(System):
         self._lent: int | None = None  # bytes of gathered buffers that others in this process use
 
     def wrap(self, model: Model, program: Program) -> list[Any]:
-        mesh, choose = self._mesh(program)
         if program.mesh == "tp":
             for index, kind in enumerate(program.layers):
                 if kind == "split":
                     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                    parallelize_module(model.layers[index], mesh["tp"], plan)
-            mesh = mesh["dp"]
+                    parallelize_module(model.layers[index], self._tensor_mesh(program)["tp"], plan)
         for module in model.modules():
+            if isinstance(module, Bank) and program.mesh == "ep":
+                module.divide(_expert_mesh()["ep"])
             if isinstance(module, Subclass):
                 module.linear.weight = nn.Parameter(
                     Wrapped(module.linear.weight.detach()), module.linear.weight.requires_grad
                 )
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": PRECISIONS[program.precision][0]}
+        units = [self.shard(model, program, unit) for unit in program.units]
+        for module in model.modules():
+            if isinstance(module, TwoForwards) and isinstance(module, self.api.FSDPModule):
+                self.api.register_fsdp_forward_method(module, "encode")
+        self._compile(model, program)
+        if self.ours and self._lent is None:
+            self._lent = self._in_use(units[0])
+        return units
+
+    def shard(self, model: Model, program: Program, unit: Unit) -> Any:
+        """Call `fully_shard`; returns the last of the unit's modules."""
+        mesh, choose = self._mesh(program)
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": PRECISIONS[program.precision][0],
+        }
         if choose is not None:
             options["shard_placement_fn"] = choose
         if program.offload:
@@ -230,50 +252,51 @@ class Sharded(System):
             options["transport"] = program.transport
         if program.quantized:
             options["quantization_policy"] = QUANTIZED[program.quantized][0]
-        if ignored := {param for param in model.parameters() if param.dtype == torch.bool}:
-            options["ignored_params"] = ignored  # as the refusal says
-        units = []
-        for unit in program.units:
-            modules = [model.get_submodule(path) for path in unit.modules]
-            own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
-            if unit.offload:
-                own["offload_policy"] = self.offload
-            # A layer after it may be in a unit that casts no inputs.
-            if "" not in unit.modules and not all(isinstance(module, Packed) for module in modules):
-                own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
-            if self.ours:
-                own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
-            # A head's name says nothing in a unit without its parent: the documentation leaves policies out there.
-            head = "head" in unit.modules and {*unit.modules} <= {"head", "norm"}
-            if program.quantized and (head or not _takes(program.quantized, modules)):
-                own["quantization_policy"] = None
-            self.api.fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **own})
-            units.append(modules[-1])
-        for module in model.modules():
-            if isinstance(module, TwoForwards) and isinstance(module, self.api.FSDPModule):
-                self.api.register_fsdp_forward_method(module, "encode")
-        self._compile(model, program)
-        if self.ours and self._lent is None:
-            self._lent = self._in_use(model)
-        return units
+        modules = [model.get_submodule(path) for path in unit.modules]
+        if program.mesh == "ep" and all(isinstance(module, Bank) for module in modules):
+            options |= {"mesh": _expert_mesh()["efsdp"], "shard_placement_fn": None}
+        own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
+        named = [*model.named_parameters(remove_duplicate=False)]
+        if ignored := {
+            p for n, p in named if p.dtype == torch.bool or any(part in n for part in program.ignored)
+        }:
+            own["ignored_params"] = ignored  # as the refusal of bool says
+        if unit.offload:
+            own["offload_policy"] = self.offload
+        # A layer after it may be in a unit that casts no inputs.
+        if "" not in unit.modules and not all(isinstance(module, Packed) for module in modules):
+            own["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
+        if self.ours:
+            own |= {"block_policy": POLICIES[unit.blocks], "skippable": unit.skippable}
+        # A head's name says nothing in a unit without its parent: the documentation leaves policies out there.
+        head = "head" in unit.modules and {*unit.modules} <= {"head", "norm"}
+        if program.quantized and (head or not _takes(program.quantized, modules)):
+            own["quantization_policy"] = None
+        self.api.fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **own})
+        if (
+            program.mesh == "ep"
+        ):  # experts get gradients from all ranks, over whatever mesh their unit reduces them
+            modules[-1].set_gradient_divide_factor(dist.get_world_size())
+            modules[-1].set_force_sum_reduction_for_comms(True)  # with gloo FSDP2 divides no other way
+        return modules[-1]
 
     @staticmethod
-    def _in_use(model: Model) -> int:
+    def _in_use(unit: Any) -> int:
         """Bytes of gathered buffers in use, without models of programs before, which may be in cycles."""
-        if gathered_memory(model).lent_bytes:
+        if gathered_memory(unit).lent_bytes:
             gc.collect()
-        return gathered_memory(model).lent_bytes
+        return gathered_memory(unit).lent_bytes
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         # A failed backward that nobody clears away keeps its memory until the next forward.
         keeps = any(one[0] == "option" or one in FAILED for one in program.actions)
         if self.ours and not keeps:
-            lent = self._in_use(model) - (self._lent or 0)
+            lent = self._in_use(units[0]) - (self._lent or 0)
             assert lent <= 0, f"at rest {lent} bytes of gathered buffers are in use"
-        assigned = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)} & {
-            *program.actions
-        }
-        params = [param for param in model.parameters() if param.dtype != torch.bool]  # which units leave out
+        own = {("state_dict", "assign"), ("state_dict", "and back"), ("files", True)}
+        assigned = any(one in own or one[0] == "assign_data" for one in program.actions)
+        named = [(name, param) for name, param in model.named_parameters() if not program.is_plain(name)]
+        params = [param for _, param in named if param.dtype != torch.bool]  # which units leave out
         locals_ = [getattr(param, "_local_tensor", param) for param in params]
         if self.ours and not assigned and all(type(one.data) is torch.Tensor for one in locals_):
             held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in locals_}
@@ -290,7 +313,12 @@ class Sharded(System):
         if program.mesh == "hsdp":
             return rank_mesh(2, ranks // 2, names=("replicate", "shard")), None
         if program.mesh == "tp":
-            return rank_mesh(ranks // 2, 2, names=("dp", "tp")), None
+            mesh = self._tensor_mesh(program)
+            return mesh["copy", "dp"] if program.replicas else mesh["dp"], None
+        if program.mesh == "pp":  # see pipeline_actions.staged
+            return rank_mesh(2, ranks // 2, names=("pp", "pdp"))["pdp"], None
+        if program.mesh == "ep":
+            return rank_mesh(ranks), lambda param: self._placed(_expert_mesh()["efsdp"], is_divided(param))
         if program.mesh == "two":
             flat, hybrid = (
                 rank_mesh(ranks, names=("fsdp",)),
@@ -298,6 +326,19 @@ class Sharded(System):
             )
             return flat, lambda param: hybrid if param.ndim == 1 else None
         return rank_mesh(ranks), None
+
+    def _tensor_mesh(self, program: Program) -> DeviceMesh:
+        ranks = dist.get_world_size()
+        shape, names = (
+            ((2, 1, 2), ("copy", "dp", "tp")) if program.replicas else ((ranks // 2, 2), ("dp", "tp"))
+        )
+        return rank_mesh(*shape, names=names)
+
+    def _placed(self, mesh: DeviceMesh, cut: bool) -> Any:
+        """What says that a parameter is sharded over another mesh: ours takes the mesh itself."""
+        if not cut or self.ours:
+            return mesh if cut else None
+        return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
     def laid_out(self, param: Any, value: torch.Tensor, how: str) -> torch.Tensor:
         if how == "zeros_like":
@@ -309,7 +350,18 @@ class Sharded(System):
         return distribute_tensor(value, param.device_mesh, placements, src_data_rank=None)
 
     def average(self, params: dict[str, nn.Parameter]) -> None:
-        pass
+        """Average those outside units, as DDP would."""
+        if plain := {name: param for name, param in params.items() if _is_plain(param)}:
+            super().average(plain)
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    """Whether no unit and no other parallelism has a parameter."""
+    return not hasattr(param, "device_mesh")
+
+
+def _expert_mesh() -> DeviceMesh:
+    return rank_mesh(dist.get_world_size() // 2, 2, names=("efsdp", "ep"))
 
 
 def _takes(quantized: str, modules: list[nn.Module]) -> bool:

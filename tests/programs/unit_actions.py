@@ -67,8 +67,7 @@ def end_by_hand(w: World) -> None:
     w.call("set_manual_backward_finalization", True)
     w.loss().backward()
     w.loss().backward()
-    if w.units:
-        w.model.finalize_backward()
+    w.call("finalize_backward")
     w.call("set_manual_backward_finalization", False)
 
 
@@ -212,7 +211,8 @@ def accumulate_hooks(w: World) -> None:
     if not w.program.uneven:
         w.note("hooked", " ".join(sorted(names)))
         w.note("hooked before", " ".join(sorted(w.calls)))
-        after = {name: w.params[name].grad for name in {*grads} & {*names} if w.units}
+        seen = {name for name in {*grads} & {*names} if w.units and not w.program.is_plain(name)}
+        after = {name: w.params[name].grad for name in seen}
         unlike = [n for n, grad in after.items() if not torch.equal(local_of(grads[n]), local_of(grad))]
         w.note("hooks saw another gradient for", " ".join(sorted(unlike)))
 
@@ -224,7 +224,11 @@ def parameter_hooks(w: World, how: str, odd: bool) -> None:
     """Hooks on every second parameter replace a gradient, reduced, before it is added to the one that is there."""
     w.rest()
     replace = {"halve": lambda grad: grad * 0.5, "clamp": lambda grad: grad.clamp(-1e-3, 1e-3)}[how]
-    hooked = {name: param for name, param in [*w.params.items()][odd::2] if param.requires_grad}
+    hooked = {
+        name: param
+        for name, param in [*w.params.items()][odd::2]
+        if param.requires_grad and not w.program.is_plain(name)  # which see this rank's gradient
+    }
     calls: list[str] = []
     if w.units:
         handles = [w.hook(name, param, "register_hook", replace, calls) for name, param in hooked.items()]
@@ -252,7 +256,7 @@ def fail_in_forward(w: World, index: int, with_grad: bool, says: bool) -> None:
         w.loss()
     w.model.fails = None
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
 
 
 @action(fsdp2=False, draw=lambda rng: (*layer(rng), *coin(rng)))
@@ -273,7 +277,7 @@ def fail_in_backward(w: World, index: int, says: bool) -> None:
     del loss
     w.optimizer.zero_grad()
     if says and w.system.name == "ours":
-        w.model.reset_iter_state()
+        w.call("reset_iter_state")
     w.clear_gradients()
     w.kept.clear()
 

@@ -102,7 +102,10 @@ class World:
         trace: what was looked at: a label and a value, the same labels on each system.
         kept: losses whose backward is yet to come.
         calls: parameters whose hooks, registered before they were sharded, have run.
+        late: whether a unit was wrapped after the one around it.
     """
+
+    late = False
 
     def __init__(self, program: Any, system: Any, model: Any, optimizer: Callable[[Any], Any]):
         self.program, self.system, self.model = program, system, model
@@ -120,6 +123,7 @@ class World:
             register(module, kind, self.program)
         for name, param in self.model.named_parameters() if self.program.hooked else ():
             self.hook(name, param, *HOOKS[self.program.hooked], self.calls)
+        self.model.autocast = self.program.precision == "autocast"
         self.units = self.system.wrap(self.model, self.program)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.optimizer = self.make_optimizer(self.named())
@@ -218,9 +222,14 @@ class World:
         return self.model.layers[index % len(self.model.layers)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of the sharded model."""
-        if self.units:
-            getattr(self.model, method)(*args)
+        """Call a method of the sharded model, or of its outermost units."""
+        ahead = [self.model] if self.units else []
+        while ahead:
+            module = ahead.pop()
+            if isinstance(module, self.system.api.FSDPModule):
+                getattr(module, method)(*args)
+            else:
+                ahead += module.children()
 
     def each(self, method: str, *args: Any) -> None:
         """Call a method of each unit."""
@@ -250,20 +259,40 @@ class World:
             where: "part": on half of the ranks, or on one; "mesh": on another mesh, if there is one.
         """
         program, system, sharded = self.program, self.system, bool(self.units) and where != "plain"
-        if not sharded or program.mesh == "tp":
+        ranks, cut = dist.get_world_size(), program.mesh in ("tp", "ep")
+        fits = {
+            "shard": ranks == 4 or cut,
+            "hsdp": ranks == 4,
+            "tp": ranks % 2 == 0 and "split" in program.layers,
+            "ep": ranks % 2 == 0 and "routed" in program.layers,
+        }
+        meshes = [mesh for mesh, fit in fits.items() if fit and mesh != program.mesh]
+        if not sharded or (cut and where == "part"):
             system, sharded = importlib.import_module("tests.programs.systems").System(), False
-        elif where == "part" or dist.get_world_size() < 4:
+        elif where == "part" or not meshes:
             program = dataclasses.replace(program, mesh="part")
         else:
-            program = dataclasses.replace(program, mesh="shard" if program.mesh != "shard" else "hsdp")
+            units = [
+                dataclasses.replace(u, reshard=u.reshard if u.reshard != 2 else True) for u in program.units
+            ]
+            mesh = meshes[program.seed % len(meshes)]
+            program = dataclasses.replace(program, mesh=mesh, replicas=False, units=tuple(units))
+        world = self.of(program, system)
+        meshes = [param.device_mesh for param in world.params.values() if hasattr(param, "device_mesh")]
+        parts = meshes[0] if program.mesh == "part" else None
+        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
+
+    def of(self, program: Any, system: Any = None) -> "World":
+        """A world of another program; parameters of the same names are trained or frozen as they are here."""
+        torch.manual_seed(self.program.seed)
         model = type(self.model)(program.layers, program.width, program.ends, program.recompute)
         for name, param in model.named_parameters():
-            param.requires_grad_(self.params[name].requires_grad)
-        world = World(program, system, model, lambda named: of_groups(self.optimizer, dict(named)))
+            if name in self.params:
+                param.requires_grad_(self.params[name].requires_grad)
+        optimizer: Callable[[Any], Any] = lambda named: of_groups(self.optimizer, dict(named))  # noqa: E731
+        world = World(program, system or self.system, model, optimizer)
         world.build()
-        first: Any = next(iter(world.params.values()))
-        parts = first.device_mesh if program.mesh == "part" else None
-        return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
+        return world
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -296,6 +325,6 @@ def of_groups(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> torch
     """An optimizer without states, of the same groups of these parameters."""
     groups = [dict(group) for group in optimizer.param_groups]
     for group in groups:
-        group["params"] = [(name, params[name]) for name in group.pop("param_names")]
+        group["params"] = [(name, params[name]) for name in group.pop("param_names") if name in params]
     kind: Callable[[Any], torch.optim.Optimizer] = type(optimizer)
-    return kind(groups)
+    return kind([group for group in groups if group["params"]])
