@@ -20,7 +20,8 @@ from .models import ENDS, RECOMPUTES
 # Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
 APART = {
     ("no rng", "dropout"),
-    *(("selective", other) for other in ("lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4")),
+    *(("selective", other) for other in ("lstm", "gru", "rnn", "forces", "constant forces")),
+    *(("selective", other) for other in ("int8", "int8 both", "fp8", "nf4")),
 }
 Action = tuple[Any, ...]  # the name of an action and its arguments
 

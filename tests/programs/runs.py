@@ -130,9 +130,9 @@ def on_rank(program: Program) -> str | None:
     ours = run(program, "ours")
     _last.clear()
     _last.update(program=program, ours=ours, alone=alone)
-    if alone.error is not None and ours.error is not None and alone.error[:3] == ours.error[:3]:
-        if any(words in ours.error[2] for words in TORCH_RAISES):
-            return difference(program, alone, ours, tolerance_of(program))
+    same = alone.error is not None and ours.error is not None and alone.error[:3] == ours.error[:3]
+    if same and any(words in alone.error[2] for words in TORCH_RAISES):  # type: ignore[index]
+        return difference(program, alone, ours, tolerance_of(program))
     if alone.error is not None:
         return f"one process raises {alone.error}"  # the program makes no sense
     if ours.error is not None:
