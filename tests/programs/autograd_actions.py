@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from .layers import LENGTH, ROWS
 from .models import loss_of
 from .world import World, action, coin, layer
 
@@ -17,7 +16,7 @@ from .world import World, action, coin, layer
 def embedded(w: World) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     """Embeddings as a leaf, the model's logits as a function of them, and targets."""
     tokens, targets, chosen = w.batch()
-    leaf = torch.linspace(-1, 1, ROWS * LENGTH * w.program.width).view(ROWS, LENGTH, -1) + w.data_rank
+    leaf = torch.linspace(-1, 1, tokens.numel() * w.program.width).view(*tokens.shape, -1) + w.data_rank
     return leaf.requires_grad_(), lambda x: w.model(tokens, chosen, embeds=x), targets
 
 
@@ -84,7 +83,7 @@ def jacobian(w: World, how: str, then: bool) -> None:
     if w.program.recompute == "reentrant" or (batched and w.program.recompute):
         return
     if batched and (
-        w.program.mesh == "tp"
+        w.program.mesh in ("tp", "ep")
         or {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "compiled", "subclass"}
     ):
         return
@@ -131,7 +130,7 @@ def saved_tensors(w: World, how: str, backward_too: bool) -> None:
 def anomaly(w: World, backward_alone: bool) -> None:
     """Training while autograd looks for NaN, which DTensors do not have, and notes where operations come from."""
     loss = w.loss() if backward_alone else None
-    with torch.autograd.set_detect_anomaly(True, check_nan=w.program.mesh != "tp"):
+    with torch.autograd.set_detect_anomaly(True, check_nan=w.program.mesh not in ("tp", "ep")):
         (w.loss() if loss is None else loss).backward()
 
 

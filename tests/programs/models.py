@@ -51,6 +51,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.ends, self.recompute = ends, recompute if recompute != "part" else ""
+        layer: Any
         for layer in self.layers:
             layer.part = recompute == "part"
         self.tie()

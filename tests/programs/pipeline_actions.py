@@ -129,7 +129,7 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     # Shampoo and SOAP by itself, and refreshes them in other steps than the model.
     odd = program.recompute == "reentrant" or program.optimizer in ("shampoo", "soap")
     odd = odd or program.uneven or program.quantized or program.precision or {*program.layers} & APART
-    if ranks % 2 or odd or not whole:
+    if ranks % 2 or odd or not whole or program.rows or program.module_hooks:
         return
     w.rest()
     w.optimizer.zero_grad()

@@ -30,7 +30,8 @@ from .module_hooks import MODULE_HOOKS, PLACES
 # Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
 APART = {
     ("no rng", "dropout"),
-    *(("selective", other) for other in ("lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4")),
+    *(("selective", other) for other in ("lstm", "gru", "rnn", "forces", "constant forces")),
+    *(("selective", other) for other in ("int8", "int8 both", "fp8", "nf4")),
 }
 LAYERS["routed"] = Routed
 CUTS = ("tp", "ep")  # meshes with an axis that another parallelism than that of data cuts parameters over
