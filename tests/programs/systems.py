@@ -212,6 +212,9 @@ class Sharded(System):
         self._lent: int | None = None  # bytes of gathered buffers that others in this process use
 
     def wrap(self, model: Model, program: Program) -> list[Any]:
+        for name, param in model.named_parameters():
+            if program.is_plain(name):
+                param.data = param.data.contiguous()  # for optimizers of blocks
         if program.mesh == "tp":
             for index, kind in enumerate(program.layers):
                 if kind == "split":
