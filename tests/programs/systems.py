@@ -251,7 +251,7 @@ class Sharded(System):
             options["transport"] = program.transport
         if program.quantized:
             options["quantization_policy"] = QUANTIZED[program.quantized][0]
-        modules = [model.get_submodule(path) for path in unit.modules]
+        modules: list[Any] = [model.get_submodule(path) for path in unit.modules]
         if program.mesh == "ep" and all(isinstance(module, Bank) for module in modules):
             options |= {"mesh": _expert_mesh()["efsdp"], "shard_placement_fn": None}
         own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
