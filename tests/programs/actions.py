@@ -191,7 +191,8 @@ def one_layer(w: World, index: int) -> None:
 def chunked_loss(w: World) -> None:
     """The head and its loss in parts, each with a backward of its own, where the head is a unit."""
     tokens, targets, chosen = w.batch()
-    if w.program.ends == "" and any("head" in unit.modules for unit in w.program.units):
+    whole = w.program.ends == "" and w.program.precision != "autocast"  # which ends with the model's call
+    if whole and any("head" in unit.modules for unit in w.program.units):
         found = w.model(tokens, chosen, head=False)
         leaf = found.detach().requires_grad_()
         for part, target in zip(leaf.chunk(2), targets.chunk(2), strict=True):

@@ -114,7 +114,7 @@ def clip_by_norm(w: World, limit: float, kind: float) -> None:
     w.system.average(w.params)
     trained = [param for param in w.params.values() if param.grad is not None and param.numel()]
     if trained:
-        norm = nn.utils.get_total_norm([param.grad for param in trained], kind)
+        norm = nn.utils.get_total_norm([param.grad for param in trained if param.grad is not None], kind)
         nn.utils.clip_grads_with_norm_(trained, limit, norm)
         w.note("norm", norm)
 

@@ -38,7 +38,8 @@ class Stage(Model):
         super().__init__(program.layers, program.width, program.ends, program.recompute)
         half = len(self.layers) // 2
         self.numbers = range(half, len(self.layers)) if last else range(half)
-        self.layers = Numbered({str(number): self.layers[number] for number in self.numbers})
+        layers: Any = Numbered({str(number): self.layers[number] for number in self.numbers})
+        self.layers = layers
         self.chosen: list[int] = []
         for name in ("embed",) if last else ("norm", "head"):
             delattr(self, name)
@@ -120,7 +121,7 @@ def run(w: World, other: World, schedule: str, microbatches: int) -> torch.Tenso
     return mean / mesh.size(1)
 
 
-@action(draw=lambda rng: (rng.choice(("GPipe", "1F1B")), rng.choice((2, 4)), *coin(rng)))
+@action(weight=2, draw=lambda rng: (rng.choice(("GPipe", "1F1B")), rng.choice((2, 4)), *coin(rng)))
 def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     """Two stages load the model and the optimizer, make a step, and save them for the model to load."""
     program, ranks = w.program, dist.get_world_size()

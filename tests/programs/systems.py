@@ -216,6 +216,9 @@ class Sharded(System):
         self._lent: int | None = None  # bytes of gathered buffers that others in this process use
 
     def wrap(self, model: Model, program: Program) -> list[Any]:
+        for name, param in model.named_parameters():
+            if program.is_plain(name):
+                param.data = param.data.contiguous()  # for optimizers of blocks
         if program.mesh == "tp":
             for index, kind in enumerate(program.layers):
                 if kind == "split":
@@ -252,7 +255,7 @@ class Sharded(System):
             options["transport"] = program.transport
         if program.quantized:
             options["quantization_policy"] = QUANTIZED[program.quantized][0]
-        modules = [model.get_submodule(path) for path in unit.modules]
+        modules: list[Any] = [model.get_submodule(path) for path in unit.modules]
         if program.mesh == "ep" and all(isinstance(module, Bank) for module in modules):
             options |= {"mesh": _expert_mesh()["efsdp"], "shard_placement_fn": None}
         own: dict[str, Any] = {"reshard_after_forward": unit.reshard}
