@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -339,8 +338,6 @@ class Compiled(Layer):
 
     def __init__(self, width: int):
         super().__init__()
-        # As torch's error says where a backward keeps its graph.
-        torch._functorch.config.donated_buffer = False
         self.linear = nn.Linear(width, width)
 
     def inner(self, x):

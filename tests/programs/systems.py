@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
@@ -169,6 +170,8 @@ class System:
         return []
 
     def _compile(self, model: Model, program: Program) -> None:
+        # As torch's error says where a backward keeps its graph.
+        torch._functorch.config.donated_buffer = False
         for module in model.modules():
             layer = program.compiled == "layers" and module in [*model.layers]
             if isinstance(module, Compiled) or layer:
