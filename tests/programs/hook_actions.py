@@ -45,6 +45,8 @@ def optimizer_in_backward(w: World, kind: str, later: bool, again: bool = False)
     """Each parameter is stepped by its own optimizer as soon as its gradient is there, which is then dropped."""
     if w.program.recompute == "reentrant" and (again or "layers.1" in w.program.units[0].modules):
         return  # which adds to gradients in parts: a unit is reduced, and stepped, before it has all of them
+    if any(w.program.is_plain(name) for name in w.params):
+        return  # nobody averages these before a hook runs
     if w.program.precision or w.program.quantized:
         kind = "SGD"  # rounding would turn the sign of small gradients
     w.rest()

@@ -8,6 +8,7 @@
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,6 @@ from .layers import LAYERS
 from .models import ENDS, RECOMPUTES
 from .module_hooks import MODULE_HOOKS, PLACES
 
-# Checkpoints, and layers or formats of weights that torch, or our stand-in for one process, does not put in them.
-APART = {
-    ("no rng", "dropout"),
-    *(("selective", other) for other in ("lstm", "gru", "rnn", "forces", "constant forces")),
-    *(("selective", other) for other in ("int8", "int8 both", "fp8", "nf4")),
-}
 LAYERS["routed"] = Routed
 CUTS = ("tp", "ep")  # meshes with an axis that another parallelism than that of data cuts parameters over
 Action = tuple[Any, ...]  # the name of an action and its arguments
@@ -151,6 +146,33 @@ class Program(_Literal):
         return next(i for i, (name, *_) in enumerate(self.actions) if doings.ACTIONS[name].departs)
 
 
+NESTED = {
+    "forces",
+    "constant forces",
+    "function grad",
+    "vmap",
+    "function call",
+}  # gradients, or torch.func, inside
+PRODUCTS = {"own function", "later context"}  # which autocast leaves alone: that is for their authors
+# What torch, or our stand-in for one process, does not put together: what is drawn instead, and where.
+APART: list[tuple[dict[str, Any], Callable[[Program], bool]]] = [
+    ({"recompute": "plain"}, lambda p: p.recompute == "no rng" and "dropout" in p.layers),
+    (
+        {"recompute": "plain"},
+        lambda p: (
+            p.recompute == "selective"
+            and bool(
+                {*p.layers, p.quantized} & {"lstm", "gru", "rnn", "int8", "int8 both", "fp8", "nf4", *NESTED}
+            )
+        ),
+    ),
+    # Views that leave a compiled function; a backward of its backward.
+    ({"compiled": ""}, lambda p: bool({*p.layers} & {"structured", *NESTED})),
+    ({"rows": ""}, lambda p: p.mesh == "ep"),  # experts gather the same number of rows from each rank
+    ({"module_hooks": ""}, lambda p: "backward" in p.module_hooks and bool({*p.layers} & NESTED)),
+]
+
+
 def read(text: str) -> Program:
     """The program of a literal; lines of comment are left out."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -187,8 +209,6 @@ def draw(seed: int) -> Program:
     )
     quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
     compiled = rng.choices(("", "layers", "model"), (97, 1.5, 1.5))[0]
-    if "structured" in layers:  # torch fails to give views back that leave a compiled function
-        compiled = ""
     compiles = bool(compiled) or "compiled" in layers
     if "subclass" in layers or compiles or any(LAYERS[kind].keeps for kind in layers):
         quantized = ""
@@ -199,7 +219,10 @@ def draw(seed: int) -> Program:
         optimizer = rng.choice([*optimizer_actions.TORCH])
     if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-        layers = tuple(kind if LAYERS[kind].casts else "linear" for kind in layers)
+        casts = {kind for kind in layers if LAYERS[kind].casts} - (
+            PRODUCTS if precision == "autocast" else set()
+        )
+        layers = tuple(kind if kind in casts else "linear" for kind in layers)
     if quantized:  # roots and polar factors make rounding larger than any bound of a format
         optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
     replicas = mesh == "tp" and ranks == 4 and rng.random() < 0.5
@@ -265,7 +288,7 @@ def draw(seed: int) -> Program:
         if rng.random() < 0.4 and not last:
             taken += [one, ("train",), ("step",)]
     recompute = rng.choices(("", *RECOMPUTES, "part"), (60, 12, 12, 4, 4, 4, 4, 4))[0]
-    return Program(
+    program = Program(
         seed=seed,
         ranks=ranks,
         mesh=mesh,
@@ -274,7 +297,7 @@ def draw(seed: int) -> Program:
         ends=ends,
         width=rng.choice((5, 6, 8)),
         rows=rng.choices(("", "per rank"), (12, 1))[0],
-        recompute="plain" if {(recompute, one) for one in (*layers, quantized)} & APART else recompute,
+        recompute=recompute,
         compiled=compiled,
         units=units,
         uneven=uneven,
@@ -295,6 +318,9 @@ def draw(seed: int) -> Program:
         and not any("experts" in m for u in units for m in u.modules),
         actions=tuple(taken),
     )
+    for change, when in APART:
+        program = dataclasses.replace(program, **(change if when(program) else {}))
+    return program
 
 
 def _mesh(rng: random.Random, ranks: int) -> str:

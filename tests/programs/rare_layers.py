@@ -203,8 +203,10 @@ class Swaps(Rare):
 
     def inner(self, x):
         own, self.linear.weight = self.linear.weight, self.other.weight
-        y = torch.tanh(self.linear(x))
-        self.linear.weight = own
+        try:
+            y = torch.tanh(self.linear(x))
+        finally:
+            self.linear.weight = own
         return torch.tanh(self.linear(y))
 
 

@@ -125,7 +125,7 @@ def evaluate_unsharded(w: World, which: str, index: int, how: str) -> None:
         i for i in range(len(w.model.layers)) if any(u.modules == (f"layers.{i}",) for u in w.program.units)
     ]
     layer = f"layers.{own[index % len(own)]}" if how == "layer" and own else ""
-    direct = how == "forward" and which != "one" and bool(w.units)
+    direct = how == "forward" and which != "one" and bool(w.units) and not w.program.module_hooks
     set_by_hand = [args[0] for name, *args in w.program.actions if name == "reshard_after_forward"]
     shown: dict[str, tuple[type, torch.Tensor]] = {}  # what must stay as `unshard()` shows it
     for number, (unit, drawn) in enumerate(zip(w.units, w.program.units, strict=bool(w.units))):
