@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import (
     BF16,
-    OPTIMIZERS,
     assert_same_values,
     loss_of,
     mesh_of,
@@ -37,7 +36,7 @@ from fsdp_runtime import (
     set_full_state_dict,
 )
 from fsdp_runtime.block_policies import whole
-from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
+from fsdp_runtime.checkpoint import get_full_optimizer_state_dict
 from fsdp_runtime.integrations.accelerate import full_state_dicts
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -189,36 +188,6 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
         assert all(param.is_meta for param in other.parameters())
         set_full_state_dict(other, found, rank0_only=rank0_only)
         assert loss_of(other, tokens()).equal(loss_of(model, tokens()))
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(2)
-def test_a_layer_that_is_frozen_since_keeps_its_moments_in_full_states(kind):
-    model = shard(seeded(width=16))
-    optimizer = OPTIMIZERS[kind](list(model.parameters()))
-    step_of(model, optimizer)
-    model.blocks[0].requires_grad_(False)
-    step_of(model, optimizer, 1)
-    weights = get_full_state_dict(model)
-    model.unshard()
-    states = get_full_optimizer_state_dict(model, optimizer)
-    again = shard(seeded(width=16, seed=1))
-    again.blocks[0].requires_grad_(False)
-    set_full_state_dict(again, weights)
-    other = OPTIMIZERS[kind](list(again.parameters()))
-    rank0_only = kind != "adamw"
-    again.unshard()
-    set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
-    set_full_optimizer_state_dict(model, optimizer, states, rank0_only=rank0_only)
-    for each in (model, again):
-        each.requires_grad_(True)
-    for number in range(2, 4):
-        assert step_of(model, optimizer, number).equal(step_of(again, other, number))
-    found = get_full_optimizer_state_dict(again, other)
-    for name, state in get_full_optimizer_state_dict(model, optimizer)["state"].items():
-        assert_same_values(found["state"][name], state)
-        if "step" in state:
-            assert state["step"] == (3 if name.startswith("blocks.0") else 4)
 
 
 @pytest.mark.parametrize("block_policy", [None, whole()])

@@ -73,33 +73,6 @@ def test_a_root_that_returns_its_own_parameter_keeps_its_memory_after_an_evaluat
     assert not weight._backward_hooks, "one more with each forward"
 
 
-def second_order(model, x, evaluate=False):
-    (grad,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
-    if evaluate:
-        with torch.no_grad():
-            model(x)
-    grad.square().sum().backward()
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("evaluate", [False, True])
-@on_ranks(3)
-def test_a_second_backward_gathers_again(evaluate, keep):
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(
-        *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 1)
-    )
-    alone = copy.deepcopy(model)
-    for layer in model[:3]:
-        fully_shard(layer)
-    fully_shard(model)
-    model.set_reshard_after_backward(not keep)
-    for each in (model, alone):
-        each.zero_grad()
-        second_order(each, torch.linspace(-1, 1, 8).view(2, 4).requires_grad_(), evaluate)
-    assert_same_gradients(model, alone)
-
-
 class Captures(nn.Module):
     """Keeps a result that is no output of it, computed before or after the output."""
 

@@ -73,6 +73,13 @@ def double_norm() -> nn.Module:
     return model
 
 
+def planner_fails() -> None:
+    """Around a unit that is gathered, and with a parameter that is tied to it."""
+    model = seeded(tied=True)
+    fully_shard(model.embed).unshard()
+    wrap(model, planner=lambda tensors, ranks, *, align: 1 // 0)
+
+
 def finalizes_late() -> None:
     shard(seeded()).finalize_backward()
 
@@ -259,6 +266,7 @@ REFUSED: dict[int, list[Row]] = {
         ("a block", lambda: wrap(linear(), block_policy=Rows(2)), (TypeError, ValueError), "block_policy"),
         ("a policy that raises", lambda: wrap(linear(), block_policy=lambda name, p: 1 // 0),
          (ZeroDivisionError, ValueError), ""),
+        ("a planner that raises", planner_fails, ZeroDivisionError, ""),
         ("the second group", lambda: wrap(double_norm(), block_policy=lambda name, p: 3 if "norm.b" in name else None),
          ValueError, r"norm\.bias.*3"),
         ("complex", lambda: wrap(linear(torch.ones(8, 8, dtype=torch.complex64))), (TypeError, ValueError),
