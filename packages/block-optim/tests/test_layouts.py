@@ -213,20 +213,6 @@ def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(ca
     assert held > 0
 
 
-@pytest.mark.parametrize(("case", "layout"), [bad[:2] for bad in BAD if bad[2] == -torch.inf])
-@on_ranks(3)
-def test_a_scalers_flag_that_is_set_on_one_rank_skips_the_step_on_every_rank(case, layout):
-    run = run_of(case, layout).steps(0, 2)
-    before = run.result()
-    run.give(2)
-    run.optimizer.grad_scale = torch.tensor(8.0)
-    run.optimizer.found_inf = own = torch.tensor(float(dist.get_rank() == 1))
-    run.optimizer.step()
-    same(run.result(), before)
-    assert run.optimizer.skipped_steps == 1
-    assert own == float(dist.get_rank() == 1)
-
-
 # ---------------------------------------------------------------- collectives
 
 

@@ -20,11 +20,12 @@ from runtime_helpers import (
     step_of,
     tokens,
 )
+from test_custom_comm import OwnGather
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dbuffer.encodings import BlockFP8
-from dbuffer.transport import Collectives, collectives
+from dbuffer.transport import Collectives
 from fsdp_runtime import (
     QuantizationPolicy,
     _torch_compat,
@@ -36,16 +37,6 @@ from fsdp_runtime.memory import unit_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.device import device_layer
 from ragged_shard.testing import RaceError, SimulatedDevice
-
-
-class OwnGather:
-    """FSDP2's protocol. Returns a work, although it was asked not to."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return collectives.compat.all_gather(output_tensor, input_tensor, group=group, async_op=True)
 
 
 def train(model, steps=3, optimizer=None, **options):

@@ -11,10 +11,7 @@ import gc
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from runtime_helpers import (
-    assert_same_gradients,
-    full,
     loss_of,
     on_meta,
     seeded,
@@ -59,32 +56,9 @@ class Shared(nn.Module):
         return self.head(self.inner(torch.tanh(self.inner(x))))
 
 
-def bf16_model(dtypes):
-    torch.manual_seed(0)
-    model = Shared().to(torch.bfloat16)
-    for name, dtype in dtypes.items():
-        model.get_parameter(name).grad_dtype = dtype
-    return model
-
-
 def inputs(rank):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(6, 8, generator=generator).to(torch.bfloat16)
-
-
-@on_ranks(3)
-def test_a_reduction_in_fp32_keeps_gradients_that_bf16_would_round():
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    names = [name for name, _ in Shared().named_parameters()]
-    model = fully_shard(bf16_model(dict.fromkeys(names, torch.float32)), mp_policy=policy)
-    single = bf16_model(dict.fromkeys(names, torch.float32))
-    for rank in range(3):
-        single(inputs(rank)).float().sum().backward()
-    model(inputs(dist.get_rank())).float().sum().backward()
-    assert_same_gradients(model, single, scale=1 / 3, rtol=1e-6, atol=1e-7)
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    whole = full(model.get_parameter("inner.weight").grad)
-    assert not torch.equal(whole, whole.to(torch.bfloat16).float())
 
 
 @on_ranks(2)

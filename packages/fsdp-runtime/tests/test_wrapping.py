@@ -9,7 +9,6 @@ import torch.distributed as dist
 from runtime_helpers import (
     Body,
     assert_same_gradients,
-    check_training,
     loss_of,
     on_meta,
     plain_backward,
@@ -93,11 +92,6 @@ def of_layers(model, **options):
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
-
-
-@on_ranks(3)
-def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
-    check_training(Layers, of_layers)
 
 
 def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad():

@@ -1,7 +1,6 @@
 """Context parallelism: each rank has a stretch of every sequence; its axis is folded into FSDP's mesh.
 
-torch's ring attention takes over the flash, memory-efficient and cuDNN kernels, of which CPU has none. This case moves keys
-and values by public API, `DTensor.redistribute`.
+torch's ring attention needs kernels that CPU has not got. This case moves keys and values by `DTensor.redistribute`.
 """
 
 from collections.abc import Callable
