@@ -26,9 +26,6 @@ def frozen(case):
     return rebuild(run, case)
 
 
-# ---------------------------------------------------------------- frozen parameters
-
-
 @every_kind
 def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(case):
     run, idle = frozen(case), run_of(case)
@@ -61,9 +58,6 @@ def test_a_tensor_without_requires_grad_but_with_a_gradient_is_updated():
         p.grad = torch.full((4,), 0.5)
         optimizer.step()
     assert torch.equal(ours, theirs)
-
-
-# ---------------------------------------------------------------- states
 
 
 @pytest.mark.parametrize(
@@ -146,9 +140,6 @@ def test_a_state_that_does_not_fit_is_refused_until_it_is_put_back_or_removed(ed
     assert run.optimizer.state[run.params[0]]["step"] == 1
 
 
-# ---------------------------------------------------------------- parameters of groups
-
-
 @every_kind
 def test_a_parameter_taken_out_of_its_group_rests_until_it_is_put_back(case):
     run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
@@ -212,9 +203,6 @@ def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():
         optimizer.step()
 
 
-# ---------------------------------------------------------------- options of groups
-
-
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -235,9 +223,6 @@ def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
     run.optimizer.param_groups[0].update(options)
     same(run.steps(1, 4).result(), twin.steps(1, 4).result())
     assert not any(torch.equal(a, b) for a, b in zip(run.params, unedited.params, strict=True))
-
-
-# ---------------------------------------------------------------- learning rates
 
 
 @pytest.mark.parametrize(
@@ -287,9 +272,6 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit(kind):
     assert [state["exp_avg"].dtype for state in copied.state.values()] == [torch.float32, torch.uint8]
     for own, other in zip(optimizer.state.values(), copied.state.values(), strict=True):
         same(other, own)
-
-
-# ---------------------------------------------------------------- parameters of another shape
 
 
 def test_muon_follows_a_model_that_is_cast_to_bf16():

@@ -114,9 +114,6 @@ def test_shards_in_cpu_memory_need_no_group_that_moves_it(case, layout):
         same(trained(case, layout), expected)
 
 
-# ---------------------------------------------------------------- ranks without elements
-
-
 COUNTING = ("AdamW", "AdamW, stochastic rounding", "AdamW8bit", "Mixed 8-bit")
 
 
@@ -158,9 +155,6 @@ def test_a_state_dict_of_a_rank_without_elements_is_copied_and_pickled_as_plain_
     assert all(type(step) is torch.Tensor and step == 2 for step in steps.values())
     run.steps(2, 3).optimizer.load_state_dict(copied)
     assert all(state["step"] == 2 for state in run.optimizer.state.values())
-
-
-# ---------------------------------------------------------------- gradients that are not finite
 
 
 @contextlib.contextmanager
@@ -211,9 +205,6 @@ def test_one_ranks_bad_gradient_skips_the_step_on_every_rank_and_is_told_once(ca
     held = torch.tensor(float(holds))
     dist.all_reduce(held)
     assert held > 0
-
-
-# ---------------------------------------------------------------- collectives
 
 
 @pytest.mark.parametrize("case", ["AdamW", "AdamW fused", "AdamW8bit", "Shampoo", "SOAP"])

@@ -8,30 +8,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from runtime_helpers import (
-    BF16,
-    Net,
-    Watch,
-    device,
-    loss_of,
-    mesh_of,
-    seeded,
-    shard,
-    step_of,
-    tokens,
-)
+from runtime_helpers import BF16, Net, Watch, device, loss_of, mesh_of, seeded, shard, step_of, tokens
 from test_custom_comm import OwnGather
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dbuffer.encodings import BlockFP8
 from dbuffer.transport import Collectives
-from fsdp_runtime import (
-    QuantizationPolicy,
-    _torch_compat,
-    offload,
-    reload,
-)
+from fsdp_runtime import QuantizationPolicy, _torch_compat, offload, reload
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import RaggedDTensor

@@ -228,10 +228,7 @@ def test_a_rank_alone_may_replace_values_that_no_other_rank_shards():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)))},
-        {"reshard_after_forward": False},
-    ],
+    [{"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)))}, {"reshard_after_forward": False}],
     ids=["codes", "units that stay gathered"],
 )
 @on_ranks(3)

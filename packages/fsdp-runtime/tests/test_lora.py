@@ -48,9 +48,6 @@ def loss_of(model, batch):
     return model(input_ids=batch, labels=batch).loss
 
 
-# -- as users do it: a frozen bf16 base, fp32 adapters, one unit -------------------------------------------------------
-
-
 def mixed():
     """A Llama in bf16 with adapters in fp32, as peft makes them."""
     model = adapted()
@@ -140,9 +137,6 @@ def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes()
                 assert param.local.codes.equal(before[name]) == (
                     "base_layer" not in name or not param.local.numel()
                 )
-
-
-# -- exports that are merged on the way --------------------------------------------------------------------------------
 
 
 def in_many_ways():

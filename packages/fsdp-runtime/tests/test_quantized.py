@@ -154,8 +154,6 @@ def test_a_common_block_is_cut_only_where_tiles_and_the_policy_allow(shape):
         assert all(asked.is_cut(offset) and tiles.is_cut(offset) for offset in cuts), block
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
 IN_BF16 = QuantizationPolicy(gradients="bf16")
 
 

@@ -23,12 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer.encodings import BlockFP8
-from fsdp_runtime import (
-    QuantizationPolicy,
-    block_policies,
-    fully_shard,
-    iter_full_params,
-)
+from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, iter_full_params
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.token_loss import TokenLoss
 from layout_planner import Rows, Tile
@@ -36,10 +31,7 @@ from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import rank_mesh, run_ranks
 
 Call = Callable[[], object]
-FP8, IN_BF16 = (
-    QuantizationPolicy(weights=BlockFP8((128, 128))),
-    QuantizationPolicy(gradients="bf16"),
-)
+FP8, IN_BF16 = (QuantizationPolicy(weights=BlockFP8((128, 128))), QuantizationPolicy(gradients="bf16"))
 
 
 def wrap(model: Any, **options: Any) -> None:

@@ -10,8 +10,6 @@ from fsdp_runtime._grads.buffer import Full
 from fsdp_runtime._schedule.model import member_of
 from ragged_shard.testing import on_ranks
 
-# -- gathers ahead -----------------------------------------------------------------------------------------------------
-
 
 def gathered(block):
     """Whether all parameters of a block are gathered or on their way."""

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import signal
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.profiler import profile
 
 import block_optim
 from fsdp_runtime import fully_shard
-from fsdp_runtime._torch.tree import map_tensors, tensors_behind, tensors_in
+from fsdp_runtime._torch.tree import cast_to, map_tensors, tensors_behind, tensors_in
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 
@@ -44,9 +45,6 @@ def sharded(make, *inner):
     for index in inner:
         fully_shard(model[index])
     return fully_shard(model), seeded(make)
-
-
-# -- gradients and hooks ----------------------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -120,9 +118,6 @@ def test_autograd_grad_of_parameters_that_are_gathered_raises_with_the_remedy():
     assert_same_gradients(model, plain)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_unit_of_which_one_module_was_converted_raises_in_the_next_forward():
     model = seeded(mlp)
@@ -145,41 +140,6 @@ def test_a_second_backward_raises_where_a_step_has_changed_the_parameters_in_bet
     ):
         grad.square().sum().backward()
     model.reset_iter_state()
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block, self.other, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        return self.norm(self.other(self.block(x)))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
-@on_ranks(2)
-def test_what_was_unsharded_by_hand_stays_so_until_reshard(grad, keep):
-    model, plain = seeded(Inner), seeded(Inner)
-    options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
-    fully_shard(model.block, **options)
-    fully_shard(model.other, **options)
-    fully_shard(model)
-    model.unshard()
-    model.other.unshard()
-    with torch.set_grad_enabled(grad):
-        out = model.block(batch())
-        assert torch.equal(model.norm(model.other.forward(out)), plain(batch()))
-        del out  # and with it the graph
-        assert torch.equal(model.norm(model.other.forward(model.block(batch()))), plain(batch()))
-    model.reshard()
-    assert not isinstance(model.norm.weight.data, nn.Parameter)
-    assert hasattr(model.norm.weight, "full_tensor")
-    with torch.no_grad():
-        assert torch.equal(model(batch()), plain(batch()))
-
-
-# -- containers -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -227,14 +187,34 @@ def test_a_container_that_cannot_be_copied_is_refused_by_class_and_not_changed(t
     assert map_tensors(lambda t: t, tree) is tree
 
 
-def test_both_walks_come_to_the_same_tensors():
-    late = Late(torch.ones(2))
+class Batch(dict):
+    """A dictionary with a constructor of its own, whose items are attributes too."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_both_walks_come_to_the_same_tensors_and_classes_are_kept():
+    x, late = torch.ones(2), Late(torch.ones(2))
     late.mask = torch.zeros(2)
-    tree = [Frozen(torch.ones(1), late), {"x": (torch.ones(3),)}]
-    changed = map_tensors(lambda t: t + 1, tree)
-    assert [t.shape for t in tensors_in(tree)] == [t.shape for t in tensors_in(changed)]
-    assert len(tensors_in(tree)) == 5
-    assert copy.copy(changed[0].late).mask.tolist() == [1, 1]
+    tree = [Frozen(x, late), {"x": (x,)}, OrderedDict(a=x), Batch(k=x), UserDict(data=x), None, "s"]
+    found = map_tensors(lambda t: t + 1, tree)
+    assert [t.tolist() for t in tensors_in(found)] == [
+        [t + 1 for t in one.tolist()] for one in tensors_in(tree)
+    ]
+    assert len(tensors_in(tree)) == 8
+    assert [type(item) for item in found] == [type(item) for item in tree]
+    assert found[3].k is found[3]["k"]
+    assert list(found[4]) == ["data"]  # whose attribute `data` is not the item
+    assert copy.copy(found[0].late).mask.tolist() == [1, 1]
+
+
+def test_floating_point_tensors_alone_are_cast():
+    mixed = [torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
+    cast = map_tensors(cast_to(torch.bfloat16), mixed)
+    assert [t.dtype for t in cast] == [torch.bfloat16, torch.int64, torch.bool]
+    assert map_tensors(cast_to(None), mixed) is mixed
 
 
 class Holder:

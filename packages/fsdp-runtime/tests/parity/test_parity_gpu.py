@@ -1,4 +1,4 @@
-"""Ten steps on a CUDA device end where plain training ends, and FSDP2. `checks/parity.py` compares more on CPU ranks."""
+"""Ten steps on a CUDA device end where plain training and FSDP2 end. `checks/parity.py` compares more on CPU ranks."""
 
 from dataclasses import replace
 
