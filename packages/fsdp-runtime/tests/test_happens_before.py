@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dbuffer.encodings import BlockFP8
 from dbuffer.transport import Collectives
-from fsdp_runtime import QuantizationPolicy, _torch_compat, offload, reload
+from fsdp_runtime import CPUOffloadPolicy, QuantizationPolicy, _torch_compat, offload, reload
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import RaggedDTensor
@@ -57,6 +57,7 @@ def vectors_have_replicas(param):
 CASES: dict[str, dict[str, Any]] = {
     "weights as codes": {"quantization_policy": QuantizationPolicy(weights=BlockFP8((8, 8)))},
     "on two meshes": {"shard_placement_fn": vectors_have_replicas},
+    "in memory that is kept": {"reshard_after_forward": True},
 }
 
 
@@ -92,6 +93,7 @@ def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case):
     with device() as found:
         model = shard(seeded(Net, width=16), mesh=mesh_of(4), **options)
         model.set_reduce_scatter_max_input_buffers(2)
+        model.set_keep_unsharded_storage(case == "in memory that is kept")
         live(model)
         assert found.accesses > 500
 
@@ -111,6 +113,15 @@ class TestNoRace:
             model = shard(seeded(Net), mesh=mesh_of(4))
             model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=found.new_stream())
             train(model)
+
+    def test_when_shards_in_cpu_memory_are_changed_after_an_evaluation_or_a_reshard(self):
+        with device(device="cpu:0"):
+            model = shard(seeded(Net), mesh=mesh_of(4), offload_policy=CPUOffloadPolicy())
+            for pass_of in (lambda: model(tokens()), lambda: (model.unshard(), model.reshard())):
+                with torch.no_grad():
+                    pass_of()
+                    for param in model.parameters():
+                        param.mul_(0.5)
 
     # With nothing but replicas, reductions read the memory of the next gradients.
     def test_after_an_exception_in_forward_or_in_backward(self):
