@@ -100,19 +100,6 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-@every_kind
-def test_states_whose_data_was_swapped_are_used_where_they_are(case):
-    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
-    old = []
-    for state in run.optimizer.state.values():  # as offloaders do
-        for value in state.values():
-            old.append(value.data)
-            value.data = value.data.clone()
-            old[-1].fill_(1)
-    same(run.steps(2, 5).result(), twin.steps(2, 5).result())
-    assert all((value == 1).all() for value in old)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
