@@ -130,7 +130,17 @@ def failed(model):
     step(model, 0)
 
 
-RUNS = (two_forwards_at_a_time, the_graph_twice, other_orders, without_gradients, failed, trained)
+def evaluated_between(model):
+    for number in range(2):
+        loss = loss_of(model, tokens(number))
+        with torch.inference_mode():
+            model(tokens())
+        loss.backward()
+
+
+RUNS = (
+    two_forwards_at_a_time, the_graph_twice, other_orders, without_gradients, failed, evaluated_between, trained,
+)  # fmt: skip
 
 
 def values_of(model):

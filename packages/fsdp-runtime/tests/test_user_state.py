@@ -142,6 +142,33 @@ def test_a_second_backward_raises_where_a_step_has_changed_the_parameters_in_bet
     model.reset_iter_state()
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.other, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.other(self.block(x)))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_what_was_unsharded_by_hand_stays_so_in_a_forward_with_gradients_until_reshard(reshard):
+    model, plain = seeded(Inner), seeded(Inner)
+    fully_shard(model.block, reshard_after_forward=reshard)
+    fully_shard(model.other, reshard_after_forward=reshard)
+    fully_shard(model)
+    model.unshard()
+    model.other.unshard()
+    for _ in range(2):  # after the first, its graph is gone
+        out = model.block(batch())
+        assert torch.equal(model.norm(model.other.forward(out)), plain(batch()))
+        del out
+    model.reshard()
+    assert hasattr(model.norm.weight, "full_tensor")
+    assert torch.equal(model(batch()), plain(batch()))
+
+
 @dataclass
 class Late:
     """Fields that the constructor does not take, one of which is set later."""
