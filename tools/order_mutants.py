@@ -39,6 +39,7 @@ TESTS = [
     "packages/fsdp-runtime/tests/test_happens_before.py",
     "packages/fsdp-runtime/tests/test_offloaded_activations.py",
     "packages/block-optim/tests/test_happens_before.py",
+    "tests/programs/test_programs.py::test_drawn_programs_use_no_memory_without_an_order",
 ]
 WAITS = ("wait", "wait_on_host", "synchronize")
 CALLED_WAITS = ("wait", "arrive", "returned")  # results of functions that start something
@@ -109,7 +110,8 @@ def tests_of_calls() -> dict[tuple[str, int], list[str]] | None:
         for path in {mutant.path for mutant in all_mutants()}:
 
             def noted(number: int, node: ast.AST, path: str = str(path)) -> ast.AST:
-                note = ast.parse(f"__import__('builtins').note_call({path!r}, {number})", mode="eval").body
+                call = "getattr(__import__('builtins'), 'note_call', lambda *_: None)"  # ranks note nothing
+                note = ast.parse(f"{call}({path!r}, {number})", mode="eval").body
                 return ast.parse(f"({ast.unparse(note)}, {ast.unparse(node)})[1]", mode="eval").body
 
             write(folder, path, left_out, None, noted)

@@ -26,9 +26,6 @@ def frozen(case):
     return rebuild(run, case)
 
 
-# ---------------------------------------------------------------- frozen parameters
-
-
 @every_kind
 def test_a_frozen_parameter_has_no_state_and_begins_like_one_without_gradients(case):
     run, idle = frozen(case), run_of(case)
@@ -61,9 +58,6 @@ def test_a_tensor_without_requires_grad_but_with_a_gradient_is_updated():
         p.grad = torch.full((4,), 0.5)
         optimizer.step()
     assert torch.equal(ours, theirs)
-
-
-# ---------------------------------------------------------------- states
 
 
 @pytest.mark.parametrize(
@@ -106,19 +100,6 @@ def test_states_that_are_assigned_are_used(case):
     same(run.steps(4, 7).result(), donor.steps(4, 7).result())
 
 
-@every_kind
-def test_states_whose_data_was_swapped_are_used_where_they_are(case):
-    run, twin = run_of(case).steps(0, 2), run_of(case).steps(0, 2)
-    old = []
-    for state in run.optimizer.state.values():  # as offloaders do
-        for value in state.values():
-            old.append(value.data)
-            value.data = value.data.clone()
-            old[-1].fill_(1)
-    same(run.steps(2, 5).result(), twin.steps(2, 5).result())
-    assert all((value == 1).all() for value in old)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -144,9 +125,6 @@ def test_a_state_that_does_not_fit_is_refused_until_it_is_put_back_or_removed(ed
     del run.optimizer.state[run.params[0]]
     run.step(3)
     assert run.optimizer.state[run.params[0]]["step"] == 1
-
-
-# ---------------------------------------------------------------- parameters of groups
 
 
 @every_kind
@@ -212,9 +190,6 @@ def test_a_parameter_put_back_into_another_8_bit_group_takes_its_options():
         optimizer.step()
 
 
-# ---------------------------------------------------------------- options of groups
-
-
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -235,9 +210,6 @@ def test_options_that_are_edited_hold_from_the_next_step_on(case, options):
     run.optimizer.param_groups[0].update(options)
     same(run.steps(1, 4).result(), twin.steps(1, 4).result())
     assert not any(torch.equal(a, b) for a, b in zip(run.params, unedited.params, strict=True))
-
-
-# ---------------------------------------------------------------- learning rates
 
 
 @pytest.mark.parametrize(
@@ -287,9 +259,6 @@ def test_a_copy_of_8_bit_adamw_keeps_which_tensors_are_8_bit(kind):
     assert [state["exp_avg"].dtype for state in copied.state.values()] == [torch.float32, torch.uint8]
     for own, other in zip(optimizer.state.values(), copied.state.values(), strict=True):
         same(other, own)
-
-
-# ---------------------------------------------------------------- parameters of another shape
 
 
 def test_muon_follows_a_model_that_is_cast_to_bf16():

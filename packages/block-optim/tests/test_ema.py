@@ -48,9 +48,6 @@ def full_values(values):
     return {name: full(value).clone() for name, value in values.items()}
 
 
-# ---------------------------------------------------------------- updates
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64])
 def test_averages_are_those_of_torchs_lerp_in_fp32(dtype):
     (module, _), (other, _) = flat_module(dtype=dtype), flat_module(dtype=dtype)
@@ -115,9 +112,6 @@ def test_a_tied_parameter_is_averaged_once_and_twice_if_it_is_untied():
     assert averages(of_module).keys() == {"wte", "head"}
 
 
-# ---------------------------------------------------------------- layouts
-
-
 def averaged(module, dtype):
     ema = EMA(module, 0.9, dtype=dtype)
     with record_collectives() as sent:
@@ -145,9 +139,6 @@ def test_averages_have_the_bits_of_one_process_and_cost_no_communication():
 
 
 TOKENS = torch.arange(31)
-
-
-# ---------------------------------------------------------------- evaluation
 
 
 @on_ranks(3)
@@ -184,9 +175,6 @@ def test_swapped_restores_weights_and_averages_to_the_bit_also_if_the_body_raise
     assert places == [p.data_ptr() for p in module.parameters()]
     same(averages(ema), expected)
     ema.update()
-
-
-# ---------------------------------------------------------------- misuse
 
 
 def test_frozen_parameters_have_an_average_once_they_train():
@@ -266,9 +254,6 @@ def test_on_shards_what_was_built_wrongly_is_named():
     part.update()
     with part.swapped():
         pass
-
-
-# ---------------------------------------------------------------- checkpoints
 
 
 def saved(folder, layout, dtype):

@@ -7,10 +7,10 @@ from routing_helpers import Model, full_gradients, make_model
 from runs import KINDS, NARROW, SHAPES, Run
 from torch import nn
 
-from block_optim import AdamW, AdamW8bit, Mixed, Muon, Recipe, Shampoo, mixed_optimizer_for
+from block_optim import AdamW, AdamW8bit, Mixed, Recipe, Shampoo, mixed_optimizer_for
 from block_optim.routing.mixed import ALGORITHMS
 from block_optim.routing.routes import routes_of
-from layout_planner import Tile, Whole
+from layout_planner import Tile
 
 
 def routed(model, **options):
@@ -117,35 +117,6 @@ def test_frozen_parameters_are_left_out_and_listed():
     optimizer = routed(model)
     assert ("blocks.0.up.weight",) in [r.names for r in optimizer.routes if r.algorithm == "none"]
     assert all(p is not model.blocks[0].up.weight for g in optimizer.param_groups for p in g["params"])
-
-
-@pytest.mark.parametrize("others", ["adamw", "adamw8bit"])
-def test_the_mixed_optimizer_does_what_its_algorithms_do_alone(others):
-    model = make_model(dim=16)
-    twin = copy.deepcopy(model)
-    mixed = routed(model, lr=0.02, others=others, muon={"momentum": 0.9}, adamw={"weight_decay": 0.3})
-    matrices = {n for r in mixed.routes if r.algorithm == "muon" for n in r.names}
-    named = list(twin.named_parameters())
-    flat = [(n, p) for n, p in named if n == "conv.weight"]
-    plain = [(n, p) for n, p in named if n in matrices and n != "conv.weight"]
-    kind = {"adamw": AdamW, "adamw8bit": AdamW8bit}[others]
-    embedding = [(n, p) for n, p in named if n == "tok.weight"]
-    alone = [
-        Muon(plain, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
-        Muon(flat, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", matrices="flatten"),
-        AdamW(embedding, lr=0.02, weight_decay=0.3),
-        kind([(n, p) for n, p in named if n not in {*matrices, "tok.weight"}], lr=0.02, weight_decay=0.3),
-    ]
-    losses = []
-    for step in range(4):
-        losses.append(give(model, step))
-        give(twin, step)
-        mixed.step()
-        for optimizer in alone:
-            optimizer.step()
-    for (name, p), (_, q) in zip(model.named_parameters(), named, strict=True):
-        assert torch.equal(p, q), name
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("case", ["Mixed", "Mixed 8-bit", *(f"Mixed, {narrow}" for narrow in NARROW)])
@@ -259,17 +230,3 @@ def test_a_recipes_policy_is_that_of_each_groups_algorithm_and_options(options):
         policy = kind.block_policy(**own)
         for name in group["param_names"]:
             assert recipe(name, weights[name]) == policy(name, weights[name]), name
-
-
-def test_a_recipe_of_a_model_routes_its_policy_and_its_optimizer_alike():
-    model = make_model(dim=16)
-    options: dict[str, Any] = {
-        "others": "adamw8bit",
-        "adamw": {"block": Tile(4, 8), "min_8bit_numel": 1},
-        "overrides": {"up": Shampoo},
-    }
-    recipe = Recipe(model, lr=0.1, verbose=False, **options)
-    assert {recipe(n, p) for n, p in model.named_parameters()} > {Tile(4, 8), Whole(), Tile(48, 16)}
-    optimizer: Any = recipe(model)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert set(optimizer.optimizers) == {"muon", "adamw", "adamw8bit", "shampoo"}

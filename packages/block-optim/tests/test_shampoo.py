@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from shampoo_helpers import close, gradients, numbered_blocks, parameter, train
-from shampoo_reference import ShampooBlock, blocks_of
+from shampoo_helpers import ShampooBlock, blocks_of, close, gradients, numbered_blocks, parameter, train
 
 from block_optim import Shampoo
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from shampoo_helpers import close, numbered_blocks, parameter, train
-from shampoo_reference import SoapMatrix, blocks_of
+from shampoo_helpers import SoapMatrix, blocks_of, close, numbered_blocks, parameter, train
 
 from block_optim import SOAP
 

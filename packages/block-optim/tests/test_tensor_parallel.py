@@ -163,8 +163,6 @@ def test_blocks_of_8_bit_states_follow_the_slab_that_tensor_parallelism_leaves()
         assert state["exp_avg"].dtype == torch.uint8
 
 
-# ---------------------------------------------------------------- checkpoints of 8-bit states
-
 # Columns of real matrices, and the largest block of at most 256 that divides the share of 2 and of 4 ranks. As many
 # of these are in a row as blocks of 256, which "auto" takes where nothing cuts columns.
 SHARED_BLOCK = {2880: 240, 896: 224, 960: 240, 1856: 232, 1024: 256}

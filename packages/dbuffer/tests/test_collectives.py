@@ -1,6 +1,7 @@
-"""Values after gathers and reductions on real ranks equal a reference computed from full tensors."""
+"""Values after gathers and reductions on real ranks equal a reference computed from full tensors; wrong use raises."""
 
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dbuffer_helpers import (
     make,
     mesh_of,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 import dbuffer
 from dbuffer import AllReduce, Gather, ReduceScatter
@@ -180,3 +182,44 @@ def test_buffers_of_several_dtypes_and_segments_travel_in_one_call():
     assert record.kinds == ["reduce_scatter"]
     for buffer in buffers:
         assert_locals_equal(buffer, tensors)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_a_buffer_with_a_collective_under_way_refuses_until_it_is_waited_for(world_size):
+    buffer = make(full_dtype=torch.bfloat16)
+    handle = Gather([buffer]).start()
+    assert buffer.in_flight is handle
+    for act in (buffer.release, Gather([buffer]).start, buffer.forget_neighbors):
+        with pytest.raises(RuntimeError, match="under way; call wait"):
+            act()
+    states = [handle.completed]
+    handle.wait()
+    handle.wait()
+    assert [*states, handle.completed] == [False, True]
+    busy = [buffer.in_flight]
+    buffer.wait()
+    Gather([buffer]).start()
+    buffer.wait()
+    assert [*busy, buffer.in_flight] == [None, None]
+    buffer.release()
+    buffer.release()
+
+
+@on_ranks(2)
+def test_a_collective_that_fails_says_which_and_of_which_buffers_each_time():
+    group = dist.new_group(timeout=timedelta(seconds=2))  # its own, so that what breaks is not used again
+    mesh = DeviceMesh.from_group(group, "cpu")
+    buffers = [make(mesh=mesh, name=name) for name in ("layers.7", "layers.8")]
+    if dist.get_rank() == 1:
+        return
+    handle = Gather(buffers).start()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"all_gather of layers\.7, layers\.8 failed") as caught:
+            handle.wait()
+        errors.append(caught.value)
+    assert errors[0] is errors[1]
+    assert not handle.completed
+    for buffer in buffers:
+        buffer.release()

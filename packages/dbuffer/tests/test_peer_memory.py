@@ -18,9 +18,6 @@ from dbuffer.transport.peer.handshake import connect
 from layout_planner import TensorSpec, plan
 from ragged_shard.testing import on_ranks
 
-# -- connecting --------------------------------------------------------------------------------------------------------
-
-
 REFUSED = mock.Mock(side_effect=OSError(1, "Operation not permitted"))
 TROUBLES = [  # what a rank alone has instead of a function of the handshake
     (1, "peer_file", REFUSED, "rank 1: cannot map rank 0's memory ([Errno 1] Operation not permitted)"),
@@ -58,9 +55,6 @@ def test_connecting_leaves_the_users_random_numbers_alone():
     peers_of()
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-
-
-# -- exchanging --------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -104,8 +104,6 @@ def test_large_rows_go_from_rank_to_rank():
     assert buffer.local_views["w"].reshape(-1).equal(total[start:stop])
 
 
-# -- integer codes -----------------------------------------------------------------------------------------------------
-
 ROWS = (
     TensorSpec("matrix", (37, 300)),
     TensorSpec("stack", (3, 5, 40)),

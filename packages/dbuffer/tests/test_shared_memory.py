@@ -37,9 +37,6 @@ def pages_of(arena):
     return os.fstat(arena.fd).st_blocks * 512
 
 
-# -- ranges and pages --------------------------------------------------------------------------------------------------
-
-
 def test_ranges_in_use_never_overlap_and_keep_few_pages_more_than_were_in_use():
     arena, dice = Arena(), random.Random(1)
     held: list[tuple[torch.Tensor, int]] = []
@@ -142,9 +139,6 @@ def test_pages_are_kept_while_a_recycler_lives_and_then_given_back():
     assert pages_of(shared_memory.arena()) == before
 
 
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
 def in_child(call):
     """What `call` returns in a forked child, as text, and the child's exit status."""
     ours, theirs = os.pipe()
@@ -215,9 +209,6 @@ def test_a_forked_child_that_reads_gathered_memory_ends_and_reads_no_other_value
     text, status = run_ranks(2, a_rank_forks, gathered_values)[0]
     assert text == ""
     assert os.WTERMSIG(status) == signal.SIGSEGV
-
-
-# -- tensors as any other ----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

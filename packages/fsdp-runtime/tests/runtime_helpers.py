@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-import block_optim
 from fsdp_runtime import MixedPrecisionPolicy, fully_shard
 from ragged_shard.testing import SimulatedDevice, simulated_ranks
 
@@ -32,15 +30,6 @@ class PolicyOf215(MixedPrecisionPolicy):
     """The policy of torch 2.15, on any torch."""
 
     param_dtype_override_fn: Any = field(default=None, kw_only=True)
-
-
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "block_adamw": lambda params: block_optim.AdamW(params, lr=0.01),
-    "adamw8bit": lambda params: block_optim.AdamW8bit(params, lr=0.01),
-    "muon": lambda params: block_optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
-    "shampoo": lambda params: block_optim.Shampoo(params, lr=0.01),
-}
 
 
 class Body(nn.Module):
@@ -63,18 +52,14 @@ class Body(nn.Module):
 
 
 class Net(Body):
-    """No unit returns a view, and the middle can be recomputed, left out or broken."""
+    """No unit returns a view, and the middle can be left out or broken."""
 
-    def __init__(self, recompute=False, **options):
-        super().__init__(**options)
-        self.recompute = recompute
-        self.fails = False
+    fails = False
 
     def forward(self, tokens, order=None):
         x = self.embed(tokens)
         for index in order or range(len(self.blocks)):
-            block = self.blocks[index]
-            x = x + torch.tanh(checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+            x = x + torch.tanh(self.blocks[index](x))
             if self.fails:
                 raise KeyError("on purpose")
         return self.head(self.norm(x))

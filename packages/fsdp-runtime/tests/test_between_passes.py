@@ -91,9 +91,6 @@ def test_changes_after_a_failed_backward_that_would_be_lost_raise_once(change):
         torch.testing.assert_close(loss_of(model, tokens()), loss_of(alone, tokens()))
 
 
-# -- a gather that cannot start ----------------------------------------------------------------------------------------
-
-
 class FailsOnce(Collectives):
     """Collectives of which one all-gather does not start."""
 

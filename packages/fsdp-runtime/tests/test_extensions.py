@@ -24,22 +24,6 @@ def placed(values, out):
     return None
 
 
-class Packed(Wrapper):
-    """Signs in 8 bits of a byte, and a scale that every rank has: another width and dtype, and metadata."""
-
-    def fsdp_pre_all_gather(self, mesh):
-        scale = self.inner.abs().amax().clone()
-        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
-        powers = 2 ** torch.arange(8)
-        bits = (self.inner >= 0).view(self.inner.shape[0], -1, 8)
-        return ((bits * powers).sum(-1).to(torch.uint8),), scale
-
-    @torch.no_grad()
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        bits = (outputs[0][..., None] >> torch.arange(8)) & 1
-        return placed((2.0 * bits.flatten(1) - 1) * metadata, out)
-
-
 class Scaled(Wrapper):
     """int8 rows with a scale for each row, and the number of each rank."""
 
@@ -58,10 +42,6 @@ class Scaled(Wrapper):
 def linears(*sizes, bias=True):
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)])
-
-
-def signs(weight):
-    return torch.where(weight >= 0, 1.0, -1.0) * weight.abs().amax()
 
 
 def rows_in_codes(weight):
@@ -116,7 +96,6 @@ UNEVEN = (8, 13, 2, 8)  # over three ranks: 5, 5, 3 rows; a rank without rows; a
             [
                 (Scaled, rows_in_codes, UNEVEN, {"transport": "collectives"}),
                 (Scaled, rows_in_codes, UNEVEN, {"transport": "peer_memory"}),
-                (Packed, signs, (8, 16, 8, 8, 16), {"reshard_after_forward": True}),
             ],
         ),
     ],

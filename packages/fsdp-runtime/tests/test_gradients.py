@@ -222,9 +222,6 @@ def test_a_hook_that_communicates_is_called_at_one_place_whatever_completes_firs
     assert found.count(events) == 4
 
 
-# -- parameters that are frozen or unfrozen after sharding -------------------------------------------------------------
-
-
 def freeze(model, trained):
     for name, param in model.named_parameters():
         param.requires_grad_(trained(name))

@@ -8,57 +8,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from runtime_helpers import (
-    BF16,
-    Net,
-    Watch,
-    device,
-    loss_of,
-    mesh_of,
-    seeded,
-    shard,
-    step_of,
-    tokens,
-)
+from runtime_helpers import BF16, Net, Watch, device, loss_of, mesh_of, seeded, shard, step_of, tokens
+from test_custom_comm import OwnGather
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-import block_optim
-from dbuffer.encodings import BlockFP8, BlockInt8
-from dbuffer.transport import Collectives, collectives
-from fsdp_runtime import (
-    CPUOffloadPolicy,
-    OffloadPolicy,
-    QuantizationPolicy,
-    _torch_compat,
-    fully_shard,
-    offload,
-    reload,
-)
+from dbuffer.encodings import BlockFP8
+from dbuffer.transport import Collectives
+from fsdp_runtime import CPUOffloadPolicy, QuantizationPolicy, _torch_compat, offload, reload
 from fsdp_runtime._schedule.model import member_of
 from fsdp_runtime.memory import unit_memory
 from ragged_shard import RaggedDTensor
 from ragged_shard.device import device_layer
 from ragged_shard.testing import RaceError, SimulatedDevice
-
-FP8 = QuantizationPolicy(weights=BlockFP8((8, 8)))
-INT8 = QuantizationPolicy(gradients=BlockInt8(64, rounding="stochastic"))
-
-
-class SmallBuckets(block_optim.Muon):
-    """Muon whose transfers take several buckets."""
-
-    bucket_bytes = 1 << 9
-
-
-class OwnGather:
-    """FSDP2's protocol. Returns a work, although it was asked not to."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return collectives.compat.all_gather(output_tensor, input_tensor, group=group, async_op=True)
 
 
 def train(model, steps=3, optimizer=None, **options):
@@ -86,40 +48,16 @@ def die_in(where, model):
         loss_of(model, tokens()).backward()
 
 
-def vectors_on(mesh):
-    """A choice of meshes: vectors are on this one."""
-    return lambda param: mesh if param.ndim == 1 else None
+def vectors_have_replicas(param):
+    """A choice of meshes, one of which is made inside of the simulation."""
+    return mesh_of(2, 2) if param.ndim == 1 else None
 
 
-def two_meshes(**options):
-    """Options of units whose vectors have replicas; of the mesh that is made inside of the simulation."""
-    return {"shard_placement_fn": lambda param: vectors_on(mesh_of(2, 2))(param), **options}
-
-
-# Options of units, whose steps must not race, and methods that are called on the root.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "in fp32": ({}, {}),
-    "in bf16": ({"mp_policy": BF16}, {"set_prefetch_depth": 3}),
-    "on demand": ({"mp_policy": BF16}, {"set_prefetch_depth": 0}),
-    "weights as codes": ({"mp_policy": BF16, "quantization_policy": FP8}, {}),
-    "weights as codes, kept by neighbors": (
-        {"mp_policy": BF16, "quantization_policy": FP8, "reshard_after_forward": 2},
-        {},
-    ),
-    "kept by neighbors": ({"mp_policy": BF16, "reshard_after_forward": 2}, {}),
-    "gradients exchanged in bf16": ({"quantization_policy": QuantizationPolicy(gradients="bf16")}, {}),
-    "gradients exchanged in int8": ({"mp_policy": BF16, "quantization_policy": INT8}, {}),
-    "kept after forward": ({"reshard_after_forward": False}, {}),
-    "kept after backward": ({"reshard_after_forward": False}, {"set_reshard_after_backward": False}),
-    "in memory that is kept": ({"mp_policy": BF16}, {"set_keep_unsharded_storage": True}),
-    "with replicas": ({"shape": (2, 2), "mp_policy": BF16}, {}),
-    "on one rank": ({"shape": (1,), "mp_policy": BF16}, {}),
-    "on two meshes": (two_meshes(mp_policy=BF16), {"set_reduce_scatter_max_input_buffers": 2}),
-    "on two meshes, kept by neighbors": (
-        two_meshes(mp_policy=BF16, reshard_after_forward=2),
-        {"set_reduce_scatter_max_input_buffers": 2},
-    ),
-    "two reductions in flight": ({}, {"set_reduce_scatter_max_input_buffers": 2}),
+# Options of units, whose steps must not race; more of them: tests/programs.
+CASES: dict[str, dict[str, Any]] = {
+    "weights as codes": {"quantization_policy": QuantizationPolicy(weights=BlockFP8((8, 8)))},
+    "on two meshes": {"shard_placement_fn": vectors_have_replicas},
+    "in memory that is kept": {"reshard_after_forward": True},
 }
 
 
@@ -151,12 +89,11 @@ def live(model):
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_access_races_in_steps_evaluations_gathers_by_hand_and_moves(case):
-    (options, methods), ranks = CASES[case], 1 if case == "on one rank" else 4
-    options = {"shape": (4,), **options}
-    with device(ranks=ranks, rank=ranks // 4) as found:
-        model = shard(seeded(Net, width=16), mesh=mesh_of(*options.pop("shape")), **options)
-        for method, value in methods.items():
-            getattr(model, method)(value)
+    options = {"mp_policy": BF16, "reshard_after_forward": 2, **CASES[case]}
+    with device() as found:
+        model = shard(seeded(Net, width=16), mesh=mesh_of(4), **options)
+        model.set_reduce_scatter_max_input_buffers(2)
+        model.set_keep_unsharded_storage(case == "in memory that is kept")
         live(model)
         assert found.accesses > 500
 
@@ -171,32 +108,11 @@ class TestNoRace:
             offload(model)
             assert calls == [1]
 
-    def test_with_partial_sums_of_replicas_that_are_divided(self):
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(2, 2), mp_policy=BF16)
-            for step in range(4):
-                model.set_requires_all_reduce(step % 2 == 1)
-                loss_of(model, tokens(step)).backward()
-            model.set_gradient_divide_factor(3.0)
-            model.set_force_sum_reduction_for_comms(True)
-            train(model, steps=1)
-
-    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-    def test_with_a_hook_on_reduced_gradients(self, shape):
+    def test_with_a_hook_on_reduced_gradients_on_a_stream_of_its_own(self):
         with device() as found:
-            model = shard(seeded(Net), mesh=mesh_of(*shape))
-            stream = found.new_stream() if len(shape) == 1 else None
-            model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
+            model = shard(seeded(Net), mesh=mesh_of(4))
+            model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=found.new_stream())
             train(model)
-
-    @pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.long), (2, 2)])
-    def test_with_shards_in_cpu_memory(self, shape):
-        with device(device="cpu:0"):
-            for options in ({"mp_policy": BF16}, {"shard_placement_fn": vectors_on(mesh_of(2, 2))}):
-                offload = CPUOffloadPolicy()
-                model = shard(seeded(Net), mesh=mesh_of(*shape), offload_policy=offload, **options)
-                assert model.blocks[0].weight.device.type == "cpu"
-                train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
 
     def test_when_shards_in_cpu_memory_are_changed_after_an_evaluation_or_a_reshard(self):
         with device(device="cpu:0"):
@@ -207,22 +123,10 @@ class TestNoRace:
                     for param in model.parameters():
                         param.mul_(0.5)
 
-    def test_with_frozen_and_unused_parameters(self):
-        with device():
-            model = seeded(Net, blocks=4)
-            model.blocks[1].weight.requires_grad_(False)
-            shard(model, mesh=mesh_of(4))
-            train(model, steps=2)
-            model.set_reduce_scatter_unused_params(True)
-            train(model, steps=2, order=[0, 1])
-            model.blocks[2].bias.requires_grad_(False)
-            train(model, steps=2)
-
     # With nothing but replicas, reductions read the memory of the next gradients.
-    @pytest.mark.parametrize(("shape", "offload"), [((4, 1), OffloadPolicy()), ((4,), CPUOffloadPolicy())])
-    def test_after_an_exception_in_forward_or_in_backward(self, shape, offload):
-        with device(device="cpu:0"):
-            model = shard(seeded(Net), mesh=mesh_of(*shape), offload_policy=offload)
+    def test_after_an_exception_in_forward_or_in_backward(self):
+        with device():
+            model = shard(seeded(Net), mesh=mesh_of(4, 1))
             train(model, steps=1)
             model.fails = True
             for _ in range(2):
@@ -273,31 +177,6 @@ class TestNoRace:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def test_when_only_some_units_are_offloaded(self):
-        with device(device="cpu:0"):
-            model = seeded(Net, blocks=4)
-            for index, block in enumerate(model.blocks):
-                policy = CPUOffloadPolicy() if index == 1 else OffloadPolicy()
-                fully_shard(block, mesh=mesh_of(4), offload_policy=policy)
-            fully_shard(model, mesh=mesh_of(4)).set_reshard_after_backward(False)
-            train(model, steps=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
-
-    @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-    def test_when_a_users_hook_raises_and_gradients_are_dropped(self, shape):
-        def stop(param):
-            raise ZeroDivisionError
-
-        with device():
-            model = shard(seeded(Net), mesh=mesh_of(*shape), mp_policy=BF16)
-            handle = model.blocks[1].bias.register_post_accumulate_grad_hook(stop)
-            with pytest.raises(ZeroDivisionError):
-                loss_of(model, tokens()).backward()
-            model.zero_grad()
-            torch.ones(4)
-            handle.remove()
-            model.reset_iter_state()
-            train(model, steps=1)
-
     @pytest.mark.parametrize("own", [False, True])
     def test_when_gathers_follow_the_optimizers_event(self, own):
         class Event:
@@ -325,10 +204,6 @@ class TestNoRace:
                 model.zero_grad()
                 loss.backward()
 
-    def test_when_blocks_are_recomputed_in_backward(self):
-        with device():
-            train(shard(seeded(Net, recompute=True), mesh=mesh_of(2, 2), mp_policy=BF16), steps=2)
-
     def test_when_a_step_is_ended_by_hand(self):
         with device():
             model = shard(seeded(Net), mesh=mesh_of(4), mp_policy=BF16)
@@ -353,17 +228,6 @@ class TestNoRace:
             coming = funcol.all_reduce(torch.ones(8), "sum", mesh)
             grad = DTensor.from_local(coming, mesh, [Replicate()], run_check=False)
             assert _torch_compat.local_of_dtensor_grad(grad, (Replicate(),)).sum() == 32
-
-    @pytest.mark.parametrize("kind", ["AdamW8bit", "Muon"])
-    def test_with_the_optimizers_of_block_optim(self, kind):
-        with device():
-            model = shard(seeded(Net, width=16), mesh=mesh_of(4))
-            if kind == "Muon":
-                params = [p for p in model.parameters() if p.ndim == 2]
-                optimizer = SmallBuckets(params, lr=0.01)
-            else:
-                optimizer = getattr(block_optim, kind)(model.parameters(), lr=0.01)
-            train(model, optimizer=optimizer)
 
 
 def test_a_device_on_which_nothing_waits_races(monkeypatch):

@@ -13,9 +13,7 @@ from fsdp_runtime.token_loss import TokenLoss, count_tokens
 from layout_planner import Rows
 from ragged_shard.testing import rank_mesh, simulated_ranks
 
-pytestmark = [
-    pytest.mark.gpu_guard,
-]
+pytestmark = [pytest.mark.gpu_guard]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -104,9 +104,6 @@ def test_replicas_and_tensor_parallel_parameters_are_exported():
         assert_same_values(collected(model, ranks=ranks), wanted if receives else {})
 
 
-# -- memory and traffic ------------------------------------------------------------------------------------------------
-
-
 class Wide(nn.Module):
     """Eight matrices of 16 KiB in one unit."""
 

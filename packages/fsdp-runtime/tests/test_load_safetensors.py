@@ -1,7 +1,10 @@
-"""Files into shards: each rank reads its own bytes, whatever names, dtypes and forms are in the files."""
+"""Safetensors files into shards, whatever names, dtypes and forms they have, and the whole model as such files."""
 
+import contextlib
 import json
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +19,7 @@ from runtime_helpers import (
     full_values,
     loss_of,
     on_meta,
+    same_bits,
     seeded,
     shard,
     shard_with_tensor_parallelism,
@@ -28,15 +32,18 @@ from fsdp_runtime import (
     QuantizationPolicy,
     block_policies,
     fully_shard,
+    iter_full_params,
     load_safetensors,
+    save_safetensors,
     set_full_state_dict,
 )
 from fsdp_runtime.checkpoint import Rule, loading, read_safetensors
 from fsdp_runtime.checkpoint.files import Checkpoint
-from fsdp_runtime.quantization import BlockFP8, BlockInt8
+from fsdp_runtime.checkpoint.runs import Run
+from fsdp_runtime.quantization import BlockFP8
 from layout_planner import Rows
 from ragged_shard.dist import gather_from_ranks
-from ragged_shard.testing import on_ranks, rank_mesh
+from ragged_shard.testing import on_ranks, rank_mesh, record_collectives, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -185,20 +192,6 @@ def test_fp8_files_are_read_back_tile_by_tile(tmp_path):
         model = shard(on_meta(width=20), **options)
         load_safetensors(model, tmp_path)
         assert_values(model, wanted)
-
-
-@on_ranks(2)
-def test_weights_that_are_kept_as_codes_are_quantized_from_the_file(tmp_path):
-    def coded(model):
-        model.requires_grad_(False)
-        return shard(model, quantization_policy=QuantizationPolicy(at_rest=BlockInt8(8)))
-
-    write_once(tmp_path / "m.safetensors", seeded(width=20).state_dict())
-    model = coded(on_meta(width=20))
-    load_safetensors(model, tmp_path)
-    wanted = full_values(coded(seeded(width=20)))
-    assert len(wanted) > len(seeded().state_dict())  # codes and scales
-    assert_values(model, wanted)
 
 
 class Fusing(nn.Module):
@@ -395,3 +388,83 @@ def test_not_strict_leaves_what_is_missing_and_says_so(tmp_path):
     assert model.head.weight.equal(seeded().head.weight)
     with pytest.raises(ValueError, match=r"norm.bias is on the meta device, and no tensor of .* is for it"):
         load_safetensors(on_meta(), tmp_path, strict=False)
+
+
+def save(folder, options, tied=False):
+    model = shard(seeded(tied=tied))
+    return [str(path) for path in save_safetensors(model, folder, **options)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_file_holds_the_full_model_and_a_tied_parameter_once(tied, tmp_path):
+    (found,) = run_ranks(3, save, str(tmp_path), {}, tied=tied)[-1]
+    assert found == str(tmp_path / "model.safetensors")
+    content, wanted = safetensors.load_file(found), seeded(tied=tied).state_dict()
+    assert content.keys() == wanted.keys() - ({"head.weight"} if tied else set())
+    assert all(torch.equal(content[key], wanted[key]) for key in content)
+
+
+def test_several_files_have_an_index_and_the_dtype_asked_for(tmp_path):
+    files = run_ranks(2, save, str(tmp_path), {"max_file_bytes": 400, "dtype": torch.bfloat16})[0]
+    assert len(files) > 2
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    wanted = seeded().state_dict()
+    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in wanted.values())
+    for key, name in index["weight_map"].items():
+        assert torch.equal(safetensors.load_file(tmp_path / name)[key], wanted[key].bfloat16())
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@on_ranks(2)
+def test_an_earlier_export_into_the_folder_is_not_read_for_the_new_one(tmp_path):
+    for seed, limit in enumerate((10**9, 400, 900, 10**9)):
+        model, loaded = shard(seeded(seed=seed)), shard(seeded(seed=9))
+        files = save_safetensors(model, tmp_path, max_file_bytes=limit)
+        load_safetensors(loaded, tmp_path)
+        assert same_bits(full_values(loaded).values(), full_values(model).values())
+        dist.barrier()
+        assert {path.name for path in tmp_path.glob("*.safetensors")} == {path.name for path in files}
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_leave_an_export_together_where_one_has_no_memory(tmp_path):
+    model = shard(seeded())
+    failing = mock.patch.object(Run, "own", side_effect=MemoryError("none left"))
+    for export in (lambda: list(iter_full_params(model)), lambda: save_safetensors(model, tmp_path)):
+        here = failing if dist.get_rank() == 0 else nullcontext()
+        with here, pytest.raises((RuntimeError, OSError), match="MemoryError: none left"):
+            export()
+
+
+@on_ranks(2)
+def test_an_export_that_cannot_write_gathers_no_further_tensors(tmp_path):
+    def sent():
+        with record_collectives() as record, contextlib.suppress(OSError):
+            save_safetensors(model, tmp_path, bucket_bytes=1)
+        return sum(event.bytes_sent for event in record.events if event.kind != "all_reduce")
+
+    model = shard(seeded(width=128, blocks=4))
+    whole = sent()
+    with mock.patch("fsdp_runtime.checkpoint.files._write_tensor", side_effect=OSError("disk full")):
+        part = sent()
+    assert dist.get_rank() == 0 or part < whole / 2  # rank 0 only receives
+
+
+@on_ranks(3)
+def test_what_cannot_be_written_is_raised_by_name_on_every_rank_and_leaves_nothing(tmp_path):
+    rank = dist.get_rank()
+    (tmp_path / f"file{rank}").write_text("")
+    with pytest.raises(OSError, match=r"rank 0 could not write to .*file0"):
+        save(tmp_path / "file0", {})
+    out = tmp_path / "out"
+    model = seeded()
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(OSError, match=r"phases is torch.complex128, which safetensors files do not have"):
+        save_safetensors(model, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(OSError, match=r"pip install safetensors"):
+            save_safetensors(seeded(), out)
+    assert not out.exists()

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from runtime_helpers import (
     BF16,
-    OPTIMIZERS,
     assert_same_values,
     loss_of,
     mesh_of,
@@ -37,7 +36,7 @@ from fsdp_runtime import (
     set_full_state_dict,
 )
 from fsdp_runtime.block_policies import whole
-from fsdp_runtime.checkpoint import get_full_optimizer_state_dict, set_full_optimizer_state_dict
+from fsdp_runtime.checkpoint import get_full_optimizer_state_dict
 from fsdp_runtime.integrations.accelerate import full_state_dicts
 from fsdp_runtime.quantization import BlockFP8, BlockInt8
 from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
@@ -191,36 +190,6 @@ def test_a_full_state_dict_loads_into_a_model_on_meta():
         assert loss_of(other, tokens()).equal(loss_of(model, tokens()))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@on_ranks(2)
-def test_a_layer_that_is_frozen_since_keeps_its_moments_in_full_states(kind):
-    model = shard(seeded(width=16))
-    optimizer = OPTIMIZERS[kind](list(model.parameters()))
-    step_of(model, optimizer)
-    model.blocks[0].requires_grad_(False)
-    step_of(model, optimizer, 1)
-    weights = get_full_state_dict(model)
-    model.unshard()
-    states = get_full_optimizer_state_dict(model, optimizer)
-    again = shard(seeded(width=16, seed=1))
-    again.blocks[0].requires_grad_(False)
-    set_full_state_dict(again, weights)
-    other = OPTIMIZERS[kind](list(again.parameters()))
-    rank0_only = kind != "adamw"
-    again.unshard()
-    set_full_optimizer_state_dict(again, other, states, rank0_only=rank0_only)
-    set_full_optimizer_state_dict(model, optimizer, states, rank0_only=rank0_only)
-    for each in (model, again):
-        each.requires_grad_(True)
-    for number in range(2, 4):
-        assert step_of(model, optimizer, number).equal(step_of(again, other, number))
-    found = get_full_optimizer_state_dict(again, other)
-    for name, state in get_full_optimizer_state_dict(model, optimizer)["state"].items():
-        assert_same_values(found["state"][name], state)
-        if "step" in state:
-            assert state["step"] == (3 if name.startswith("blocks.0") else 4)
-
-
 @pytest.mark.parametrize("block_policy", [None, whole()])
 @on_ranks(2)
 def test_weights_that_are_kept_as_codes_go_as_values(block_policy):
@@ -259,10 +228,7 @@ def test_a_rank_alone_may_replace_values_that_no_other_rank_shards():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)))},
-        {"reshard_after_forward": False},
-    ],
+    [{"quantization_policy": QuantizationPolicy(weights=BlockFP8((4, 4)))}, {"reshard_after_forward": False}],
     ids=["codes", "units that stay gathered"],
 )
 @on_ranks(3)

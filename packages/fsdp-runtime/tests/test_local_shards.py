@@ -1,4 +1,4 @@
-"""Shards go to an engine's processes as they lie, and arrive as one process has them."""
+"""The trainer's side of vLLM's weight transfer, against its classes or their contract: whole tensors, and shards."""
 
 import json
 from datetime import timedelta
@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import seeded
+from runtime_helpers import full_values, seeded, shard, step_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from vllm_contract import interface
+from vllm_contract import FOLDER, interface
 
-from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard
+from fsdp_runtime import QuantizationPolicy, block_policies, full_params, fully_shard
 from fsdp_runtime.checkpoint import local_shards
 from fsdp_runtime.checkpoint.local_shards import Link, transfers
 from fsdp_runtime.integrations.vllm import weight_source
 from fsdp_runtime.integrations.vllm_shards import trainer_engine, worker_engine
 from fsdp_runtime.quantization import BlockNF4
 from ragged_shard import Box
-from ragged_shard.testing import on_ranks
+from ragged_shard.testing import on_ranks, record_collectives
 
 
 def build():
@@ -148,9 +148,9 @@ def test_boxes_of_codes_and_of_another_dtype_are_copies_with_the_values():
     model.requires_grad_(False)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fully_shard(model, quantization_policy=QuantizationPolicy(at_rest=BlockNF4(64)))
-    for shard in local_shards(model, dtype=torch.bfloat16):
-        assert shard.tensor.dtype == torch.bfloat16
-        off = shard.tensor.float() - whole[shard.name][shard.box.slices()]
+    for part in local_shards(model, dtype=torch.bfloat16):
+        assert part.tensor.dtype == torch.bfloat16
+        off = part.tensor.float() - whole[part.name][part.box.slices()]
         assert float(off.abs().max()) < 0.2
 
 
@@ -180,3 +180,82 @@ def test_senders_that_differ_in_dtype_are_refused_on_each_by_name():
     link = Link(("localhost", ports[0]), 2, 0, rank, torch.device("cpu"), 20.0)
     with pytest.raises(ValueError, match=r"blocks\.0\.bias: sender 1 has .*bfloat16"):
         link.hold(local_shards(seeded(), dtype=(torch.float32, torch.bfloat16)[rank]))
+
+
+def model_with_a_buffer():
+    model = seeded(width=16, tied=True)
+    model.register_buffer("router_bias", torch.arange(4.0))
+    return shard(model)
+
+
+def values(model, dtype=torch.float32):
+    """Whole tensors by names, gathered one by one; of tied parameters the first name."""
+    state = full_values(model)
+    del state["head.weight"]
+    return {name: t.to(dtype, copy=True) for name, t in state.items()}
+
+
+@on_ranks(3)
+def test_each_pass_has_the_tensors_of_the_state_dict_as_metadata_says():
+    model = model_with_a_buffer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with interface(), record_collectives() as record:
+        source = weight_source(model, dtype=torch.bfloat16, bucket_bytes=2000)
+        assert len(source.metadata) == 10
+    assert record.kinds == []
+    assert source.metadata is source.metadata
+    assert source.implements_iter_full()
+    assert not source.implements_iter_local()
+    passes = []
+    for number in range(2):
+        wanted = values(model, torch.bfloat16)
+        passes.append({name: tensor.clone() for name, tensor in source.iter_full()})
+        assert list(passes[-1]) == source.owned_names(dist.get_rank()) == [m.name for m in source.metadata]
+        for meta in source.metadata:
+            tensor = passes[-1][meta.name]
+            assert (tensor.dtype, tuple(tensor.shape)) == (meta.dtype, meta.shape)
+            assert tensor.equal(wanted[meta.name])
+        assert wanted.keys() == passes[-1].keys()
+        step_of(model, optimizer, number)
+    assert not passes[0]["blocks.0.weight"].equal(passes[1]["blocks.0.weight"])
+
+
+@on_ranks(3)
+def test_a_pass_over_weights_that_an_optimizer_or_a_merge_changes_raises():
+    model = model_with_a_buffer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interface():
+        source = weight_source(model, bucket_bytes=1)
+
+    def merge():
+        with full_params(model.blocks[1]):
+            model.blocks[1].weight.data += torch.ones(16, 16)
+
+    for change, name in ((lambda: step_of(model, optimizer), r"\S+"), (merge, r"blocks\.1\.\w+")):
+        iterator = source.iter_full()
+        next(iterator)
+        change()
+        with pytest.raises(RuntimeError, match=rf"{name} was written to since iter_full was called"):
+            list(iterator)
+        wanted = values(model)
+        assert all(tensor.equal(wanted[name]) for name, tensor in source.iter_full())
+    with full_params(model), pytest.raises(RuntimeError, match="full_params"):
+        source.iter_full()
+
+
+@on_ranks(2)
+def test_a_model_with_other_tensors_than_metadata_is_refused():
+    model = model_with_a_buffer()
+    with interface():
+        source = weight_source(model)
+    assert source.metadata
+    model.register_buffer("added", torch.zeros(1))
+    with pytest.raises(RuntimeError, match="differ from metadata; make a new weight_source"):
+        source.iter_full()
+
+
+def test_vllms_own_classes_take_it():
+    base = pytest.importorskip(f"{FOLDER}.base", reason="vLLM is not installed")
+    source = weight_source(seeded())
+    assert isinstance(source, base.WeightSource)
+    assert all(isinstance(meta, base.ParamMeta) for meta in source.metadata)

@@ -9,7 +9,6 @@ from runtime_helpers import BF16, llama, tokens
 from test_weights_at_rest import NF4, whole
 from vllm_contract import interface
 
-from dbuffer.encodings import BlockQuantizedTensor
 from fsdp_runtime import (
     QuantizationPolicy,
     full_params,
@@ -47,46 +46,6 @@ def sharded(model):
 
 def loss_of(model, batch):
     return model(input_ids=batch, labels=batch).loss
-
-
-@on_ranks(3)
-def test_adapters_of_peft_train_on_a_base_of_four_bits():
-    import peft
-
-    reference, model = adapted(), sharded(adapted())
-    coded = {
-        name for name, param in model.named_parameters() if isinstance(param.local, BlockQuantizedTensor)
-    }
-    assert coded == {
-        n for n, p in reference.named_parameters() if "layers" in n and not p.requires_grad and p.ndim == 2
-    }
-    for name, param in reference.named_parameters():
-        if name in coded:
-            param.data = whole(NF4, param)[2]
-    both = (reference, model)
-    optimizers = [
-        torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2) for one in both
-    ]
-    for step in range(3):
-        losses = [loss_of(reference, tokens(step, rank=rank)) for rank in range(3)]
-        (sum(losses) / 3).backward()
-        loss = loss_of(model, tokens(step))
-        loss.backward()
-        torch.testing.assert_close(loss, losses[dist.get_rank()])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    adapters = peft.get_peft_model_state_dict(model)
-    expected = peft.get_peft_model_state_dict(reference)
-    assert adapters.keys() == expected.keys()
-    for name, value in adapters.items():
-        torch.testing.assert_close(value.full_tensor(), expected[name], rtol=1e-4, atol=1e-5)
-    again = sharded(adapted())
-    peft.set_peft_model_state_dict(again, adapters)
-    assert loss_of(again, tokens()).equal(loss_of(model, tokens()))
-
-
-# -- as users do it: a frozen bf16 base, fp32 adapters, one unit -------------------------------------------------------
 
 
 def mixed():
@@ -178,9 +137,6 @@ def test_a_base_of_codes_is_merged_layer_by_layer_and_the_rest_keeps_its_codes()
                 assert param.local.codes.equal(before[name]) == (
                     "base_layer" not in name or not param.local.numel()
                 )
-
-
-# -- exports that are merged on the way --------------------------------------------------------------------------------
 
 
 def in_many_ways():

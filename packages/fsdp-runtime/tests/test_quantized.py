@@ -96,28 +96,6 @@ def test_an_infinite_weight_makes_gradients_nan_and_the_step_is_skipped():
     assert model.head.weight.full_tensor().equal(before)
 
 
-@on_ranks(3)
-def test_state_dicts_hold_masters_and_load_with_and_without_quantization():
-    policy = QuantizationPolicy(weights=FP8, gradients="bf16")
-    model = shard(body(), quantization_policy=policy)
-    loss_of(model, tokens()).backward()
-    descend(model.parameters())
-    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    assert all(value.dtype == torch.float32 for value in full.values())
-    assert not full["blocks.0.weight"].equal(read_back(FP8, full["blocks.0.weight"]))  # masters, not codes
-    others = (shard(body()), shard(body(), quantization_policy=QuantizationPolicy(weights=INT8)))
-    for other in others:
-        loss_of(other, tokens()).backward()  # has codes of its own
-        other.load_state_dict(model.state_dict())
-        for name, value in other.state_dict().items():
-            assert value.full_tensor().equal(full[name])
-    plain = body()
-    plain.load_state_dict(full)
-    for block in plain.blocks:
-        block.weight.data = read_back(INT8, block.weight)
-    assert loss_of(others[1], tokens()).equal(loss_of(plain, tokens()))
-
-
 @on_ranks(1)
 def test_parameters_of_other_dtypes_that_are_not_selected_are_left_alone():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
@@ -175,8 +153,6 @@ def test_a_common_block_is_cut_only_where_tiles_and_the_policy_allow(shape):
         cuts = [offset for offset in range(common.numel + 1) if common.is_cut(offset)]
         assert all(asked.is_cut(offset) and tiles.is_cut(offset) for offset in cuts), block
 
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
 
 IN_BF16 = QuantizationPolicy(gradients="bf16")
 

@@ -23,12 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dbuffer.encodings import BlockFP8
-from fsdp_runtime import (
-    QuantizationPolicy,
-    block_policies,
-    fully_shard,
-    iter_full_params,
-)
+from fsdp_runtime import QuantizationPolicy, block_policies, fully_shard, iter_full_params
 from fsdp_runtime._torch_compat import ShardPlacementResult
 from fsdp_runtime.token_loss import TokenLoss
 from layout_planner import Rows, Tile
@@ -36,10 +31,7 @@ from ragged_shard._torch_compat import SUBCLASSES_DTENSOR
 from ragged_shard.testing import rank_mesh, run_ranks
 
 Call = Callable[[], object]
-FP8, IN_BF16 = (
-    QuantizationPolicy(weights=BlockFP8((128, 128))),
-    QuantizationPolicy(gradients="bf16"),
-)
+FP8, IN_BF16 = (QuantizationPolicy(weights=BlockFP8((128, 128))), QuantizationPolicy(gradients="bf16"))
 
 
 def wrap(model: Any, **options: Any) -> None:
@@ -71,6 +63,13 @@ def double_norm() -> nn.Module:
     model = seeded(blocks=1)
     model.norm = model.norm.double()
     return model
+
+
+def planner_fails() -> None:
+    """Around a unit that is gathered, and with a parameter that is tied to it."""
+    model = seeded(tied=True)
+    fully_shard(model.embed).unshard()
+    wrap(model, planner=lambda tensors, ranks, *, align: 1 // 0)
 
 
 def finalizes_late() -> None:
@@ -259,6 +258,7 @@ REFUSED: dict[int, list[Row]] = {
         ("a block", lambda: wrap(linear(), block_policy=Rows(2)), (TypeError, ValueError), "block_policy"),
         ("a policy that raises", lambda: wrap(linear(), block_policy=lambda name, p: 1 // 0),
          (ZeroDivisionError, ValueError), ""),
+        ("a planner that raises", planner_fails, ZeroDivisionError, ""),
         ("the second group", lambda: wrap(double_norm(), block_policy=lambda name, p: 3 if "norm.b" in name else None),
          ValueError, r"norm\.bias.*3"),
         ("complex", lambda: wrap(linear(torch.ones(8, 8, dtype=torch.complex64))), (TypeError, ValueError),

@@ -1,79 +1,14 @@
 """The order of units and collectives, and which gathers run ahead by it."""
 
-from typing import Any
-
 import pytest
 import torch
 from runtime_helpers import Body, Watch, loss_of, seeded, shard, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_runtime import fully_shard
 from fsdp_runtime._grads.buffer import Full
 from fsdp_runtime._schedule.model import member_of
-from ragged_shard.testing import SimulatedDevice, on_ranks, rank_mesh, simulated_ranks
-
-
-def one_hybrid_mesh(meshes):
-    return shard(seeded(blocks=4), mesh=meshes["hybrid"])
-
-
-def meshes_of_units(meshes):
-    """A unit after the other on another mesh."""
-    model = seeded(blocks=4)
-    for index, block in enumerate(model.blocks):
-        mesh = (meshes["hybrid"], meshes["flat"], meshes["other way"]["shard"])[index % 3]
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=meshes["hybrid"])
-
-
-def meshes_in_units(meshes):
-    """Matrices of each unit on all ranks, vectors with replicas."""
-    choose = lambda param: meshes["hybrid"] if param.ndim == 1 else None  # noqa: E731
-    return shard(seeded(blocks=4), mesh=meshes["flat"], shard_placement_fn=choose)
-
-
-def order_on(rank, build, buffers=2, depth=1, late_all_reduce=False):
-    """Which mesh axis each collective of some steps is on, and its bytes."""
-    with SimulatedDevice(), simulated_ranks(4, rank=rank) as simulation:
-        meshes = {
-            name: rank_mesh(*shape, names=names)
-            for name, shape, names in (
-                ("hybrid", (2, 2), ("replicate", "shard")),
-                ("flat", (4,), ("shard",)),
-                ("other way", (2, 2), ("shard", "replicate")),
-            )
-        }
-        axes: dict[str, str] = {}
-        for name, mesh in meshes.items():
-            for axis in mesh.mesh_dim_names:
-                axes.setdefault(mesh.get_group(axis).group_name, f"{name} {axis}")
-        model = build(meshes)
-        model.set_prefetch_depth(depth)
-        model.set_reduce_scatter_max_input_buffers(buffers)
-        start = len(simulation.calls)
-        for step in range(3):
-            model.set_requires_all_reduce(not late_all_reduce or step % 2 == 1)
-            loss_of(model, tokens(step, rank=rank)).backward()
-    return [(axes[group], nbytes) for group, nbytes in simulation.calls[start:]]
-
-
-ORDERS: tuple[dict[str, Any], ...] = (
-    {"build": meshes_of_units},
-    {"build": meshes_in_units, "depth": 3},
-    {"build": one_hybrid_mesh, "buffers": 1},
-    {"build": one_hybrid_mesh, "buffers": 4, "late_all_reduce": True},
-)
-
-
-@pytest.mark.parametrize("case", ORDERS)
-def test_gathers_reductions_and_all_reduces_come_in_the_same_order_on_all_ranks(case):
-    first, *others = [order_on(rank, **case) for rank in range(4)]
-    assert {axis for axis, _ in first} >= {"hybrid replicate", "hybrid shard"}
-    assert all(order == first for order in others)
-
-
-# -- gathers ahead -----------------------------------------------------------------------------------------------------
+from ragged_shard.testing import on_ranks
 
 
 def gathered(block):

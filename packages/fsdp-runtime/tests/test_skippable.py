@@ -1,18 +1,78 @@
-"""Units that some ranks skip: what they cost, and what is refused. Programs compare their gradients."""
+"""Units and parameters that some ranks skip: what they cost, and what is refused. Programs compare their gradients."""
 
 import os
 import signal
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from runtime_helpers import device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import fully_shard
-from ragged_shard.testing import RankError, on_ranks, record_collectives, run_ranks
+from ragged_shard.testing import RankError, on_ranks, rank_mesh, record_collectives, run_ranks
+
+WIDTH, BRANCHES = 7, 4
+
+
+class Layer(nn.Module):
+    """Branches of which each batch chooses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BRANCHES))
+
+    def forward(self, x, chosen):
+        return self.always(x) + sum(self.branches[i](x).tanh() for i in chosen)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x, chosen):
+        return self.second(self.first(x, chosen), chosen)
+
+
+def backward(model, chosen):
+    model(torch.ones(2, WIDTH), chosen).sum().backward()
+
+
+def sharded(**options) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    fully_shard(model.first, **options)
+    return fully_shard(model, **options)
+
+
+@on_ranks(3)
+def test_ranks_that_use_different_parameters_send_the_same_collectives():
+    model = sharded()
+    for _ in range(3):  # the order of collectives becomes known
+        backward(model, range(BRANCHES))
+    records = []
+    for chosen in (range(BRANCHES), (dist.get_rank(),), ()):
+        with record_collectives() as record:
+            backward(model, chosen)
+        records.append(record.events)
+    assert records[0]
+    assert records[1] == records[2] == records[0]
+
+
+@pytest.mark.parametrize(("chosen", "waits"), [(range(BRANCHES), 0), ((0,), 1)])
+def test_the_host_waits_once_and_only_where_it_misses_something(chosen, waits):
+    with device() as found:
+        model = sharded(mesh=rank_mesh(4))
+        backward(model, chosen)
+        with mock.patch.object(found, "wait_on_host", wraps=found.wait_on_host) as wait:
+            backward(model, chosen)
+        assert wait.call_count == waits
 
 
 @on_ranks(2)

@@ -4,20 +4,12 @@ import itertools
 
 import pytest
 import torch
-from runtime_helpers import (
-    assert_same_gradients,
-    loss_of,
-    of_values,
-    seeded,
-    tokens,
-)
+from runtime_helpers import assert_same_gradients, loss_of, of_values, seeded, tokens
 from torch import nn
 
 from fsdp_runtime import full_params, fully_shard
 from ragged_shard import RaggedDTensor
 from ragged_shard.testing import on_ranks, record_collectives
-
-# -- values -------------------------------------------------------------------------------------------------
 
 
 def wrap(model, order, **options):
@@ -111,8 +103,6 @@ def test_an_embedding_of_two_stacks_and_a_head_is_one_distributed_object_after_e
         torch.testing.assert_close(loss, seeded(Stacks)(words).square().sum())
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
 ORDERS = [("embed", "head", "blocks.0", ""), ("head", "blocks.0", "embed", "")]
 
 
@@ -130,9 +120,6 @@ def test_it_is_gathered_and_reduced_once_so_that_nothing_is_sent_in_addition():
         assert kinds == ["all_gather"] * 3 + ["reduce_scatter"] * 2, (order, kinds)
         assert len(untied) > len(kinds)
         assert sent < more
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)

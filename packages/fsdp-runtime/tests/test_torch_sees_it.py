@@ -114,9 +114,6 @@ def test_a_unit_stays_gathered_until_its_outermost_method_has_ended():
     assert_same_gradients(model, alone)
 
 
-# -- torch.func --------------------------------------------------------------------------------------------------------
-
-
 class Smooth(nn.Module):
     def __init__(self):
         super().__init__()

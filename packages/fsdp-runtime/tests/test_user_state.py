@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import signal
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,15 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_helpers import assert_same_gradients, assert_same_parameters, full, seeded
+from runtime_helpers import assert_same_gradients, seeded
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import profile
 
 import block_optim
 from fsdp_runtime import fully_shard
-from fsdp_runtime._torch.tree import map_tensors, tensors_behind, tensors_in
+from fsdp_runtime._torch.tree import cast_to, map_tensors, tensors_behind, tensors_in
 from ragged_shard.testing import RankError, on_ranks, run_ranks
 
 
@@ -45,27 +45,6 @@ def sharded(make, *inner):
     for index in inner:
         fully_shard(model[index])
     return fully_shard(model), seeded(make)
-
-
-# -- gradients and hooks ----------------------------------------------------------------------------------------------
-
-LAYOUTS: dict[str, Any] = {
-    "whole": lambda value, param: value,
-    "Replicate": lambda value, param: distribute_tensor(value, param.device_mesh, [Replicate()]),
-    "Shard(0)": lambda value, param: distribute_tensor(value, param.device_mesh, [Shard(0)]),
-    "as the parameter": lambda value, param: torch.zeros_like(param).add_(10),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(3)
-def test_a_gradient_that_a_user_sets_is_added_to_whatever_its_layout(layout):
-    model, plain = sharded(mlp, 0)
-    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        wanted.grad = torch.full_like(wanted, 10)
-        param.grad = LAYOUTS[layout](wanted.grad.clone(), param)
-    backward_both(model, plain)
-    assert_same_gradients(model, plain, atol=1e-5)
 
 
 class Branches(nn.Module):
@@ -118,41 +97,6 @@ def test_the_remedy_for_hooks_that_communicate_gives_each_the_gradient_of_one_pr
     assert seen == pytest.approx([param.grad.norm().item() for param in plain.parameters()], rel=1e-5)
 
 
-@on_ranks(3)
-def test_hooks_on_parameters_run_once_a_backward_and_change_the_gradient_also_those_from_before():
-    model, plain = seeded(mlp), seeded(mlp)
-    called, handles = [], []
-
-    def hang(each, name, when):
-        def halve(grad):
-            called.append((name, when))
-            return grad * 0.5
-
-        weight = each[0].weight if name == "first" else each[2].weight
-        handles.append(weight.register_hook(halve))
-        weight.register_post_accumulate_grad_hook(lambda param: called.append((name, "accumulated")))
-
-    hang(model, "first", "before")
-    hang(plain, "first", "before")
-    fully_shard(model[0])
-    fully_shard(model)
-    hang(model, "second", "after")
-    called.clear()
-    model(batch()).square().sum().backward()
-    assert sorted(called) == [
-        ("first", "accumulated"), ("first", "before"), ("second", "accumulated"), ("second", "after"),
-    ]  # fmt: skip
-    plain[2].weight.register_hook(lambda grad: grad * 0.5)
-    for rank in range(3):
-        (plain(batch(rank)).square().sum() / 3).backward()
-    assert_same_gradients(model, plain)
-    for handle in handles:
-        handle.remove()
-    called.clear()
-    model(batch()).square().sum().backward()
-    assert sorted(called) == [("first", "accumulated"), ("second", "accumulated")]
-
-
 @on_ranks(2)
 def test_a_hook_on_a_parameter_that_returns_another_shape_raises_by_name():
     model, _ = sharded(mlp)
@@ -175,132 +119,12 @@ def test_autograd_grad_of_parameters_that_are_gathered_raises_with_the_remedy():
 
 
 @on_ranks(2)
-def test_autograd_grad_of_inputs_is_as_in_one_process():
-    model, plain = sharded(mlp, 0)
-    for each in (model, plain):
-        each.x = batch().requires_grad_()
-    ours, theirs = (torch.autograd.grad(each(each.x).square().sum(), each.x)[0] for each in (model, plain))
-    torch.testing.assert_close(ours, theirs)
-
-
-@on_ranks(2)
-def test_hooks_are_called_once_a_parameter_in_the_step_after_a_forward_that_failed():
-    model, plain = sharded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), 0, 1, 2)
-    model.set_reduce_scatter_unused_params(True)
-    called = []
-    for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-
-    def fail(*_):
-        raise ValueError("out of memory")
-
-    hook = model[2].register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="out of memory"):
-        model(batch())
-    hook.remove()
-    backward_both(model, plain)
-    assert_same_gradients(model, plain)
-    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
-
-
-class Caches(nn.Module):
-    """Computes with an attribute that its own `__setattr__` keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == "weight":
-            self.__dict__["cached"] = value
-
-    def forward(self, x):
-        return x @ self.cached
-
-
-@on_ranks(3)
-def test_a_module_that_keeps_its_weight_by_its_own_setattr_trains():
-    model, plain = sharded(lambda: nn.Sequential(Caches(), nn.Linear(6, 6)), 0)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for _ in range(2):
-        backward_both(model, plain, lambda each, x: each(x).square().mean())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, plain)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind="LSTM"):
-        super().__init__()
-        self.cell = getattr(nn, kind)(6, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.cell(x[None])[0]
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@on_ranks(2)
-def test_a_recurrent_layer_trains_on_after_its_weights_were_assigned(kind):
-    model, plain = fully_shard(seeded(Recurrent, kind=kind)), seeded(Recurrent, kind=kind)
-    backward_both(model, plain)
-    for each in (model, plain):
-        each.zero_grad()
-        values = {name: full(value).clone() * 2 for name, value in each.state_dict().items()}
-        each.load_state_dict(values, assign=True)
-    backward_both(model, plain)
-    assert_same_gradients(model, plain)
-
-
-@on_ranks(2)
-def test_a_unit_of_several_modules_is_converted_with_the_model():
-    model = seeded(mlp)
-    fully_shard([model[0], model[2]])
-    fully_shard(model)
-    plain = seeded(mlp).double()
-    model.to(torch.float64)
-    backward_both(model, plain, lambda each, x: each(x.double()).square().sum())
-    assert_same_gradients(model, plain)
-
-
-@on_ranks(2)
 def test_a_unit_of_which_one_module_was_converted_raises_in_the_next_forward():
     model = seeded(mlp)
     fully_shard([model[0], model[2]])
     model[0].to(torch.float64)
     with pytest.raises(ValueError, match=r"different dtypes.*convert all of them"):
         model[0](batch().double())
-
-
-class Forces(nn.Module):
-    """Takes a gradient inside of its forward, and goes on with its parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.energy, self.scale = mlp(), nn.Parameter(torch.full((6,), 2.0))
-        self.last = nn.Linear(6, 6)
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=torch.is_grad_enabled())
-        return self.last(force * self.scale)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@on_ranks(2)
-def test_a_gradient_inside_a_forward_leaves_the_units_that_are_under_way(keep):
-    model, plain = seeded(Forces), seeded(Forces)
-    options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
-    for each in (model.energy, model.last, model):
-        fully_shard(each, **options)
-    for each in (model, plain):
-        each.zero_grad()
-    backward_both(model, plain)
-    assert_same_gradients(model, plain)
 
 
 @on_ranks(2)
@@ -327,44 +151,22 @@ class Inner(nn.Module):
         return self.norm(self.other(self.block(x)))
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
-def test_what_was_unsharded_by_hand_stays_so_until_reshard(grad, keep):
+def test_what_was_unsharded_by_hand_stays_so_in_a_forward_with_gradients_until_reshard(reshard):
     model, plain = seeded(Inner), seeded(Inner)
-    options: dict[str, Any] = {"reshard_after_forward": False} if keep else {}
-    fully_shard(model.block, **options)
-    fully_shard(model.other, **options)
+    fully_shard(model.block, reshard_after_forward=reshard)
+    fully_shard(model.other, reshard_after_forward=reshard)
     fully_shard(model)
     model.unshard()
     model.other.unshard()
-    with torch.set_grad_enabled(grad):
+    for _ in range(2):  # after the first, its graph is gone
         out = model.block(batch())
         assert torch.equal(model.norm(model.other.forward(out)), plain(batch()))
-        del out  # and with it the graph
-        assert torch.equal(model.norm(model.other.forward(model.block(batch()))), plain(batch()))
+        del out
     model.reshard()
-    assert not isinstance(model.norm.weight.data, nn.Parameter)
     assert hasattr(model.norm.weight, "full_tensor")
-    with torch.no_grad():
-        assert torch.equal(model(batch()), plain(batch()))
-
-
-@on_ranks(2)
-def test_unshard_by_hand_after_a_step_gathers_the_new_values_of_a_unit_that_was_unsharded_before():
-    model, plain = fully_shard(seeded(Inner)), seeded(Inner)
-    model.set_reshard_after_backward(False)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for _ in range(2):
-        backward_both(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        model.unshard()
-        torch.testing.assert_close(model.block.weight.detach(), plain.block.weight.detach())
-
-
-# -- containers -------------------------------------------------------------------------------------------------------
+    assert torch.equal(model(batch()), plain(batch()))
 
 
 @dataclass
@@ -383,31 +185,6 @@ class Late:
 class Frozen:
     x: torch.Tensor
     late: Late
-
-
-class Takes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, frozen, z):
-        late = frozen.late
-        assert late.note == "kept"
-        return (frozen.x + late.doubled + 10 * late.mask) * self.weight + 100 * z
-
-
-@on_ranks(2)
-def test_arguments_in_dataclasses_reach_the_forward_as_they_are():
-    model, plain = fully_shard(seeded(Takes)), seeded(Takes)
-
-    def loss(each, x):
-        late: Any = Late(x.requires_grad_())
-        late.mask, late.note = torch.ones(6), "kept"
-        return each(Frozen(x, late), x * 3).square().mean()
-
-    backward_both(model, plain, loss)
-    assert torch.equal(loss(model, batch()), loss(plain, batch()))
-    assert_same_gradients(model, plain)
 
 
 class Shares(dict):
@@ -437,14 +214,34 @@ def test_a_container_that_cannot_be_copied_is_refused_by_class_and_not_changed(t
     assert map_tensors(lambda t: t, tree) is tree
 
 
-def test_both_walks_come_to_the_same_tensors():
-    late = Late(torch.ones(2))
+class Batch(dict):
+    """A dictionary with a constructor of its own, whose items are attributes too."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_both_walks_come_to_the_same_tensors_and_classes_are_kept():
+    x, late = torch.ones(2), Late(torch.ones(2))
     late.mask = torch.zeros(2)
-    tree = [Frozen(torch.ones(1), late), {"x": (torch.ones(3),)}]
-    changed = map_tensors(lambda t: t + 1, tree)
-    assert [t.shape for t in tensors_in(tree)] == [t.shape for t in tensors_in(changed)]
-    assert len(tensors_in(tree)) == 5
-    assert copy.copy(changed[0].late).mask.tolist() == [1, 1]
+    tree = [Frozen(x, late), {"x": (x,)}, OrderedDict(a=x), Batch(k=x), UserDict(data=x), None, "s"]
+    found = map_tensors(lambda t: t + 1, tree)
+    assert [t.tolist() for t in tensors_in(found)] == [
+        [t + 1 for t in one.tolist()] for one in tensors_in(tree)
+    ]
+    assert len(tensors_in(tree)) == 8
+    assert [type(item) for item in found] == [type(item) for item in tree]
+    assert found[3].k is found[3]["k"]
+    assert list(found[4]) == ["data"]  # whose attribute `data` is not the item
+    assert copy.copy(found[0].late).mask.tolist() == [1, 1]
+
+
+def test_floating_point_tensors_alone_are_cast():
+    mixed = [torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)]
+    cast = map_tensors(cast_to(torch.bfloat16), mixed)
+    assert [t.dtype for t in cast] == [torch.bfloat16, torch.int64, torch.bool]
+    assert map_tensors(cast_to(None), mixed) is mixed
 
 
 class Holder:
@@ -452,25 +249,6 @@ class Holder:
 
     def __init__(self, value):
         self.inner = {"value": value}
-
-
-class Returns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return Holder(self.layer(x).tanh())
-
-
-@on_ranks(2)
-def test_a_unit_may_return_an_object_of_the_users_own_class():
-    def make():
-        return nn.Sequential(Returns())
-
-    model, plain = sharded(make, 0)
-    backward_both(model, plain, lambda each, x: each(x).inner["value"].square().sum())
-    assert_same_gradients(model, plain)
 
 
 class Lists(nn.Module):

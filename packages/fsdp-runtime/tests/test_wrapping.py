@@ -9,7 +9,6 @@ import torch.distributed as dist
 from runtime_helpers import (
     Body,
     assert_same_gradients,
-    check_training,
     loss_of,
     on_meta,
     plain_backward,
@@ -59,40 +58,6 @@ def test_each_policy_names_its_blocks_and_can_be_pickled(policy, wanted):
     assert blocks(pickle.loads(pickle.dumps(policy))) == wanted
 
 
-def snapshot(model):
-    """What a refused call must not change; tensors are compared as objects."""
-    return [
-        (
-            type(module),
-            {name: id(param) for name, param in module._parameters.items()},
-            {name: id(buffer) for name, buffer in module._buffers.items()},
-            [len(module._forward_hooks), len(module._forward_pre_hooks), len(module._state_dict_hooks)],
-            set(module.__dict__),
-        )
-        for module in model.modules()
-    ]
-
-
-@on_ranks(2)
-def test_a_refusal_changes_nothing():
-    def planner(specs, ranks, *, align):
-        raise ArithmeticError("refused")
-
-    model, reference = seeded(tied=True), seeded(tied=True)
-    fully_shard(model.embed)
-    for gathered in (False, True):
-        if gathered:
-            model.embed.unshard()
-        before = snapshot(model)
-        with pytest.raises(ArithmeticError, match="refused"):
-            fully_shard(model, planner=planner)
-        with pytest.raises((TypeError, ValueError)):
-            fully_shard(model, block_policy=lambda name, param: "no block")  # type: ignore[arg-type, return-value]
-        assert snapshot(model) == before
-    fully_shard(model)
-    torch.testing.assert_close(loss_of(model, tokens()), loss_of(reference, tokens()))
-
-
 @on_ranks(2)
 def test_a_planner_of_the_callers_packs_every_group():
     seen = []
@@ -127,11 +92,6 @@ def of_layers(model, **options):
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
-
-
-@on_ranks(3)
-def test_a_unit_of_a_module_from_every_layer_trains_like_the_plain_model():
-    check_training(Layers, of_layers)
 
 
 def test_its_blocks_share_one_layout_so_that_few_blocks_of_each_layer_do_not_pad():

@@ -109,13 +109,7 @@ def test_sweep_sets_ours_beside_both_rules_and_the_bound(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("8", [8]),
-        ("8,24", [8, 24]),
-        ("8..64", [8, 16, 32, 64]),
-        ("8..20", [8, 16]),
-    ],
+    ("text", "sizes"), [("8", [8]), ("8,24", [8, 24]), ("8..64", [8, 16, 32, 64]), ("8..20", [8, 16])]
 )
 def test_world_sizes_are_lists_and_doublings(capsys, text, sizes):
     found = json.loads(run(capsys, f"sweep --model llama-3-8b --world-size {text} --block rows:1 --json"))

@@ -14,11 +14,7 @@ unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis
 
 
 def small_layout():
-    specs = [
-        TensorSpec("a", (4, 8), Rows(2)),
-        TensorSpec("b", (16,)),
-        TensorSpec("c", (3, 5, 8), Tile(2, 8)),
-    ]
+    specs = [TensorSpec("a", (4, 8), Rows(2)), TensorSpec("b", (16,)), TensorSpec("c", (3, 5, 8), Tile(2, 8))]
     return plan(specs, 2)
 
 

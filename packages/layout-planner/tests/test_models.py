@@ -1,6 +1,7 @@
-"""Model shapes are those of the published models."""
+"""Model shapes are those of the published models; a sweep's figures are those of the plans it stands for."""
 
-from layout_planner import Rows, Tile
+from layout_planner import Rows, Tile, plan
+from layout_planner._sweep import Options, measure
 from layout_planner.models import load_model, model_names, separate_experts
 
 PUBLISHED = {  # parameters, exact
@@ -48,3 +49,16 @@ def test_separate_experts_are_those_of_the_checkpoint_and_as_many_parameters():
         entries["mlp.experts.255.gate_proj.weight"] == entries["mlp.experts.0.up_proj.weight"] == (2048, 7168)
     )
     assert entries["mlp.experts.7.down_proj.weight"] == (7168, 2048)
+
+
+OPTIONS = Options()
+GPT = load_model("gpt-oss-120b")
+
+
+def test_totals_count_every_layer_of_a_group():
+    layouts = [(group.count, plan(group.specs(Rows(32)), 96)) for group in GPT.groups]
+    found = measure(GPT, 96, Rows(32), OPTIONS)
+    assert found.numel == GPT.numel
+    assert found.planned == sum(count * layout.padded_numel for count, layout in layouts)
+    assert found.lower_bound == sum(count * layout.lower_bound for count, layout in layouts)
+    assert found.bytes_per_rank == 2 * found.planned / 96

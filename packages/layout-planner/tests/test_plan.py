@@ -8,17 +8,7 @@ import sys
 
 import pytest
 
-from layout_planner import (
-    Elements,
-    Layout,
-    Rows,
-    Segment,
-    TensorSpec,
-    Tile,
-    Whole,
-    parse_block,
-    plan,
-)
+from layout_planner import Elements, Layout, Rows, Segment, TensorSpec, Tile, Whole, parse_block, plan
 
 from .slow_checker import blocks_of, check
 

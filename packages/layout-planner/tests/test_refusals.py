@@ -7,27 +7,13 @@ from typing import Any
 
 import pytest
 
-from layout_planner import (
-    BlockGrid,
-    Elements,
-    Layout,
-    Rows,
-    Segment,
-    TensorSpec,
-    Tile,
-    parse_block,
-    plan,
-)
+from layout_planner import BlockGrid, Elements, Layout, Rows, Segment, TensorSpec, Tile, parse_block, plan
 from layout_planner.baselines import even_rows, in_given_order, lcm_rule
 from layout_planner.models import load_model, separate_experts
 
 W = [TensorSpec("w", (4,))]
 RULES: tuple[Any, ...] = (even_rows, lcm_rule)
-SMALL = [
-    TensorSpec("a", (4, 8), Rows(2)),
-    TensorSpec("b", (16,)),
-    TensorSpec("c", (3, 5, 8), Rows(2)),
-]
+SMALL = [TensorSpec("a", (4, 8), Rows(2)), TensorSpec("b", (16,)), TensorSpec("c", (3, 5, 8), Rows(2))]
 
 
 def read(change):

@@ -1,13 +1,16 @@
-"""Ragged placements: what they say, how they print, and that published ones are read."""
+"""Ragged placements: what they say, how they print, that published ones are read; ranges against counting elements."""
 
 import copy
+import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Placement, Shard
 
 from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import _geometry as geo
 
 
 def test_shares_are_kept_in_lowest_terms_so_that_equal_placements_are_equal():
@@ -59,3 +62,30 @@ def test_torch_finds_a_shard_whose_dim_is_an_index_and_equals_none(placement):
 def test_torch_load_reads_a_placement_with_weights_only(tmp_path):
     torch.save(RaggedShard((0,), (1, 2)), tmp_path / "placement.pt")
     assert torch.load(tmp_path / "placement.pt") == RaggedShard((0,), (1, 2))
+
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
+# A loaded machine is no failure.
+unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+
+
+@unhurried
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_cover_a_range_exactly_once_in_order_and_are_few(sizes, data):
+    numel = math.prod(sizes)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    index = np.arange(numel).reshape(sizes)
+    boxes = geo.range_boxes(tuple(sizes), start, stop)
+    covered = [int(i) for box in boxes for i in index[box.slices()].reshape(-1)]
+    assert covered == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(sizes) - 1)
+
+
+def test_a_shard_of_a_prefix_dimension_composes_when_no_cut_goes_through_it():
+    placements = (RaggedShard((0, 1), (1, 3)), Shard(1))
+    geo.validate(placements, 0, (2, 2), (4, 6, 2))
+    regions = [geo.region(placements, 0, (2, 2), (4, 6, 2), (i, j)) for i in range(2) for j in range(2)]
+    assert [r.local_shape for r in regions] == [(3, 2), (3, 2), (9, 2), (9, 2)]
+    assert regions[3].boxes() == (geo.Box((1, 3, 0), (3, 3, 2)),)

@@ -25,8 +25,6 @@ from ragged_shard.testing import (
     simulated_ranks,
 )
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
 
 def draw(scale=1):
     return dist.get_rank(), torch.rand(1).item() * scale, random.random()
@@ -100,9 +98,6 @@ def test_collectives_and_their_bytes_are_counted_inside_the_block_only():
     assert sent == [pytest.approx(2 * 24 * 2 / 3), 48 * (rank == 0), 4 * (6 - (rank + 1))]
 
 
-# -- simulated ranks ---------------------------------------------------------------------------------------------------
-
-
 def gather(shard, ranks):
     gathered = torch.empty(ranks * len(shard))
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(gathered, shard)
@@ -154,9 +149,6 @@ def test_distributed_tensors_work_on_simulated_ranks():
             ours = distribute_tensor(full, rank_mesh(6), [RaggedShard((0,), (1,) * 6)])
             assert ours.to_local().shape == (2, 3)
             assert device == "meta" or ours.full_tensor().equal(full)
-
-
-# -- races on a simulated device -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ TORCH_NOW = tuple(map(int, torch.__version__.split(".")[:2]))
 IMPLEMENTATIONS = {"fsdp2": "torch.distributed.fsdp", "ours": "fsdp_runtime"}
 MODULES = (
     "conformance_wrapping", "conformance_parameters", "conformance_units", "conformance_forward",
-    "conformance_gradients", "conformance_accumulation", "conformance_precision", "conformance_extensions",
-    "conformance_meta", "conformance_state", "conformance_composition", "conformance_failure", "conformance_silent",
+    "conformance_gradients", "conformance_precision", "conformance_extensions",
+    "conformance_state", "conformance_composition", "conformance_failure",
 )  # fmt: skip
 
 

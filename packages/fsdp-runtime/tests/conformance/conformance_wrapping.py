@@ -6,17 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from conformance_models import (
-    MLP,
-    Stack,
-    check_training,
-    full,
-    hsdp_mesh,
-    is_sharded,
-    mesh,
-    seeded,
-    world,
-)
+from conformance_models import MLP, Stack, check_training, full, hsdp_mesh, is_sharded, mesh, seeded, world
 from conformance_registry import Raises, case, refusal
 from torch.distributed.tensor import Replicate, Shard, distribute_module
 

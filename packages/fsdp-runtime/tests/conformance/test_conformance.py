@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance_registry import (
-    IMPLEMENTATIONS,
-    TORCH_NOW,
-    TORCHS,
-    all_cases,
-    run_case,
-    run_refusals,
-    table,
-)
+from conformance_registry import IMPLEMENTATIONS, TORCH_NOW, TORCHS, all_cases, run_case, run_refusals, table
 
 from ragged_shard.testing import run_ranks
 

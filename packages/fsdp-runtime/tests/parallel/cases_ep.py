@@ -19,45 +19,11 @@ from fsdp_runtime.train.model import ModelConfig, SwiGLU, Transformer, init_para
 from ragged_shard.testing import rank_mesh
 
 ROWS = Shard(0)
-DATA = "Data parallelism alone"
 LAYOUT = "Experts and dense parameters in one unit, as torchtitan lays them out"
 SCALING = "Gradient scaling as trainers set it"
 REPLICAS = "Replicas of dense parameters, of experts, of both"
 ROUTING = "Shared, frozen and idle experts"
 WITH_TP = "Experts beside tensor parallelism"
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 52), nn.Tanh(), nn.Linear(52, 32)) for _ in range(3)
-        )
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def rows(step: int) -> torch.Tensor:
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-@case(DATA, "four units on one axis", counts={"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1})
-def one_axis(fsdp: Any) -> Outcome:
-    def wrap(fsdp: Any, model: Any) -> None:
-        mesh = rank_mesh(RANKS)
-        for block in model.blocks:
-            fsdp.fully_shard(block, mesh=mesh)
-        fsdp.fully_shard(model, mesh=mesh)
-
-    return train(fsdp, Stack, wrap, mean_square, batches=rows, share=rows_of(dist.get_rank(), RANKS))
 
 
 # -- a mixture of experts ----------------------------------------------------------------------------------------------

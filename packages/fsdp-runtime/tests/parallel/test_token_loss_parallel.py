@@ -63,9 +63,6 @@ def both(build: Callable[[], nn.Module]) -> tuple[Any, nn.Module]:
     return model, build().double()
 
 
-# -- tensor parallelism ------------------------------------------------------------------------------------------------
-
-
 def labelled(tokens_of: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
     """Microbatches: tokens, and those that follow them."""
     texts = map(tokens_of, range(PARTS))
@@ -95,9 +92,6 @@ def test_ranks_of_tensor_parallelism_count_the_same_tokens_once(shape: tuple[int
     with loss_parallel() if cut is cases_tp.loss_too else nullcontext():
         step = TokenLoss(model, mesh=data).step(count_tokens(part[1]) for part in own)
         compare(model, twin, step, own, whole, next_tokens, copies=4 // data.size())
-
-
-# -- experts -----------------------------------------------------------------------------------------------------------
 
 
 def routed(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
