@@ -130,7 +130,7 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     # Shampoo and SOAP by itself, and refreshes them in other steps than the model.
     odd = program.recompute == "reentrant" or program.optimizer in ("shampoo", "soap")
     odd = odd or program.uneven or program.quantized or program.precision or {*program.layers} & APART
-    if ranks % 2 or odd or not whole or program.rows or program.module_hooks:
+    if ranks % 2 or odd or not whole or program.rows or program.module_hooks or program.departs:
         return
     w.rest()
     w.optimizer.zero_grad()

@@ -166,8 +166,8 @@ APART: list[tuple[dict[str, Any], Callable[[Program], bool]]] = [
             )
         ),
     ),
-    # Views that leave a compiled function; a backward of its backward.
-    ({"compiled": ""}, lambda p: bool({*p.layers} & {"structured", *NESTED})),
+    # Views that leave a compiled function, or change in it; a backward of its backward.
+    ({"compiled": ""}, lambda p: bool({*p.layers} & {"structured", "changes input", *NESTED})),
     ({"rows": ""}, lambda p: p.mesh == "ep"),  # experts gather the same number of rows from each rank
     ({"module_hooks": ""}, lambda p: "backward" in p.module_hooks and bool({*p.layers} & NESTED)),
 ]

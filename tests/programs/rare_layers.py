@@ -324,7 +324,7 @@ LAYERS.update({
     "old spectral norm": variant(Normed, norm=staticmethod(nn.utils.spectral_norm), casts=False),
     "padding": variant(Positions, options={"padding_idx": 1}),
     "max norm": variant(Positions, options={"max_norm": 0.5}),
-    "sparse": variant(Positions, options={"sparse": True}),
+    "sparse": variant(Positions, options={"sparse": True}, casts=False),
     "listed": Listed, "lora": LoRA,
     "own function": OwnFunction, "later context": variant(OwnFunction, function=_LaterProduct),
     "integers": Integers, "booleans": variant(Integers, how="booleans"), "swaps": Swaps,

@@ -122,7 +122,7 @@ _INTERMEDIATES = ("captured", "gradient_of_a_layer", "keep", "release")
 REFUSED = [
     # Parameters are gathered where `fully_shard` saw them.
     Refused("remove_parametrizations", "ValueError", "before fully_shard", remedy=_instead()),
-    Refused("remove_parametrizations", "ValueError", "different shardings"),
+    Refused("remove_parametrizations", "ValueError", "different shardings"),  # torch's
     Refused("remove_parametrizations", "NotImplementedError", "full_params(model)"),
     Refused("", "RuntimeError", "is the same parameter as", _unparametrized),
     Refused("", "NotImplementedError", "call the module that has the parameter", _unparametrized),

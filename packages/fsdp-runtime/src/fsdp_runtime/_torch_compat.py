@@ -7,7 +7,8 @@ dispatch modes, `DeviceMesh._concatenate` and `_flatten`, a tensor's version (re
 the foreach ops, `Module._call_impl`,
 `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
 modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
-their state, whether torch.func transforms, what `shard_placement_fn` may return, whether compiled autograd runs, what
+their state, whether torch.func transforms and what it has wrapped, what `shard_placement_fn` may return, whether
+compiled autograd runs, what
 DCP's default planner writes of a value, the device bound to the world and a group's backend, the history and snapshot
 of an accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such,
 for a group with processes of another world.
@@ -122,6 +123,13 @@ def outside_transforms(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     with torch._C._DisableFuncTorch():
         return call(*args)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func have wrapped; any other itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 #: at_end_of_backward(callback): the run of the autograd engine under way calls it when all its nodes are done.

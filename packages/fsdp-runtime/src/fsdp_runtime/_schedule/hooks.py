@@ -10,7 +10,7 @@ inputs' gradients are there -- post-backward: free, reduce
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,16 +97,14 @@ def after_forward(member: Member, module: nn.Module, output: Any, first_node: in
     unit, passes = member.unit, member.passes
     recomputed = compat.outside_transforms(passes.leave_forward, unit, module)
     if compat.transforming():
+        _refuse_freed(unit, map(compat.innermost, () if recomputed else tensors_in(output)))
         if torch.is_grad_enabled() and not recomputed:
             _mark_outputs(member, tensors_in(output))
             output = map_tensors(_marker(member), output)
     elif not recomputed:
         inside, behind = tensors_in(output), tensors_behind(output)
         outputs = [*inside, *behind]
-        for tensor in outputs:
-            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-            if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
-                _refuse_freed(unit)
+        _refuse_freed(unit, outputs)
         # An object may hold tensors of other units too, as a cache that all layers pass on.
         new = (tensor for tensor in behind if compat.node_number(tensor) >= first_node)
         marked = torch.is_grad_enabled() and _mark_outputs(member, [*inside, *new])
@@ -139,11 +137,15 @@ def gradient_hook(param: Param) -> Callable[[torch.Tensor], None]:
     return hook
 
 
-def _refuse_freed(unit: Unit) -> NoReturn:
-    raise RuntimeError(
-        f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of one of its parameters, freed after "
-        "its forward. Call set_reshard_after_forward(False, recurse=False) on it, or return parameter.clone()"
-    )
+def _refuse_freed(unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
+    """Raise RuntimeError for an output in memory of a parameter that the unit's forward has freed."""
+    for tensor in outputs:
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"{unit.name} ({type(unit.modules[0]).__name__}) returned memory of one of its parameters, freed after "
+                "its forward. Call set_reshard_after_forward(False, recurse=False) on it, or return parameter.clone()"
+            )
 
 
 def _mark_outputs(member: Member, outputs: Iterable[torch.Tensor]) -> bool:

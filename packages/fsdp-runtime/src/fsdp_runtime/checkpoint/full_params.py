@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .._params.group import Group
 from .._params.unit import Param
@@ -33,7 +34,7 @@ def full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         RuntimeError: parameters are offloaded, or in another `full_params`.
         NotImplementedError, ValueError: a parameter that another parallelism has cut, a tensor subclass, or on meta;
             or, leaving, one that has another shape, or different values in modules that share it, or that was
-            registered inside under another name, where no unit would train it; by name.
+            registered under another name or removed inside, where no unit would train it; by name.
     """
     units = units_of(module)
     for unit in units:
@@ -85,9 +86,17 @@ def _places(module: nn.Module) -> dict[Place, str]:
 
 
 def _refuse_added(module: nn.Module, known: dict[Place, str], puts: list[nn.Parameter]) -> None:
-    """Raise ValueError for a new place of a whole parameter, or of a new one that is trained."""
-    units = {id(put) for put in puts}
-    for place, name in _places(module).items():
+    """Raise ValueError for a new place of a whole parameter, or of a new one that is trained, or a parametrized one."""
+    units, now = {id(put) for put in puts}, _places(module)
+    for place, name in known.items():
+        if place not in now and isinstance(
+            place.module, ParametrizationList
+        ):  # what it made may be a buffer now
+            raise ValueError(
+                f"full_params: {name} was removed inside, and what was made of it is in no unit, where it would not be "
+                "trained. Call remove_parametrizations before fully_shard"
+            )
+    for place, name in now.items():
         param = place.module._parameters[place.attribute]
         if place not in known and param is not None and (param.requires_grad or id(param) in units):
             raise ValueError(
