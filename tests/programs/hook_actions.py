@@ -1,10 +1,13 @@
 """Actions: hooks that change values, and optimizers that step within a backward."""
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from .models import loss_of
 from .module_hooks import MODULE_HOOKS, PLACES, modules_at, register
 from .world import World, action, coin, layer
 
@@ -75,3 +78,30 @@ def optimizer_in_backward(w: World, kind: str, later: bool, again: bool = False)
     for handle in handles:
         handle.remove()
     w.note("with gradients", " ".join(name for name, param in w.params.items() if param.grad is not None))
+
+
+@action(weight=0, departs=True)
+def norms_in_hooks(w: World) -> None:
+    """Hooks of gradients communicate; one rank chooses no experts, and has no gradients of theirs."""
+    norms: dict[str, float] = {}
+
+    def see(name: str, param: nn.Parameter) -> None:
+        norms[name] = float(w.full(param.grad.norm()))
+
+    w.rest()
+    w.clear_gradients()
+    trained = {name: param for name, param in w.named() if param.requires_grad}
+    handles = [
+        param.register_post_accumulate_grad_hook(functools.partial(see, name))
+        for name, param in trained.items()
+        if w.units
+    ]
+    tokens, targets, _ = w.batch()
+    loss_of(w.model(tokens, () if dist.get_rank() == 1 else (0, 1)), targets).backward()
+    for handle in handles:
+        handle.remove()
+    w.system.average(w.params)
+    for name, param in trained.items() if not w.units else ():
+        if param.grad is not None:
+            see(name, param)
+    w.note("norms", " ".join(f"{name} {norm:.6g}" for name, norm in sorted(norms.items())))

@@ -17,11 +17,8 @@ from .models import Model, loss_of
 from .world import World, action, coin, of_groups
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-APART = {
-    "batch norm",
-    "dropout",
-    "compiled",
-}  # layers that make another thing of another division of the batch
+# Layers that make another thing of another division of the batch.
+APART = {"batch norm", "dropout", "compiled", "spectral norm", "old spectral norm"}
 
 
 class Numbered(nn.ModuleDict):

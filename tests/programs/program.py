@@ -255,7 +255,7 @@ def draw(seed: int) -> Program:
         names[rng.randrange(len(names))] = "accumulate_over_replicas"
     if last:
         compiled = ""
-        layers = (*layers, "linear")
+        layers = (*layers, "experts")
         units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
         names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
     if uneven:  # a unit is reduced after each forward: a rank whose expert ran in the other has nothing then

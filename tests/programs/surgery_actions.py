@@ -154,3 +154,25 @@ def second_model(w: World, freezes: bool, together: bool) -> None:
     other.rest()
     other.system.average(other.params)
     w.note_all("second", {name: param.grad for name, param in other.params.items()})
+
+
+MIXES: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor]], Any]] = {
+    "lerp_": lambda own, other: [a.lerp_(b, 0.25) for a, b in zip(own, other, strict=True)],
+    "foreach": lambda own, other: torch._foreach_lerp_(own, other, 0.25),
+    "copy_": lambda own, other: [a.copy_(b) for a, b in zip(own, other, strict=True)],
+    "add": lambda own, other: [a.copy_(a + b) for a, b in zip(own, other, strict=True)],
+}
+
+
+@action(weight=0.5, draw=lambda rng: (rng.choice(list(MIXES)),))
+def mix_models(w: World, how: str) -> None:
+    """Weights of a model that is sharded in one unit go into this one's."""
+    if w.program.mesh in ("tp", "ep") or "subclass" in w.program.layers or w.program.quantized:
+        return
+    whole = dataclasses.replace(w.program.units[-1], modules=("",), skippable=False)
+    other = w.of(dataclasses.replace(w.program, units=(whole,)))
+    w.rest()
+    both = [(p, other.params[n]) for n, p in w.named() if n in other.params and p.is_floating_point()]
+    both = [(own, more) for own, more in both if own.shape == more.shape and own.numel()]
+    with torch.no_grad():
+        MIXES[how]([own for own, _ in both], [more for _, more in both])

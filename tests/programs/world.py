@@ -278,8 +278,10 @@ class World:
             mesh = meshes[program.seed % len(meshes)]
             program = dataclasses.replace(program, mesh=mesh, replicas=False, units=tuple(units))
         world = self.of(program, system)
-        meshes = [param.device_mesh for param in world.params.values() if hasattr(param, "device_mesh")]
-        parts = meshes[0] if program.mesh == "part" else None
+        cuts: list[Any] = [
+            param.device_mesh for param in world.params.values() if hasattr(param, "device_mesh")
+        ]
+        parts = cuts[0] if program.mesh == "part" else None
         return world, parts.get_group() if parts else dist.group.WORLD if sharded else None
 
     def of(self, program: Any, system: Any = None) -> "World":
