@@ -104,7 +104,7 @@ def gradient_of_a_layer(w: World, index: int, then: bool) -> None:
 @action(gradients=True, draw=layer)
 def penalty(w: World, index: int) -> None:
     """A gradient of a gradient: autograd runs twice through units, which keep their parameters in between."""
-    layers = {*w.program.layers} & {"compiled", "lstm", "gru", "rnn", "encoder"}
+    layers = {*w.program.layers} & {"lstm", "gru", "rnn", "encoder"}
     if w.program.recompute or w.program.compiled or w.program.mesh == "tp" or layers:
         return  # torch has no right second derivatives through its tensor parallelism, and none of these layers
     w.call("set_reshard_after_backward", False)

@@ -77,15 +77,10 @@ def several_roots(w: World, which: str, index: int) -> None:
 )
 def jacobian(w: World, how: str, then: bool) -> None:
     """Derivatives of some logits by embeddings, then a backward or not."""
-    batched = (
-        how != "one by one"
-    )  # torch has no random numbers, statistics, recomputations, RNNs, subclasses or DTensors then
-    if w.program.recompute == "reentrant" or (batched and w.program.recompute):
-        return
-    if batched and (
-        w.program.mesh in ("tp", "ep")
-        or {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "compiled", "subclass"}
-    ):
+    # torch has no random numbers, statistics, recomputations, RNNs, subclasses or DTensors in batches.
+    apart = {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "subclass"}
+    apart = apart or w.program.recompute or w.program.compiled or w.program.mesh in ("tp", "ep")
+    if w.program.recompute == "reentrant" or (how != "one by one" and apart):
         return
     leaf, logits_of, _ = embedded(w)
     some: Callable[[torch.Tensor], torch.Tensor] = lambda x: logits_of(x)[0, :2, 0]  # noqa: E731

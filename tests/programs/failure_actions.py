@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .layers import Compiled, InPlace
+from .layers import InPlace
 from .models import OnPurpose
 from .module_hooks import changed
 from .world import TIMEOUT, Late, World, action, coin, layer
@@ -48,11 +48,7 @@ def fail_at(w: World, place: str, index: int, fail: Callable[..., None]) -> Any:
     """Let a layer, or the optimizer, call a function; returns a handle, None where torch has no such place."""
     module = w.layer(index)
     prefix = f"layers.{index % len(w.model.layers)}."
-    if (
-        w.program.compiled
-        or isinstance(module, Compiled)
-        or ("backward" in place and isinstance(module, InPlace))
-    ):
+    if w.program.compiled or ("backward" in place and isinstance(module, InPlace)):
         return None
     if place in HOOKS:
         return getattr(module, HOOKS[place])(fail)

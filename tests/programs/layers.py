@@ -331,19 +331,6 @@ class Subclass(Layer):
         return torch.tanh(self.linear(x))
 
 
-class Compiled(Layer):
-    """Under `torch.compile`; see `systems.wrap`."""
-
-    weight = 0.1
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def inner(self, x):
-        return torch.tanh(self.linear(x))
-
-
 class Recurrent(Layer):
     """Parameters of a module that keeps them in a list as well."""
 
@@ -500,7 +487,7 @@ LAYERS: dict[str, type[Layer]] = {
     "linear": Linear, "split": Split, "convolution": Convolution, "batch norm": BatchNorm, "experts": Experts,
     "stacked": Stacked, "odd": Odd, "scalar": Scalar, "two dtypes": TwoDtypes, "partly frozen": PartlyFrozen,
     "twice": Twice, "two forwards": TwoForwards, "structured": Structured, "in place": InPlace,
-    "weight norm": WeightNorm, "subclass": Subclass, "dropout": Dropout, "compiled": Compiled,
+    "weight norm": WeightNorm, "subclass": Subclass, "dropout": Dropout,
     "lstm": Recurrent, "gru": variant(Recurrent, kind=nn.GRU), "rnn": variant(Recurrent, kind=nn.RNN),
     "own setattr": OwnSetattr, "forces": Forces, "constant forces": variant(Forces, trains=False, weight=0.5),
     **{name: variant(Packed, pack=staticmethod(pack)) for name, pack in PACKS.items()},

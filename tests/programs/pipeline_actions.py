@@ -18,7 +18,7 @@ from .world import World, action, coin, of_groups
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 # Layers that make another thing of another division of the batch.
-APART = {"batch norm", "dropout", "compiled", "spectral norm", "old spectral norm"}
+APART = {"batch norm", "dropout", "spectral norm", "old spectral norm"}
 
 
 class Numbered(nn.ModuleDict):
@@ -127,7 +127,15 @@ def pipeline(w: World, schedule: str, microbatches: int, reshard: bool) -> None:
     # Shampoo and SOAP by itself, and refreshes them in other steps than the model.
     odd = program.recompute == "reentrant" or program.optimizer in ("shampoo", "soap")
     odd = odd or program.uneven or program.quantized or program.precision or {*program.layers} & APART
-    if ranks % 2 or odd or not whole or program.rows or program.module_hooks or program.departs:
+    if (
+        ranks % 2
+        or odd
+        or not whole
+        or program.rows
+        or program.module_hooks
+        or program.departs
+        or program.compiled
+    ):
         return
     w.rest()
     w.optimizer.zero_grad()

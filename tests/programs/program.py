@@ -8,7 +8,7 @@
 import dataclasses
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,11 +131,6 @@ class Program(_Literal):
         return not inside or any(part in name for part in self.ignored)
 
     @property
-    def compiles(self) -> bool:
-        """Whether anything runs under `torch.compile`."""
-        return bool(self.compiled) or "compiled" in self.layers
-
-    @property
     def departs(self) -> bool:
         """Whether a rank leaves the others' order on purpose: then a rank must raise, or all values are right."""
         return any(doings.ACTIONS[name].departs for name, *_ in self.actions)
@@ -193,134 +188,138 @@ def draw(seed: int) -> Program:
     rng = random.Random(seed)
     ranks = rng.choice((1, 2, 2, 3, 3, 4, 4))
     mesh = _mesh(rng, ranks)
-    layers = tuple(
-        rng.choices(list(LAYERS), [kind.weight for kind in LAYERS.values()], k=rng.randrange(1, 4))
-    )
-    if mesh == "tp":
-        layers = (*layers[:2], "split")
-    if mesh == "ep":
-        layers = (*layers[:2], "routed")
-    ends = rng.choice(("", "", "", *ENDS))
-    special = rng.random()
-    precision = (
-        rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output", "autocast"))
-        if special < 0.15
-        else ""
-    )
-    quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4")) if 0.15 < special < 0.22 else ""
-    compiled = rng.choices(("", "layers", "model"), (97, 1.5, 1.5))[0]
-    compiles = bool(compiled) or "compiled" in layers
-    if "subclass" in layers or compiles or any(LAYERS[kind].keeps for kind in layers):
-        quantized = ""
-    mixed_offload = rng.random() < 0.08
-    uneven = "experts" in layers and rng.random() < 0.4
-    optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
-    if rng.random() < 0.3:
-        optimizer = rng.choice([*optimizer_actions.TORCH])
-    if precision:  # their inputs must be the same bits, and buffers and dropout's masks are not cast
-        optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-        casts = {kind for kind in layers if LAYERS[kind].casts} - (
-            PRODUCTS if precision == "autocast" else set()
-        )
-        layers = tuple(kind if kind in casts else "linear" for kind in layers)
-    if quantized:  # roots and polar factors make rounding larger than any bound of a format
-        optimizer = "adamw" if optimizer in ("soap", "shampoo", "muon") else optimizer
-    replicas = mesh == "tp" and ranks == 4 and rng.random() < 0.5
-    units = _units(rng, layers, ends, ranks - replicas, mesh, uneven)
-    if "subclass" in layers:
-        units = tuple(
-            dataclasses.replace(
-                unit,
-                reshard=True if unit.reshard == 2 else unit.reshard,
-                blocks="rows" if unit.blocks == "tiles" else unit.blocks,
-            )
-            for unit in units
-        )
-    if optimizer == "adamw8bit":
-        units = tuple(dataclasses.replace(unit, blocks="adamw8bit") for unit in units)
-    last = rng.random() < 0.04 and ranks > 1 and mesh == "shard" and not quantized
-    ignored: tuple[str, ...] = ()
-    outside = rng.random() < 0.1 and mesh not in CUTS  # of what else cuts a parameter DDP knows nothing
-    if outside and not (precision or quantized or last):  # which say nothing of parameters outside units
-        if rng.random() < 0.5:
-            ignored = (rng.choice(("norm.weight", ".bias", "layers.0.", "embed.")),)
-        # A tied weight needs a unit around both places, and a skippable unit one that is not.
-        elif ends != "tied" and len(units) > 1 and not any(unit.skippable for unit in units):
-            units = tuple(unit for unit in units if "" not in unit.modules)
-    if mixed_offload:
-        units = tuple(dataclasses.replace(unit, offload=rng.random() < 0.5) for unit in units)
-    known = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
-    names = rng.choices(list(known), [kind.weight for kind in known.values()], k=rng.randrange(2, 8))
-    if mesh == "hsdp" and rng.random() < 0.3:
-        names[rng.randrange(len(names))] = "accumulate_over_replicas"
-    if last:
-        compiled = ""
-        layers = (*layers, "experts")
-        units = (*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit())
-        names = [*names[:2], "train", rng.choice([name for name in doings.ACTIONS if name not in known])]
-    if uneven:  # a unit is reduced after each forward: a rank whose expert ran in the other has nothing then
-        names = ["train" if name in ("two_forwards", "twice_through") else name for name in names]
-    if precision == "fp16":  # which has no huge values
-        names = ["scaled" if name == "odd_gradient" else name for name in names]
-    taken: list[Action] = []
-    for name in names:
-        kind = doings.ACTIONS[name]
-        taken.append((name, *kind.draw(rng)))
-        if kind.gradients and rng.random() < 0.8:
-            taken.append(("step",))
-    beside = [
-        *([("state_dict", "assign")] if any(LAYERS[kind].keeps for kind in layers) else []),
-        *(
-            [("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))]
-            if optimizer == "adamw8bit" and not precision + quantized
-            else []
-        ),
-        *([("route", *doings.ACTIONS["route"].draw(rng))] if optimizer == "muon" else []),
-        *([("to_dtype",)] if any(len(unit.modules) > 1 for unit in units) else []),
-        *(
-            [("reshard_after_backward", False), ("accumulate_hooks",), ("all_reduce_hook",)]
-            if mixed_offload
-            else []
-        ),
-        *([("remove_parametrizations", rng.choice(HOW))] if "parametrized" in layers else []),
-    ]
-    for one in beside:
-        if rng.random() < 0.4 and not last:
-            taken += [one, ("train",), ("step",)]
-    recompute = rng.choices(("", *RECOMPUTES, "part"), (60, 12, 12, 4, 4, 4, 4, 4))[0]
     program = Program(
         seed=seed,
         ranks=ranks,
         mesh=mesh,
-        replicas=replicas,
-        layers=layers,
-        ends=ends,
+        replicas=mesh == "tp" and ranks == 4 and rng.random() < 0.5,
+        layers=_layers(rng, mesh),
+        ends=rng.choice(("", "", "", *ENDS)),
         width=rng.choice((5, 6, 8)),
         rows=rng.choices(("", "per rank"), (12, 1))[0],
-        recompute=recompute,
-        compiled=compiled,
-        units=units,
-        uneven=uneven,
-        precision=precision,
-        quantized=quantized,
+        recompute=rng.choices(("", *RECOMPUTES, "part"), (60, 12, 12, 4, 4, 4, 4, 4))[0],
+        compiled=rng.choices(("", "layers", "model"), (97, 1.5, 1.5))[0],
         offload=rng.random() < 0.08,
         transport=rng.choice(("collectives", "peer_memory")) if rng.random() < 0.15 else "",
-        ignored=ignored,
-        # Other parallelism and subclasses replace parameters, without their hooks.
-        hooked=rng.choice(list(doings.HOOKS))
-        if rng.random() < 0.06 and mesh not in CUTS and "subclass" not in layers
-        else "",
         module_hooks=f"{rng.choice(list(MODULE_HOOKS))}: {rng.choice(PLACES)}" if rng.random() < 0.1 else "",
-        optimizer=optimizer,
-        # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
-        counted=rng.random() < 0.3
-        and not compiles
-        and not any("experts" in m for u in units for m in u.modules),
-        actions=tuple(taken),
+    )
+    program = dataclasses.replace(program, **_numbers(rng, program))
+    program = dataclasses.replace(program, uneven="experts" in program.layers and rng.random() < 0.4)
+    program = dataclasses.replace(program, units=_units(rng, program))
+    if rng.random() < 0.065 and ranks > 1 and mesh == "shard" and not program.quantized:
+        program = _departing(rng, program)
+    else:
+        program = dataclasses.replace(program, **_outside(rng, program))
+        program = dataclasses.replace(program, actions=_actions(rng, program))
+    # Other parallelism and subclasses replace parameters, without their hooks.
+    hooked = rng.random() < 0.06 and mesh not in CUTS and "subclass" not in program.layers
+    # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
+    experts = any("experts" in path for unit in program.units for path in unit.modules)
+    program = dataclasses.replace(
+        program,
+        hooked=rng.choice(list(doings.HOOKS)) if hooked else "",
+        counted=rng.random() < 0.3 and not (program.compiled or experts),
     )
     for change, when in APART:
         program = dataclasses.replace(program, **(change if when(program) else {}))
     return program
+
+
+def _layers(rng: random.Random, mesh: str) -> tuple[str, ...]:
+    weights = [kind.weight for kind in LAYERS.values()]
+    layers = tuple(rng.choices(list(LAYERS), weights, k=rng.randrange(1, 4)))
+    return (*layers[:2], {"tp": "split", "ep": "routed"}[mesh]) if mesh in CUTS else layers
+
+
+def _numbers(rng: random.Random, program: Program) -> dict[str, Any]:
+    """Formats of numbers, and an optimizer and layers for which a tolerance is known with them."""
+    special, layers, precision, quantized = rng.random(), program.layers, "", ""
+    if special < 0.15:
+        precision = rng.choice(("bf16", "fp16", "fp16", "mixed", "reduce32", "output", "autocast"))
+    elif special < 0.22:
+        quantized = rng.choice(("fp8", "int8", "int8 both", "bf16", "nf4"))
+    if "subclass" in layers or program.compiled or any(LAYERS[kind].keeps for kind in layers):
+        quantized = ""
+    optimizer = rng.choice(("sgd", "sgd", "adamw", "adamw", *doings.OPTIMIZERS))
+    if rng.random() < 0.3:
+        optimizer = rng.choice([*optimizer_actions.TORCH])
+    # Roots and polar factors make rounding larger than any bound of a format.
+    if (precision or quantized) and optimizer in ("soap", "shampoo", "muon"):
+        optimizer = "adamw"
+    if precision:  # inputs must be the same bits, and buffers and dropout's masks are not cast
+        apart = {kind for kind in layers if not LAYERS[kind].casts}
+        apart |= PRODUCTS if precision == "autocast" else set()
+        layers = tuple("linear" if kind in apart else kind for kind in layers)
+    return {"precision": precision, "quantized": quantized, "optimizer": optimizer, "layers": layers}
+
+
+def _departing(rng: random.Random, program: Program) -> Program:
+    """A program in whose last action a rank leaves the others' order."""
+    layers = (*program.layers, "experts")
+    program = dataclasses.replace(
+        program,
+        compiled="",
+        uneven=False,
+        layers=layers,
+        units=(*(Unit((f"layers.{index}",)) for index in range(len(layers))), Unit()),
+    )
+    last = rng.choice([name for name, kind in doings.ACTIONS.items() if kind.departs])
+    actions = (*_actions(rng, program)[:3], ("train",), (last, *doings.ACTIONS[last].draw(rng)))
+    return dataclasses.replace(program, actions=actions)
+
+
+def _outside(rng: random.Random, program: Program) -> dict[str, Any]:
+    """Parameters that are in no unit: ignored ones, or those of a model whose root is none."""
+    # Of what else cuts a parameter DDP knows nothing; policies say nothing of parameters outside units.
+    fits = program.mesh not in CUTS and not (program.precision or program.quantized)
+    if rng.random() > 0.1 or not fits:
+        return {}
+    if rng.random() < 0.5:
+        return {"ignored": (rng.choice(("norm.weight", ".bias", "layers.0.", "embed.")),)}
+    # A tied weight needs a unit around both places, and a skippable unit one that is not.
+    skippable = any(unit.skippable for unit in program.units)
+    if program.ends == "tied" or len(program.units) == 1 or skippable:
+        return {}
+    return {"units": tuple(unit for unit in program.units if "" not in unit.modules)}
+
+
+def _actions(rng: random.Random, program: Program) -> tuple[Action, ...]:
+    """Two to seven actions, some with a step behind them, and what goes with the program's rarer parts."""
+    kinds = {name: kind for name, kind in doings.ACTIONS.items() if not kind.departs}
+    names = rng.choices(list(kinds), [kind.weight for kind in kinds.values()], k=rng.randrange(2, 8))
+    if program.mesh == "hsdp" and rng.random() < 0.3:
+        names[rng.randrange(len(names))] = "accumulate_over_replicas"
+    if (
+        program.uneven
+    ):  # a unit is reduced after each forward: a rank whose expert ran in the other has nothing then
+        names = ["train" if name in ("two_forwards", "twice_through") else name for name in names]
+    if program.precision == "fp16":  # which has no huge values
+        names = ["scaled" if name == "odd_gradient" else name for name in names]
+    taken: list[Action] = []
+    for name in names:
+        taken.append((name, *kinds[name].draw(rng)))
+        if kinds[name].gradients and rng.random() < 0.8:
+            taken.append(("step",))
+    for one in _beside(rng, program):
+        if rng.random() < 0.4:
+            taken += [one, ("train",), ("step",)]
+    return tuple(taken)
+
+
+def _beside(rng: random.Random, program: Program) -> Iterator[Action]:
+    """Actions that matter where a program has rarer parts."""
+    if any(LAYERS[kind].keeps for kind in program.layers):
+        yield ("state_dict", "assign")
+    if program.optimizer == "adamw8bit" and not program.precision + program.quantized:
+        yield ("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))
+    if program.optimizer == "muon":
+        yield ("route", *doings.ACTIONS["route"].draw(rng))
+    if any(len(unit.modules) > 1 for unit in program.units):
+        yield ("to_dtype",)
+    if any(unit.offload for unit in program.units):
+        yield from (("reshard_after_backward", False), ("accumulate_hooks",), ("all_reduce_hook",))
+    if "parametrized" in program.layers:
+        yield ("remove_parametrizations", rng.choice(HOW))
 
 
 def _mesh(rng: random.Random, ranks: int) -> str:
@@ -329,19 +328,23 @@ def _mesh(rng: random.Random, ranks: int) -> str:
     return rng.choice(("shard", "shard", "shard", "tp", "ep")) if ranks == 2 else "shard"
 
 
-def _units(
-    rng: random.Random, layers: tuple[str, ...], ends: str, ranks: int, mesh: str, uneven: bool
-) -> tuple[Unit, ...]:
+def _units(rng: random.Random, program: Program) -> tuple[Unit, ...]:
     """Some layers, experts, the ends together, and the model, inner ones first."""
-    reshard = [None, True, True, False, *([2] if ranks == 4 and mesh not in ("two", "ep") else [])]
-    blocks = ["", "", "rows", "tiles", "whole"]
+    layers, ends, subclass = program.layers, program.ends, "subclass" in program.layers
+    halves = program.ranks == 4 and not (program.replicas or subclass or program.mesh in ("two", "ep"))
+    reshard = [None, True, True, False, *([2] if halves else [])]
+    blocks = ["", "", "rows", "rows" if subclass else "tiles", "whole"]
+    if program.optimizer == "adamw8bit":
+        blocks = ["adamw8bit"]
+    offloads = rng.random() < 0.08
 
     def unit(*modules: str, skippable: bool = False) -> Unit:
-        return Unit(modules, rng.choice(reshard), rng.choice(blocks), skippable)
+        offload = offloads and rng.random() < 0.5
+        return Unit(modules, rng.choice(reshard), rng.choice(blocks), skippable, offload)
 
     units = []
     for index, kind in enumerate(layers):
-        skippable = kind == "experts" and (uneven or rng.random() < 0.3)
+        skippable = kind == "experts" and (program.uneven or rng.random() < 0.3)
         if kind == "experts" and rng.random() < 0.6:
             units += [unit(f"layers.{index}.experts.{i}", skippable=skippable) for i in range(2)]
         if kind == "routed" and rng.random() < 0.5:

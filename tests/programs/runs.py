@@ -95,7 +95,7 @@ def _settings(program: Program) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
-            if program.compiles:  # a function is not compiled again after a number of times
+            if program.compiled:  # a function is not compiled again after a number of times
                 torch._dynamo.reset()
             torch.set_default_dtype(dtype_of(program))
             torch.manual_seed(program.seed)
@@ -239,7 +239,7 @@ def outcome(program: Program, simulated: bool = False, limit: float = LIMIT) -> 
         return _simulated(program)
     result = Outcome()
     stopped: dict[int, Stopped] = {}
-    limit *= 9 if program.compiles else 3 if program.departs or program.uneven else 1
+    limit *= 9 if program.compiled else 3 if program.departs or program.uneven else 1
     try:
         answers = run_ranks(program.ranks, on_rank, program, timeout=limit, seed=0)
     except RankError as error:

@@ -24,7 +24,7 @@ from fsdp_runtime.quantization import matrices_only
 from ragged_shard.testing import rank_mesh
 
 from .expert_parallel import Bank, is_divided
-from .layers import Compiled, Packed, Subclass, TwoForwards, Wrapped
+from .layers import Packed, Subclass, TwoForwards, Wrapped
 from .models import Model
 from .optimizer_actions import TORCH
 from .program import Program, Unit
@@ -172,12 +172,8 @@ class System:
     def _compile(self, model: Model, program: Program) -> None:
         # As torch's error says where a backward keeps its graph.
         torch._functorch.config.donated_buffer = False
-        for module in model.modules():
-            layer = program.compiled == "layers" and module in [*model.layers]
-            if isinstance(module, Compiled) or layer:
-                module.compile(backend="aot_eager")
-        if program.compiled == "model":
-            model.compile(backend="aot_eager")
+        for module in {"": [], "layers": model.layers, "model": [model]}[program.compiled]:
+            module.compile(backend="aot_eager")
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         """Raise if units at rest hold gathered buffers, or parameters other memory than the formula says."""

@@ -25,7 +25,7 @@ from .layers import LENGTH, ROWS, VOCABULARY
 from .models import loss_of
 from .module_hooks import modules_at, register
 
-TIMEOUT = 8  # seconds of the process group, where a rank departs from the others' order
+TIMEOUT = 6  # seconds of the process group, where a rank departs from the others' order
 OPTIONS = ("set_keep_unsharded_storage", "set_separate_reduce_scatter_group")
 OPTIMIZERS = ("block adamw", "adamw8bit", "muon", "shampoo", "soap")  # beside torch's
 # How hooks are registered on parameters before they are sharded, and what they do besides noting the parameter's name.
