@@ -81,7 +81,8 @@ def _skippable(program: Program, index: int) -> Program:
 def _kept_after_forward(program: Program, index: int) -> Program:
     """Nothing is freed after forward, and checkpoints are not reentrant: docs/troubleshooting.md."""
     units = tuple(dataclasses.replace(unit, reshard=False) for unit in program.units)
-    actions = tuple(one for one in program.actions if one[0] != "reshard_after_forward")
+    frees = ("reshard_after_forward",), ("between", "set_reshard_after_forward")
+    actions = tuple(one for one in program.actions if one[:1] not in frees and one[:2] not in frees)
     recompute = "plain" if program.recompute == "reentrant" else program.recompute
     return dataclasses.replace(program, units=units, actions=actions, recompute=recompute)
 
