@@ -4,14 +4,13 @@ Tried on CPU with torch 2.11.0, 2.13.0, 2.14.1 and 2.15.0.
 
 Private names: the autograd engine's callback queue, current graph task and what it executes, a parameter's hooks,
 dispatch modes, `DeviceMesh._concatenate` and `_flatten`, a tensor's version (read and set) and base, a node's number,
-the foreach ops, `Module._call_impl`,
-`torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the two attributes by which dynamo recognizes
-modules whose parameters are swapped, the class of `load_state_dict`'s result, the keys under which composable APIs keep
-their state, whether torch.func transforms and what it has wrapped, what `shard_placement_fn` may return, whether
-compiled autograd runs, what
-DCP's default planner writes of a value, the device bound to the world and a group's backend, the history and snapshot
-of an accelerator's memory, what torch's flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such,
-for a group with processes of another world.
+the foreach ops, `Module._call_impl`, `torch.autograd._profiler_enabled`, `FakeTensorMode` (for plans of runs), the
+two attributes by which dynamo recognizes modules whose parameters are swapped, the class of `load_state_dict`'s
+result, the keys under which composable APIs keep their state, whether torch.func transforms and what it has wrapped,
+what `shard_placement_fn` may return, whether compiled autograd runs, what DCP's default planner writes of a value,
+the device bound to the world and a group's backend, the history and snapshot of an accelerator's memory, what torch's
+flight recorders have, and `ProcessGroupGloo` and `ProcessGroupNCCL` as such, for a group with processes of another
+world.
 """
 
 import json
