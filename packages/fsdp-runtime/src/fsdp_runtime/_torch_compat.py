@@ -89,9 +89,16 @@ def is_accumulated(leaf: torch.Tensor) -> bool:
         raise LookupError from error
 
 
+# `_call_impl`, and the function that torch's `register_fsdp_forward_method` puts in place of a method.
+_CALLS = {
+    torch.nn.Module._call_impl.__code__,
+    *(code for code in fsdp.register_fsdp_forward_method.__code__.co_consts if isinstance(code, CodeType)),
+}
+
+
 def calls_under_way(module: torch.nn.Module, *methods: CodeType) -> int:
     """How many calls of a module this thread is in, with those of functions that have it as `self`."""
-    codes, count = {torch.nn.Module._call_impl.__code__, *methods}, 0
+    codes, count = {*_CALLS, *methods}, 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         count += frame.f_code in codes and frame.f_locals.get("self") is module
