@@ -78,8 +78,8 @@ def several_roots(w: World, which: str, index: int) -> None:
 def jacobian(w: World, how: str, then: bool) -> None:
     """Derivatives of some logits by embeddings, then a backward or not."""
     # torch has no random numbers, statistics, recomputations, RNNs, subclasses or DTensors in batches.
-    apart = {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "subclass"}
-    apart = apart or w.program.recompute or w.program.compiled or w.program.mesh in ("tp", "ep")
+    layers = {*w.program.layers} & {"batch norm", "dropout", "lstm", "gru", "rnn", "subclass"}
+    apart = layers or w.program.recompute or w.program.compiled or w.program.mesh in ("tp", "ep")
     if w.program.recompute == "reentrant" or (how != "one by one" and apart):
         return
     leaf, logits_of, _ = embedded(w)

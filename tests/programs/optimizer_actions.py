@@ -47,7 +47,7 @@ def _scheduler(kind: str, optimizer: Any) -> Any:
     """A schedule; one that cycles momentum does so where the optimizer has momentum."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     if kind == "one cycle":
-        cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
+        cycles = all("momentum" in group or "betas" in group for group in optimizer.param_groups)
         return lr_scheduler.OneCycleLR(
             optimizer, [2 * rate for rate in rates], total_steps=8, cycle_momentum=cycles
         )

@@ -206,20 +206,18 @@ def draw(seed: int) -> Program:
     program = dataclasses.replace(program, **_numbers(rng, program))
     program = dataclasses.replace(program, uneven="experts" in program.layers and rng.random() < 0.4)
     program = dataclasses.replace(program, units=_units(rng, program))
+    # Other parallelism and subclasses replace parameters, without their hooks.
+    if rng.random() < 0.06 and mesh not in CUTS and "subclass" not in program.layers:
+        program = dataclasses.replace(program, hooked=rng.choice(list(doings.HOOKS)))
     if rng.random() < 0.065 and ranks > 1 and mesh == "shard" and not program.quantized:
         program = _departing(rng, program)
     else:
         program = dataclasses.replace(program, **_outside(rng, program))
         program = dataclasses.replace(program, actions=_actions(rng, program))
-    # Other parallelism and subclasses replace parameters, without their hooks.
-    hooked = rng.random() < 0.06 and mesh not in CUTS and "subclass" not in program.layers
     # An expert is gathered ahead for a batch that turns out not to choose it: FSDP2 gathers it when it runs.
     experts = any("experts" in path for unit in program.units for path in unit.modules)
-    program = dataclasses.replace(
-        program,
-        hooked=rng.choice(list(doings.HOOKS)) if hooked else "",
-        counted=rng.random() < 0.3 and not (program.compiled or experts),
-    )
+    counted = rng.random() < 0.3 and not (program.compiled or experts)
+    program = dataclasses.replace(program, counted=counted)
     for change, when in APART:
         program = dataclasses.replace(program, **(change if when(program) else {}))
     return program
@@ -310,6 +308,8 @@ def _beside(rng: random.Random, program: Program) -> Iterator[Action]:
     """Actions that matter where a program has rarer parts."""
     if any(LAYERS[kind].keeps for kind in program.layers):
         yield ("state_dict", "assign")
+    if program.hooked:
+        yield ("accumulate_hooks",)
     if program.optimizer == "adamw8bit" and not program.precision + program.quantized:
         yield ("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))
     if program.optimizer == "muon":

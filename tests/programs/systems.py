@@ -172,7 +172,8 @@ class System:
     def _compile(self, model: Model, program: Program) -> None:
         # As torch's error says where a backward keeps its graph.
         torch._functorch.config.donated_buffer = False
-        for module in {"": [], "layers": model.layers, "model": [model]}[program.compiled]:
+        compiled: dict[str, list[nn.Module]] = {"": [], "layers": [*model.layers], "model": [model]}
+        for module in compiled[program.compiled]:
             module.compile(backend="aot_eager")
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
