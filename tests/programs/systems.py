@@ -292,7 +292,7 @@ class Sharded(System):
 
     def check_memory(self, model: Model, program: Program, units: list[Any]) -> None:
         # A failed backward that nobody clears away keeps its memory until the next forward.
-        keeps = any(one[0] == "option" or one in FAILED for one in program.actions)
+        keeps = not units or any(one[0] == "option" or one in FAILED for one in program.actions)
         if self.ours and not keeps:
             lent = self._in_use(units[0]) - (self._lent or 0)
             assert lent <= 0, f"at rest {lent} bytes of gathered buffers are in use"
