@@ -394,7 +394,8 @@ def edit_full(w: World, each: bool = False) -> None:
         return
     if each:
         w.rest()
-        scaled: Any = {name: w.full(param).detach() * 1.1 for name, param in w.model.named_parameters()}
+        full = {name: w.full(param).detach() for name, param in w.model.named_parameters()}
+        scaled: Any = {name: value if w.is_fixed(name) else value * 1.1 for name, value in full.items()}
         options = states.StateDictOptions(full_state_dict=True, strict=False)
         states.set_model_state_dict(w.model, scaled, options=options)
         return

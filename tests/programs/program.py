@@ -313,7 +313,7 @@ def _beside(rng: random.Random, program: Program) -> Iterator[Action]:
     if program.optimizer == "adamw8bit" and not program.precision + program.quantized:
         yield ("other_blocks", *doings.ACTIONS["other_blocks"].draw(rng))
     if program.optimizer == "muon":
-        yield ("route", *doings.ACTIONS["route"].draw(rng))
+        yield from (("route", *doings.ACTIONS["route"].draw(rng)), ("schedules", "one cycle"))
     if any(len(unit.modules) > 1 for unit in program.units):
         yield ("to_dtype",)
     if any(unit.offload for unit in program.units):

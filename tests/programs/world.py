@@ -149,7 +149,7 @@ class World:
 
     def is_fixed(self, name: str) -> bool:
         """Whether a parameter can be neither scaled nor trained: NF4 codes, integers."""
-        return self.is_codes(name) or ".integers" in name
+        return self.is_codes(name) or name.endswith("integers")
 
     # -- the trace ----------------------------------------------------------------------------------------------------
 
