@@ -31,13 +31,23 @@ def step(w: World) -> None:
         w.optimizer.zero_grad()
 
 
-@action(weight=2, gradients=True, draw=lambda rng: (rng.choice(("sync", "no sync", "shown", "reduced")),))
+@action(
+    weight=2,
+    gradients=True,
+    draw=lambda rng: (rng.choice(("sync", "no sync", "no sync and shorter", "shown", "reduced")),),
+)
 def accumulate(w: World, how: str) -> None:
     for last in (False, False, True):
         if how != "sync":
             w.call("set_requires_gradient_sync", last or how == "reduced")
             w.call("set_is_last_backward", last or how == "shown")
-        w.loss().backward()
+        shorter = last and how == "no sync and shorter" and _has_root(w)
+        w.loss(order=[0] if shorter else None).backward()
+
+
+def _has_root(w: World) -> bool:
+    """Whether there is a unit around a layer that does not run, which then reduces its gradients."""
+    return any("" in unit.modules for unit in w.program.units)
 
 
 @action(gradients=True, draw=coins(2))
@@ -46,9 +56,7 @@ def accumulate_over_replicas(w: World, others: bool, shorter: bool) -> None:
     for last in (False, True):
         w.call("set_requires_all_reduce", last)
         w.call("set_is_last_backward", last or others)
-        # A layer that does not run needs a unit around it, which it had when that was wrapped, to be reduced.
-        shorter = shorter and not w.late and any("" in unit.modules for unit in w.program.units)
-        w.loss(order=[0] if last and shorter else None).backward()
+        w.loss(order=[0] if last and shorter and _has_root(w) else None).backward()
 
 
 @action(gradients=True)

@@ -58,7 +58,6 @@ def change(
         if w.units:
             w.system.shard(w.model, program, made)
         program = dataclasses.replace(program, units=(made, *program.units))
-        w.late = True
     elif new:
         ignored = (*program.ignored, f"layers.{order.index(-1)}.")
         program = dataclasses.replace(program, ignored=ignored)

@@ -102,10 +102,7 @@ class World:
         trace: what was looked at: a label and a value, the same labels on each system.
         kept: losses whose backward is yet to come.
         calls: parameters whose hooks, registered before they were sharded, have run.
-        late: whether a unit was wrapped after the one around it.
     """
-
-    late = False
 
     def __init__(self, program: Any, system: Any, model: Any, optimizer: Callable[[Any], Any]):
         self.program, self.system, self.model = program, system, model

@@ -116,6 +116,8 @@ class Pass:
         self._thread = 0  # that ran the last forward
         self._graph: Any = None  # weak, to what the graph of the last forward holds
         self._orders: list[CollectiveOrder] = []  # of the process groups in use
+        # passes of units that were wrapped inside of this one's root when it had run, the first one first
+        self._guests: weakref.WeakKeyDictionary[Pass, None] = weakref.WeakKeyDictionary()
 
     def gather_after(self, event: Any) -> None:
         """Let the next forward's gathers wait for this event, once, instead of all work of the current stream."""
@@ -166,6 +168,9 @@ class Pass:
             self._thread = threading.get_ident()
             _begun.add(self)
             if root not in self._forward:
+                for host in list(_begun):
+                    if host is not self and host.has_inside(root, self._thread):
+                        host._guests[self] = None
                 empty = empty_buffers(root.modules)
                 if not alone:
                     check_same_values(self.units)
@@ -199,6 +204,13 @@ class Pass:
     def model_in_forward(self, thread: int) -> str:
         """Name of the root whose forward is under way in a thread; empty if none is."""
         return self._root.name if self._root is not None and self._thread == thread else ""
+
+    def has_inside(self, unit: Unit, thread: int) -> bool:
+        """Whether a forward is under way in a thread, of a root that has all modules of a unit."""
+        root = self._root if self._thread == thread else None
+        return root is not None and {*unit.modules} <= {
+            inner for each in root.modules for inner in each.modules()
+        }
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Unshard a unit, and gather the next ones ahead. Returns whether the unit's own backward recomputes it."""
@@ -530,6 +542,10 @@ class Pass:
         self._left_backward.clear()
         if self.backward.ends_step:
             self.publish()
+            for guest in list(self._guests):
+                # This last backward may not reach it, and it may have gradients of backwards before.
+                if (guest.backward.waiting or guest.backward.partial) and not guest.in_backward:
+                    guest.finish_backward()
 
     def publish(self) -> None:
         """Wait for the reductions of a step and show the gradients."""
