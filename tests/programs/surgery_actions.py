@@ -51,9 +51,10 @@ def change(
     program = w.program
     layers = tuple(new if old < 0 else program.layers[old] for old in order)
     program = relaid(program, {old: place for place, old in enumerate(order) if old >= 0}, layers)
-    if new and unit:
+    like = (*program.units, *w.program.units)
+    if new and unit and like:
         blocks = "adamw8bit" if program.optimizer == "adamw8bit" else ""
-        made = dataclasses.replace(program.units[0], modules=(f"layers.{order.index(-1)}",), blocks=blocks)
+        made = dataclasses.replace(like[0], modules=(f"layers.{order.index(-1)}",), blocks=blocks)
         made = dataclasses.replace(made, skippable=False)
         if w.units:
             w.system.shard(w.model, program, made)
