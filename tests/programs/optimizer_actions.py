@@ -1,5 +1,6 @@
 """Optimizers of torch with their options, schedules, clipping by value, and parameters that a user sets by hand."""
 
+import contextlib
 import dataclasses
 import io
 from collections.abc import Callable
@@ -152,15 +153,21 @@ def assign_data(w: World, how: str, first: int) -> None:
 @action(
     weight=0.8, draw=lambda rng: (rng.choice(("constant_", "zeros_", "ones_", "eye_", *RANDOM)), *layer(rng))
 )
-def initialize(w: World, how: str, first: int) -> None:
-    """Functions of `nn.init` on every third parameter; after random ones, which have no twin, weights are loaded."""
+def initialize(w: World, how: str, first: int, whole: bool = False) -> None:
+    """Functions of `nn.init` on every third parameter; after random ones, which have no twin, weights are loaded.
+
+    With `whole` on whole parameters, inside of `full_params`.
+    """
     w.rest()
     saved = {name: value.detach().clone() for name, value in w.model.state_dict().items()}
     flat = how in ("constant_", "zeros_", "ones_", "uniform_", "normal_", "trunc_normal_")
-    params = [param for _, param in w.named() if param.numel() and (param.ndim == 2 or flat)]
+    names = [name for name, param in w.named() if param.numel() and (param.ndim == 2 or flat)]
     options: dict[str, Any] = {"constant_": {"val": 0.05}}.get(how, {})
-    for param in params[first::3]:
-        getattr(nn.init, how)(param, **options)
+    inside = w.system.api.full_params(w.model) if whole and w.units else contextlib.nullcontext()
+    with inside:
+        params = dict(w.model.named_parameters())
+        for name in names[first::3]:
+            getattr(nn.init, how)(params[name], **options)
     if how in RANDOM:
         w.model.load_state_dict(saved)
 

@@ -141,13 +141,8 @@ class Program(_Literal):
         return next(i for i, (name, *_) in enumerate(self.actions) if doings.ACTIONS[name].departs)
 
 
-NESTED = {
-    "forces",
-    "constant forces",
-    "function grad",
-    "vmap",
-    "function call",
-}  # gradients, or torch.func, inside
+# Layers that take gradients, or call torch.func, in their forward.
+NESTED = {"forces", "constant forces", "function grad", "vmap", "function call"}
 PRODUCTS = {"own function", "later context"}  # which autocast leaves alone: that is for their authors
 # What torch, or our stand-in for one process, does not put together: what is drawn instead, and where.
 APART: list[tuple[dict[str, Any], Callable[[Program], bool]]] = [

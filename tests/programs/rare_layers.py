@@ -183,9 +183,8 @@ class ReturnsWeight(Rare):
 
     def forward(self, x, chosen=()):
         weight = self.linear.weight
-        copies = (
-            self.copies or not torch.is_grad_enabled()
-        )  # torch would make a weight the checkpoint's output
+        # Without gradients torch would make a weight the checkpoint's output.
+        copies = self.copies or not torch.is_grad_enabled()
         return x + torch.tanh(self.linear(x)), weight.clone() if copies else weight
 
     def after(self, y, x, reentrant):

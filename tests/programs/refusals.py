@@ -18,7 +18,7 @@ class Refused:
         action, error, words: the action that raises, "" for any, the error's type, a part of its text that a user
             acts on.
         when: of the program.
-        remedy: the program as its text says; None: the text is torch's, which names none.
+        remedy: the program as its text says; None: the text is torch's, or names what no program does.
     """
 
     action: str
@@ -55,6 +55,20 @@ def _instead(*actions: Action) -> Remedy:
 def _with(**arguments: Any) -> Remedy:
     """More arguments for the action."""
     return lambda program, index: _instead((*program.actions[index], *arguments.values()))(program, index)
+
+
+def _without(name: str) -> Remedy:
+    """The program without an action."""
+
+    def remedy(program: Program, index: int) -> Program:
+        return dataclasses.replace(program, actions=tuple(one for one in program.actions if one[0] != name))
+
+    return remedy
+
+
+def _ignored(part: str) -> Remedy:
+    """Parameters with this in their names are in no unit."""
+    return lambda program, index: dataclasses.replace(program, ignored=(*program.ignored, part))
 
 
 def _units(**options: Any) -> Remedy:
@@ -124,11 +138,20 @@ REFUSED = [
     # Parameters are gathered where `fully_shard` saw them.
     Refused("remove_parametrizations", "ValueError", "before fully_shard", remedy=_instead()),
     Refused("remove_parametrizations", "ValueError", "different shardings"),  # torch's
-    Refused("remove_parametrizations", "NotImplementedError", "full_params(model)"),
-    Refused("", "RuntimeError", "is the same parameter as", _unparametrized),
-    Refused("", "NotImplementedError", "call the module that has the parameter", _unparametrized),
+    Refused(
+        "remove_parametrizations", "NotImplementedError", "full_params(model)",
+        remedy=_instead(("remove_parametrizations", "whole")),
+    ),
+    Refused(
+        "", "RuntimeError", "remove parametrizations before it", _unparametrized,
+        _without("remove_parametrizations"),
+    ),
+    Refused(
+        "", "NotImplementedError", "call the module that has the parameter", _unparametrized,
+        _without("remove_parametrizations"),
+    ),
     # Modules that write to gathered weights, return them, or write to a unit's input: torch's refusal, as FSDP2's.
-    Refused("", "RuntimeError", "were changed in place", lambda p: "max norm" in p.layers),
+    Refused("", "RuntimeError", "ignored_params", lambda p: "max norm" in p.layers, _ignored(".table")),
     Refused(
         "", "RuntimeError", "set_reshard_after_forward(False", lambda p: "returns weight" in p.layers,
         _kept_after_forward,
@@ -136,7 +159,10 @@ REFUSED = [
     Refused("", "RuntimeError", "is being modified inplace", lambda p: "changes input" in p.layers),
     Refused("edit_full", "NotImplementedError", "use its full_tensor()", remedy=_with(each=True)),
     Refused("stream", "NotImplementedError", "use its full_tensor()", _cut, _with(each=True)),
-    Refused("initialize", "NotImplementedError", "fsdp_runtime.full_params(model)"),  # eye_
+    Refused(  # eye_
+        "initialize", "NotImplementedError", "full_params(model)", lambda p: not _cut(p), _with(whole=True),
+    ),
+    Refused("initialize", "NotImplementedError", "full_params(model)", _cut),  # which full_params refuses
     Refused("clip_by_norm", "NotImplementedError", "copies=True", _tp, _instead(("clip", 0.5, 2.0, True, True))),
     Refused("clip", "NotImplementedError", "copies=True", _tp, _with(copies=True)),
     Refused("wrap", "ValueError", "AdamW8bit.block_policy", remedy=_units(blocks="adamw8bit")),
@@ -169,7 +195,10 @@ REFUSED = [
         Refused(name, "CheckpointException", "Size mismatch", lambda p: p.optimizer == "adamw8bit")
         for name in ("checkpoint_elsewhere", "pipeline", "other_blocks")
     ),
-    Refused("other_blocks", "ValueError", "weight", lambda p: bool({"split", "routed"} & {*p.layers})),
+    Refused(
+        "other_blocks", "ValueError", "weight", lambda p: bool({"split", "routed"} & {*p.layers}),
+        _instead(("other_blocks", "same", 0, 0)),
+    ),
     # The unit around a layer that is gone still has its parameters, which the model does not convert.
     Refused("to_dtype", "ValueError", "convert all of them", _loses_a_layer),
 ]  # fmt: skip

@@ -79,17 +79,15 @@ def _settled(
     last: Tensor,
     exact: Callable[[int], Tensor | None],
 ) -> Roots:
-    """Results, with those that are not good replaced by the module's table, in place; those of zeros are good.
+    """Results, with those that are not good replaced by the module's table, in place; of zeros they are right already.
 
     `fates` are of each matrix whether it is finite, its result good, and it zero; `exact` is None where fp64 fails too.
     """
     counts, kept = RootCounts(computed=len(results)), list[int]()
     rows = torch.stack(fates).tolist()  # the only wait for the device
     for index, (is_finite, is_good, is_zero) in enumerate(zip(*rows, strict=True)):
-        if is_zero:
-            counts.zero += 1
-        elif is_good:
-            continue
+        if is_good or is_zero:
+            counts.zero += is_zero
         elif is_finite and (better := exact(index)) is not None:
             counts.fell_back += 1
             results[index] = better.to(results.dtype)

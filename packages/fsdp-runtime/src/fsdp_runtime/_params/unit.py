@@ -451,7 +451,8 @@ class Unit:
     def _refuse_written(self) -> NoReturn:
         raise RuntimeError(
             f"{self.name}: gathered parameters were changed in place, and the change is lost when they are freed. "
-            "Call model.reshard() first, so that modules hold the sharded parameters, or use full_params"
+            "Call model.reshard() first, so that modules hold the sharded parameters, or use full_params; name a "
+            "weight that its own module writes to (nn.Embedding(max_norm=...)) in fully_shard(ignored_params=...)"
         )
 
     # -- reductions -------------------------------------------------------------------------------------------------

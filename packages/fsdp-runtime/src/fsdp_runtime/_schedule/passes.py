@@ -527,7 +527,10 @@ class Pass:
             self.rest(free=False)
 
     def finish_backward(self) -> None:
-        """Finish units without a post-backward; after the last backward of a step, wait for the reductions."""
+        """Finish units without a post-backward; after the last backward of a step, wait for the reductions.
+
+        Guests that this backward has not reached are finished too, with gradients of backwards before.
+        """
         recycler = self.streams.recycler
         recycler.trim()  # nothing more is gathered; parked memory would add to the last reductions' memory
         for unit in reversed(self.units):
@@ -543,7 +546,6 @@ class Pass:
         if self.backward.ends_step:
             self.publish()
             for guest in list(self._guests):
-                # This last backward may not reach it, and it may have gradients of backwards before.
                 if (guest.backward.waiting or guest.backward.partial) and not guest.in_backward:
                     guest.finish_backward()
 

@@ -86,22 +86,23 @@ def _places(module: nn.Module) -> dict[Place, str]:
 
 
 def _refuse_added(module: nn.Module, known: dict[Place, str], puts: list[nn.Parameter]) -> None:
-    """Raise ValueError for a new place of a whole parameter, or of a new one that is trained, or a parametrized one."""
+    """Raise ValueError for a whole parameter in a new place, and for weights that took the place of a removed one."""
     units, now = {id(put) for put in puts}, _places(module)
-    for place, name in known.items():
-        if place not in now and isinstance(
-            place.module, ParametrizationList
-        ):  # what it made may be a buffer now
+    gone = {place.module: name for place, name in known.items() if place not in now}
+    for inner, name in gone.items():
+        if isinstance(inner, ParametrizationList):  # the weight that was computed of it may be a buffer now
             raise ValueError(
-                f"full_params: {name} was removed inside, and what was made of it is in no unit, where it would not be "
-                "trained. Call remove_parametrizations before fully_shard"
+                f"full_params: {name} was removed inside, and the weight that was computed of it is in no unit, where "
+                "it would not be trained. Call remove_parametrizations before fully_shard"
             )
     for place, name in now.items():
         param = place.module._parameters[place.attribute]
-        if place not in known and param is not None and (param.requires_grad or id(param) in units):
+        if place in known or param is None:
+            continue
+        if id(param) in units or (param.requires_grad and place.module in gone):
             raise ValueError(
                 f"full_params: {name} was registered inside, where no unit gathers it or reduces its gradient. Call "
-                "remove_parametrizations, or add parameters, before fully_shard"
+                "remove_parametrizations or remove_weight_norm before fully_shard"
             )
 
 
