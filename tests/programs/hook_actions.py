@@ -31,8 +31,6 @@ def change_by_hooks(w: World, kind: str, place: str, index: int) -> None:
 @action(gradients=True, draw=lambda rng: (*layer(rng), *coin(rng)))
 def tensor_hook(w: World, index: int, keeps: bool) -> None:
     """A hook on a layer's output halves its gradient, which the output keeps or not."""
-    if w.program.compiled:
-        return  # what leaves a compiled model beside its output has no gradient
     w.model.captures = index % len(w.model.layers)
     loss = w.loss()
     found, w.model.captured, w.model.captures = w.model.captured, None, None

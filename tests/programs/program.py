@@ -143,6 +143,8 @@ class Program(_Literal):
 
 # Layers that take gradients, or call torch.func, in their forward.
 NESTED = {"forces", "constant forces", "function grad", "vmap", "function call"}
+# Actions that read a layer's output from behind the model.
+CAPTURE = {"captured", "gradient_of_a_layer", "backward_of_inputs", "several_roots", "tensor_hook"}
 PRODUCTS = {"own function", "later context"}  # which autocast leaves alone: that is for their authors
 # What torch, or our stand-in for one process, does not put together: what is drawn instead, and where.
 APART: list[tuple[dict[str, Any], Callable[[Program], bool]]] = [
@@ -158,6 +160,8 @@ APART: list[tuple[dict[str, Any], Callable[[Program], bool]]] = [
     ),
     # Views that leave a compiled function, or change in it; a backward of its backward.
     ({"compiled": ""}, lambda p: bool({*p.layers} & {"structured", "changes input", *NESTED})),
+    # What leaves a compiled model beside its output has no gradient of its own.
+    ({"compiled": "layers"}, lambda p: p.compiled == "model" and bool({a[0] for a in p.actions} & CAPTURE)),
     ({"rows": ""}, lambda p: p.mesh == "ep"),  # experts gather the same number of rows from each rank
     ({"module_hooks": ""}, lambda p: "backward" in p.module_hooks and bool({*p.layers} & NESTED)),
 ]

@@ -322,7 +322,7 @@ LAYERS.update({
     ),
     "old spectral norm": variant(Normed, norm=staticmethod(nn.utils.spectral_norm), casts=False),
     "padding": variant(Positions, options={"padding_idx": 1}),
-    "max norm": variant(Positions, options={"max_norm": 0.5}),
+    "max norm": variant(Positions, options={"max_norm": 0.5}, casts=False),
     "sparse": variant(Positions, options={"sparse": True}, casts=False),
     "listed": Listed, "lora": LoRA,
     "own function": OwnFunction, "later context": variant(OwnFunction, function=_LaterProduct),
